@@ -18,23 +18,32 @@ import hashlib
 import json
 import math
 import random
+import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import budget_once
-from benchmarks.budget_once import Curve, is_hopeless
+import numpy as np
+
 from benchmarks.options import BudgetBench
+from benchmarks.pages import markdown_table
+from benchmarks.rows import run_bench
 from firstlight.bench.options import Keep, Result, require_positive
-from firstlight.bench.runner import Found, RowOutcome, run_bench
-from firstlight.console import parse_time, say
+from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.runner import Found, RowOutcome
+from firstlight.console import parse_time, rounded, say
+from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
+from firstlight.evaluation.inputs import load_for_evaluation
+from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ask, error_of, training_environment
-from firstlight.report.records import read_json_lines
+from firstlight.pipeline.run import train_texts
+from firstlight.report.records import read_json_lines, read_length
 
 RESULTS_NAME = "results.jsonl"
 
@@ -240,8 +249,286 @@ def measure_run(case: BudgetCase, folder: Path, chosen: Curve) -> dict[str, Any]
         request: dict[str, Any] = {"text": case.text, "budget": case.budget, "chosen": chosen}
         request |= {"settings": case.settings, "run": str(Path(own) / "run")}
         limit = parse_time(case.budget) + _PATIENCE
-        found = ask(budget_once.__name__, request, training_environment(), limit)
+        found = ask(__name__, request, training_environment(), limit)
     if "error" in found:
         return found
     head = {"text": case.name, "budget": case.budget, "trial": case.trial}
     return {"digest": case.digest, **head, "settings": case.settings, **found}
+
+
+# The measurement of one run.
+
+
+#: A random run is ended if its bits per byte exceed those of the chosen settings by more than a
+#: fraction, at the same share of their steps: (share from which it counts, fraction). 41 of 138
+#: runs of `benchmarks learning` were so far above the best recipe, and ended 7 % above it or more.
+#: The last pair is for the training loss (`_EARLY`). It was tried in ten minutes of WikiText-2: of
+#: 20 random runs, 4 were more than 30 % above, and their first evaluations were hopeless, too. One
+#: that was 29 % above ended 9 % above.
+FAR_ABOVE = ((0.45, 0.1), (0.2, 0.15), (0.1, 0.3))
+
+#: Shares of the steps between which the mean of the training loss is taken: there is no evaluation
+#: so early. In the first pass over the text it is close to the held-out loss. In later passes it is
+#: lower, so that it ends fewer runs.
+_EARLY = (0.05, 0.1)
+
+#: Share of the steps and held-out bits per byte of each evaluation of a run, in their order, after
+#: the bits per byte of the training loss at `_EARLY`.
+Curve = Sequence[Sequence[float]]
+
+
+def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
+    """True if a run is so far above the run of the chosen settings that it is ended.
+
+    Args:
+        share: share of the run's steps that are done.
+        bits: its bits per byte there, of the kind that the curve has.
+        chosen: curve of the run of the chosen settings. Between two of its points, the bits are
+            taken to fall in a line.
+    """
+    fraction = next((most for start, most in FAR_ABOVE if share >= start), math.inf)
+    shares, values = zip(*chosen, strict=True)
+    return bits > (1 + fraction) * float(np.interp(share, shares, values))
+
+
+def share_of_steps(record: Mapping[str, Any], length: Mapping[str, Any]) -> float:
+    """Share of a run's steps that are done; an estimate until their number is decided.
+
+    Args:
+        record: metrics of the last step.
+        length: result of `read_length`.
+    """
+    if "max_steps" in length:
+        return float(record["step"] / length["max_steps"])
+    by_time = record["elapsed_seconds"] / (60 * length["max_minutes"])
+    return float(max(by_time, record["step"] / length.get("most_steps", math.inf)))
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Train on a text within a budget, and evaluate on all held-out text.
+
+    Args:
+        request: "text", "budget", "settings" by key of the recipe, "run", the run folder, and
+            "chosen", the curve of the run of the chosen settings, or an empty list.
+
+    Returns:
+        - "bits_per_byte": bits per byte of the held-out text by the model; None if the run was
+          ended early
+        - "step": optimizer steps
+        - "curve": share of the steps and bits per byte; see `Curve`
+        - "seconds": duration of `train_texts`, without the evaluation on all held-out text
+
+        A run that was not ended early has also:
+
+        - "gzip", "xz": bits per byte of the held-out text by the two compression programs
+        - "expected": [low, high], the range of bits per byte that was predicted
+        - "tokens", "parameters": training tokens and model size
+
+    Raises:
+        FirstlightError: see `train_texts`.
+    """
+    folder, began = Path(request["run"]), time.monotonic()
+    watch = _Watch(folder, request["chosen"])
+    try:
+        run = train_texts(
+            request["text"],
+            budget=request["budget"],
+            run_dir=folder,
+            overrides=request["settings"],
+            on_step=watch,
+            progress=False,
+        )
+    except _Hopeless:
+        seconds = time.monotonic() - began
+        ended = {"bits_per_byte": None, "curve": watch.curve(), "seconds": seconds}
+        return ended | {"step": watch.step}
+    training, choices = run.training, run.choices
+    assert training is not None
+    assert choices is not None
+    assert choices.bits_per_byte is not None
+    found = evaluate(load_for_evaluation(training.checkpoint), folder / "data")
+    return {
+        "bits_per_byte": found.bits_per_byte,
+        "curve": watch.curve(training.step),
+        "seconds": run.seconds,
+        "gzip": run.gzip_bits_per_byte,
+        "xz": run.xz_bits_per_byte,
+        "expected": list(choices.bits_per_byte),
+        "step": training.step,
+        "tokens": training.tokens_seen,
+        "parameters": choices.parameters,
+    }
+
+
+class _Watch:
+    """Records the evaluations of a run, and ends it if it is hopeless.
+
+    Args:
+        folder: the run folder, with the prepared text.
+        chosen: curve of the run of the chosen settings; empty to end no run.
+    """
+
+    def __init__(self, folder: Path, chosen: Curve) -> None:
+        self._folder, self._chosen = folder, chosen
+        self._points: list[tuple[int, float]] = []
+        self._early: list[float] = []
+        self._share = 0.0
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Take a step's metrics.
+
+        Raises:
+            _Hopeless: the run is far above the run of the chosen settings.
+        """
+        bits = record.get("bits_per_byte")
+        if self._points and bits is None:
+            return
+        self._share = share_of_steps(record, read_length(self._folder))
+        if not self._points:
+            bits = self._early_bits(record["train/loss"])
+        if bits is None:
+            return
+        self._points.append((record["step"], bits))
+        is_open = self._share < 1 and len(self._chosen) > 0
+        if is_open and is_hopeless(self._share, bits, self._chosen):
+            raise _Hopeless
+
+    def _early_bits(self, loss: float) -> float | None:
+        """The bits per byte of the training loss at `_EARLY`; None before."""
+        start, end = _EARLY
+        if self._share >= start:
+            self._early.append(loss)
+        if self._share < end:
+            return None
+        split = read_manifest(self._folder / "data")["splits"]["train"]
+        tokens_per_byte: float = split["tokens"] / split["text_bytes"]
+        return statistics.mean(self._early) / math.log(2) * tokens_per_byte
+
+    @property
+    def step(self) -> int:
+        """The step of the curve's last point."""
+        return self._points[-1][0]
+
+    def curve(self, steps: int | None = None) -> Curve:
+        """The curve of the run.
+
+        Args:
+            steps: steps of the run; None if it was ended early, and has an estimated share.
+        """
+        total = steps or self.step / self._share
+        return [(step / total, bits) for step, bits in self._points]
+
+
+class _Hopeless(Exception):  # noqa: N818 - no error
+    """Raised to end a run that is far above the run of the chosen settings."""
+
+
+# The page.
+
+
+def budget_groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The runs by text and budget ("TEXT, BUDGET"), each group in the order of its trials."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: run["trial"]):
+        groups.setdefault(f"{run['text']}, {run['budget']}", []).append(run)
+    # Without a run of the chosen settings, there is nothing to compare a random search with.
+    return {title: own for title, own in groups.items() if own[0]["trial"] == 0}
+
+
+HEADER = (
+    "text, budget",
+    "chosen",
+    "expected",
+    "best of random",
+    "ended early",
+    "chosen over best",
+    "gzip -9",
+    "xz",
+    "seconds",
+    "parameters",
+)
+
+
+def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A row of the table (see HEADER): the run of the chosen settings, and the random draws."""
+    chosen, ended = runs[0], [run for run in runs if run["bits_per_byte"] is None]
+    draws = [run["bits_per_byte"] for run in runs[1:] if run not in ended]
+    low, high = chosen["expected"]
+    bits = chosen["bits_per_byte"]
+    is_inside = "" if low <= bits <= high else ", missed"
+    return (
+        title,
+        f"{bits:.4f}",
+        f"{low:.2f} to {high:.2f}{is_inside}",
+        f"{min(draws):.4f} of {len(runs) - 1}" if draws else "all ended early" if ended else "",
+        f"{len(ended)}",
+        f"{bits / min(draws) - 1:+.1%}" if draws else "",
+        *("" if chosen[key] is None else f"{chosen[key]:.3f}" for key in ("gzip", "xz")),
+        f"{chosen['seconds']:.0f}",
+        rounded(chosen["parameters"]),
+    )
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of every run's bits per byte: a dot for a random draw, a circle for one that was ended
+    early, a line for chosen settings."""
+    groups = budget_groups(result["runs"])
+    figure = new_figure(10, 0.8 * len(groups) + 1.5)
+    axes = figure.subplots()
+    for place, (title, runs) in enumerate(groups.items()):
+        chosen = runs[0]["bits_per_byte"]
+        for run in runs[1:]:
+            bits, fill = run["bits_per_byte"], "full"
+            if bits is None:
+                bits, fill = run["curve"][-1][1], "none"
+            axes.plot(bits, place, "o", color="tab:gray", alpha=0.6, fillstyle=fill)
+        axes.plot([chosen] * 2, [place - 0.35, place + 0.35], color="tab:red", linewidth=3)
+        low, high = runs[0]["expected"]
+        axes.fill_betweenx([place - 0.2, place + 0.2], low, high, color="tab:red", alpha=0.12)
+        axes.annotate(title, (chosen, place - 0.38), fontsize="small", parse_math=False)
+    axes.set_yticks([])
+    # Downwards, with space for the first title.
+    axes.set_ylim(len(groups) - 0.5, -0.75)
+    axes.set_xlabel(
+        "held-out bits per byte (red: chosen, with the expected range; gray: random settings, "
+        "circles: ended early)"
+    )
+    return png_of(figure)
+
+
+def page(result: Mapping[str, Any], picture: str) -> str:
+    """The page of the results, in Markdown.
+
+    Args:
+        result: result of `bench_budget`.
+        picture: address of the picture.
+    """
+    machine, groups = result["machine"], budget_groups(result["runs"])
+    name = f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}"
+    limits = ", ".join(f"{most:.0%} after {start:.0%}" for start, most in reversed(FAR_ABOVE))
+    parts = [_HEAD.format(machine=name, limits=limits)]
+    parts.append(markdown_table(HEADER, [group_cells(*group) for group in groups.items()]))
+    parts.append(f"![bits per byte of chosen and of random settings]({picture})\n")
+    return "\n".join(parts)
+
+
+_HEAD = """\
+# Budget: chosen settings beside a random search
+
+    python -m benchmarks budget --out DIR --corpus stdlib --corpus FILE --page PAGE.md
+
+`make benchmarks NAMES=budget` calls it with three texts and budgets of 3, 10 and 30 minutes. Each
+run is the whole command `firstlight train TEXT --budget TIME` in a process of its own. The random
+search draws vocabulary, width, depth, sequence length, batch, learning rates, weight decay, the
+decay's part of the schedule and the passes over the text; all else is as chosen. Bits per byte are
+those of the whole held-out text after training. The best of the random search is the best of its
+results on this same text. Seconds are those of the chosen run's whole command. Two budgets give the
+same random run if its passes over the text end before both; it is measured once.
+
+A random run is ended early if its bits per byte exceed those of the chosen settings at the same
+share of their steps by more than {limits} of the steps. They are those
+of an evaluation, but before the first one those of the training loss. The run's circle in the
+picture shows the last of them. Evaluations in a run may be of a sample of the held-out text.
+
+Machine: {machine}.
+"""

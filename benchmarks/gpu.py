@@ -13,12 +13,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.calls import Call, Measure, Results, Row, Turn, run_rows
 from benchmarks.gpu_ceilings import CEILINGS
 from benchmarks.gpu_generation import GENERATION
 from benchmarks.gpu_guide import GUIDE_PART
 from benchmarks.gpu_ladder import LADDER
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import (
+    BenchMachine,
+    Call,
+    Findings,
+    Measure,
+    Page,
+    Part,
+    Results,
+    Row,
+    Turn,
+    run_rows,
+)
 from benchmarks.gpu_planner import PLANNER
 from benchmarks.gpu_run import RUN
 from benchmarks.gpu_training import TRAINING

@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.calls import Row
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.memory import copy_seconds
 from benchmarks.models import PlannerCase
+from benchmarks.pages import markdown_table
 from benchmarks.planner_memory import random_batch
 from firstlight.bench.gemm_products import (
     DTYPES,
@@ -41,7 +41,6 @@ from firstlight.bench.gemm_products import (
     product_rates,
 )
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.tables import markdown_table
 from firstlight.hardware.device import find_hardware, synchronize
 from firstlight.hardware.gpus import GPU
 from firstlight.models import empty_model
@@ -138,7 +137,9 @@ Seconds since the start of the process at which each was done; the model is GPT-
 def _page(found: Findings) -> Page:
     dtypes = [row.name for row in found.measured(NAME) if row.request["measure"] == "products"]
     runs = {dtype: found.outcome(NAME, dtype).runs[-1] for dtype in dtypes}
-    parts, summary, pictures = [], [], {}
+    parts: list[str] = []
+    summary: list[str] = []
+    pictures: dict[str, bytes] = {}
     gpu = found.machine.gpu
     if runs:
         picture = "![rates by size](../images/gpu-ceilings.png)\n"
@@ -243,7 +244,8 @@ _LARGE_FLOPS = 1e10
 #: Model -> number of blocks, (inputs, outputs) of the head, and of each linear layer of a block.
 _LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
     "gpt2-124m": (
-        *(12, (768, 50304)),
+        12,
+        (768, 50304),
         {
             "qkv": (768, 2304),
             "attention out": (768, 768),
@@ -252,7 +254,8 @@ _LAYERS: dict[str, tuple[int, tuple[int, int], dict[str, tuple[int, int]]]] = {
         },
     ),
     "llama-1b": (
-        *(16, (2048, 128256)),
+        16,
+        (2048, 128256),
         {
             "q": (2048, 2048),
             "kv": (2048, 1024),

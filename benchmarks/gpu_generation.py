@@ -1,4 +1,4 @@
-"""Part "generation" of `python -m benchmarks gpu`: tokens per second relative to transformers, and to
+"""Part "generation" of `benchmarks gpu`: tokens per second relative to transformers, and to
 the limit of the memory's bandwidth.
 
     python -m firstlight.hardware.fresh_process benchmarks.gpu_generation REQUEST
@@ -15,7 +15,7 @@ REQUEST is a JSON object:
     turns          timed turns of all programs, after one warm-up turn
 
 The result has, under "programs", each program's "reason" (the error message, or "") and "batches",
-see `generation_once.measure`; "copy_bytes_per_second", the measured memory bandwidth; "step_bytes",
+see `generation.measure`; "copy_bytes_per_second", the measured memory bandwidth; "step_bytes",
 see `step_bytes`, by batch size; and "line", the result in words.
 """
 
@@ -30,19 +30,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.calls import Row
-from benchmarks.generation import bytes_per_token
-from benchmarks.generation_once import (
+from benchmarks.generation import (
     Continue,
     Timing,
+    bytes_per_token,
     continue_with_generate,
     continue_with_sampling,
 )
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.memory import copy_rate
 from benchmarks.models import model_values, random_model
-from firstlight.bench.pictures import draw_bars
-from firstlight.bench.tables import cells, markdown_table
+from benchmarks.pages import markdown_table
+from firstlight.bench.tables import cells
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import cache_bytes_per_token
@@ -171,8 +170,14 @@ def _page(found: Findings) -> Page:
         for one in rates
     ]
     header = (
-        *("program", "texts", "tokens/s", "to transformers", "of the limit", "first ms"),
-        *("whole, to transformers", "warm-up s"),
+        "program",
+        "texts",
+        "tokens/s",
+        "to transformers",
+        "of the limit",
+        "first ms",
+        "whole, to transformers",
+        "warm-up s",
     )
     failed = [
         (f"{row.name}: {program}", entry["reason"])

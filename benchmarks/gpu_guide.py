@@ -47,9 +47,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.calls import Row
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.memory import driver_used_bytes
+from benchmarks.pages import markdown_table
 from benchmarks.planner_steps import (
     memory_entry,
     packed,
@@ -59,9 +59,8 @@ from benchmarks.planner_steps import (
     unpacked,
 )
 from benchmarks.programs import run_trainer
-from firstlight.bench.pictures import draw_bars
 from firstlight.bench.steps import StepClock
-from firstlight.bench.tables import cells, markdown_table
+from firstlight.bench.tables import cells
 from firstlight.planner.memory.module import plan_module
 from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.planner.speed.throughput import Workload, predict_speed
@@ -72,7 +71,10 @@ _WARMUP_STEPS = 3
 _MIB = 2**20
 
 _KEYS = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
     "intermediate_size",
 )
 _BERT_LARGE = dict(zip(_KEYS, (30522, 1024, 24, 16, 4096), strict=True))
@@ -190,8 +192,15 @@ def _measured(found: Findings) -> Iterator[_Measured]:
 def _page(found: Findings) -> Page:
     measured = list(_measured(found))
     header = (
-        *("bert-large, 512 tokens", "samples/s", "planner", "V100, published"),
-        *("driver, MB", "planner", "V100, published", "allocator's peak, MB", "planner"),
+        "bert-large, 512 tokens",
+        "samples/s",
+        "planner",
+        "V100, published",
+        "driver, MB",
+        "planner",
+        "V100, published",
+        "allocator's peak, MB",
+        "planner",
     )
     text = [
         markdown_table(header, [_cells(*one) for one in measured]),

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.calls import Row
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.models import PlannerCase
+from benchmarks.pages import markdown_table
 from benchmarks.planner_steps import STEPS_MODULE, steps_request
-from firstlight.bench.pictures import draw_bars
-from firstlight.bench.tables import markdown_table
 
 NAME = "ladder"
 
@@ -259,7 +257,9 @@ def _found(ladder: Ladder, found: Findings) -> list[_Found]:
 
 
 def _page(found: Findings) -> Page:
-    text, summary, pictures = [], [], {}
+    text: list[str] = []
+    summary: list[str] = []
+    pictures: dict[str, bytes] = {}
     for number, (ladder, published) in enumerate(ladders(found.machine)):
         entries = _found(ladder, found)
         good = [entry for entry in entries if not entry.reason]

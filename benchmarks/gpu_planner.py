@@ -12,20 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.calls import Row
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.models import PlannerCase, dry_grid, gpu_grid
+from benchmarks.pages import markdown_table
 from benchmarks.planner_memory import (
     ALLOWED_ERROR,
     ALLOWED_SHORTAGE,
     draw_memory_errors,
+    draw_peaks,
+    draw_shares,
     summary,
 )
 from benchmarks.planner_speed import GOAL, percentile
 from benchmarks.planner_steps import STEPS_MODULE, steps_request, unpacked
-from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
-from firstlight.bench.tables import cells, markdown_table
-from firstlight.data.remote import cache_folder
+from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.tables import cells
+from firstlight.files.cache import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu, save_measured
@@ -49,7 +51,9 @@ FIRST = 20
 
 #: Expected seconds of a process before its first configuration, of a configuration, and of a
 #: configuration that compiles.
-_START_SECONDS, _CASE_SECONDS, _COMPILED_SECONDS = 12.0, 3.5, 40.0
+_START_SECONDS = 12.0
+_CASE_SECONDS = 3.5
+_COMPILED_SECONDS = 40.0
 
 #: GPU whose data sheet a dry run uses for the CPU, so that it runs the same code.
 _DRY_GPU = "H100"

@@ -1,4 +1,4 @@
-"""Part "run" of `python -m benchmarks gpu`: a real run by `firstlight train`, from text to its report.
+"""Part "run" of `benchmarks gpu`: a real run by `firstlight train`, from text to its report.
 
     python -m firstlight.hardware.fresh_process benchmarks.gpu_run REQUEST
 
@@ -22,10 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.calls import Row
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.pages import markdown_table
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.tables import markdown_table
 from firstlight.errors import TrainingError
 from firstlight.files.atomic import read_json
 from firstlight.hardware.fresh_process import last_words

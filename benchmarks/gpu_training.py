@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.calls import Row
 from benchmarks.gpu_ceilings import measured_ceiling
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
+from benchmarks.pages import markdown_table
 from benchmarks.training import FIRSTLIGHT, REFERENCE, library_corpus, turn_ratios
 from benchmarks.training import measure as measure_training
 from firstlight.bench.models import find_model
-from firstlight.bench.pictures import draw_bars
-from firstlight.bench.tables import markdown_table
 from firstlight.models.accounting import meta_model, train_flops_per_token
 
 NAME = "training"
@@ -293,8 +291,15 @@ def _section(case: TrainingCase, found: Findings, rates: Mapping[str, float]) ->
             )
         )
     header = (
-        *("program", "tokens/s", "of the measured bf16 rate", "of the data sheet's"),
-        *("/ bare loop (by turn)", "peak GiB", "last loss", "first step, s", "turns"),
+        "program",
+        "tokens/s",
+        "of the measured bf16 rate",
+        "of the data sheet's",
+        "/ bare loop (by turn)",
+        "peak GiB",
+        "last loss",
+        "first step, s",
+        "turns",
     )
     micro = _micro_batch_size(case, found.machine)
     return (

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -29,11 +30,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.learning_rows import SIZES, choose_rows, find_row, recipe_values
 from benchmarks.options import LearningBench
+from benchmarks.pages import markdown_table
+from benchmarks.rows import run_bench
 from benchmarks.training import library_corpus
 from firstlight.bench.options import Keep, Result, require_known, require_positive
-from firstlight.bench.runner import Found, RowOutcome, run_bench
+from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.runner import Found, RowOutcome
+from firstlight.bench.tables import cell
 from firstlight.console import say
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
@@ -42,10 +46,250 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ask, training_environment
+from firstlight.optim.new_model import RATE_WIDTH, WARMUP_RATIO
+from firstlight.planner.advise.defaults import LAYOUT
 from firstlight.recipe import Recipe, parse_recipe
-from firstlight.recipe.load import changed_recipe
+from firstlight.recipe.load import changed_recipe, parse_yaml
 from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
+
+
+@dataclass(frozen=True)
+class LearningRow:
+    """One recipe.
+
+    Attributes:
+        changes: values of the recipe by key (`section.key`).
+        of: name of the row to which the changes are applied; "" for a complete recipe.
+        about: description of the recipe or of the change.
+        successor_of: name of the row that a complete recipe replaced as the default, with which it
+            is compared where both were measured; "" for all others.
+    """
+
+    changes: Mapping[str, Any]
+    of: str = ""
+    about: str = ""
+    successor_of: str = ""
+
+
+#: Model shapes by name. Layouts like Llama and like GPT-2 have about as many parameters in a shape.
+SIZES: dict[str, dict[str, Any]] = {
+    # nanoGPT's shape for a CPU.
+    "0.8m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+    # The demo's shape.
+    "2.6m": {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3},
+    # nanoGPT's shape for Shakespeare by characters on a GPU.
+    "11m": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6},
+    "30m": {"hidden_size": 512, "num_hidden_layers": 9, "num_attention_heads": 8},
+    # The shape of GPT-2 124M, with a smaller vocabulary.
+    "88m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+}
+
+#: The demo's earlier recipe: the row to which each single change is applied.
+BEFORE = "before"
+
+#: The settings of new models, which are also those of the demo.
+NEW = "new"
+
+#: Name for `--rows` that means all single changes.
+CHANGES = "changes"
+
+_NANOGPT: dict[str, Any] = {
+    "model.model_type": "gpt2",
+    "model.activation_function": "gelu",
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 6e-4,
+    "schedule.min_lr_ratio": 0.1,
+}
+
+# nanochat's settings in Qwen3's layout, without its squared ReLU, softcap and value embeddings.
+_NANOCHAT: dict[str, Any] = {
+    "model.model_type": "qwen3",
+    "model.tie_word_embeddings": False,
+    "init.residual_projections": "zero",
+    "init.embedding_std": 0.8,
+    "init.head_std": 0.001,
+    "optimizer.name": "muon",
+    # nanochat's 0.02, converted to firstlight's scale of Muon's updates at a width of 192.
+    "optimizer.muon_learning_rate": 0.007,
+    "optimizer.muon_coefficients": "polar_express",
+    "optimizer.muon_beta2": 0.95,
+    "optimizer.muon_momentum_warmup_steps": 150,
+    "optimizer.cautious_weight_decay": True,
+    "optimizer.embedding_weight_decay": 0.0,
+    "optimizer.head_weight_decay": 0.0,
+    "optimizer.learning_rate": 0.3,
+    "optimizer.head_lr_multiple": 0.0133,
+    "optimizer.vector_lr_multiple": 0.0133,
+    "optimizer.betas": [0.8, 0.95],
+    "optimizer.max_grad_norm": 0.0,
+    "schedule.warmup_ratio": 0.02,
+    "schedule.kind": "wsd",
+    "schedule.decay_fraction": 0.65,
+    "schedule.min_lr_ratio": 0.05,
+}
+
+_ZERO: dict[str, Any] = {"schedule.kind": "linear", "schedule.min_lr_ratio": 0.0}
+
+ROWS: dict[str, LearningRow] = {
+    # Recipes of their own.
+    "nanogpt": LearningRow(
+        _NANOGPT, about="nanoGPT: GPT-2 layout, AdamW at 6e-4, cosine to a tenth"
+    ),
+    "nanogpt-tuned": LearningRow(
+        {**_NANOGPT, "optimizer.learning_rate": 2e-3},
+        about="nanoGPT at 2e-3, a learning rate for small models",
+    ),
+    "nanogpt-cpu": LearningRow(
+        {
+            **_NANOGPT,
+            "optimizer.learning_rate": 1e-3,
+            "optimizer.betas": [0.9, 0.99],
+            "data.seq_len": 64,
+            "batch.micro_batch_size": 12,
+        },
+        about="nanoGPT's commands for Shakespeare by characters on a CPU: 12 rows of 64, AdamW at "
+        "1e-3, second beta 0.99",
+    ),
+    BEFORE: LearningRow(
+        {
+            "model.model_type": "llama",
+            "model.tie_word_embeddings": True,
+            "optimizer.name": "muon",
+            "optimizer.muon_learning_rate": 0.005,
+            "optimizer.learning_rate": 0.02,
+            "optimizer.betas": [0.8, 0.95],
+            "schedule.warmup_ratio": 0.07,
+            "schedule.min_lr_ratio": 0.05,
+        },
+        about="firstlight's earlier demo: Llama layout, Muon at 0.005, AdamW at 0.02, cosine to a "
+        "twentieth",
+    ),
+    "nanochat": LearningRow(
+        _NANOCHAT,
+        about="nanochat's settings that work in the Qwen3 layout: zero-initialised projections, "
+        "NorMuon, AdamW at 0.3 on the embedding and 0.004 on the head, linear decay over the last "
+        "65 %",
+    ),
+    NEW: LearningRow(
+        {
+            **LAYOUT,
+            "optimizer.tuned_width": RATE_WIDTH,
+            "schedule.warmup_ratio": WARMUP_RATIO,
+        },
+        about="the settings of new models: nanochat's, but Muon at 0.012 at a width of 192, and "
+        "down to zero",
+        successor_of=BEFORE,
+    ),
+    # Single changes.
+    "linear-to-zero": LearningRow(_ZERO, BEFORE, "linear decay to zero after the warm-up"),
+    "stable-then-zero": LearningRow(
+        {**_ZERO, "schedule.kind": "wsd", "schedule.decay_fraction": 0.6},
+        BEFORE,
+        "the peak rate, then linear decay to zero over the last 60 %",
+    ),
+    "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3 layout: norms on q and k"),
+    "untied-head": LearningRow(
+        {"model.tie_word_embeddings": False, "optimizer.head_lr_multiple": 0.2},
+        BEFORE,
+        "a head of its own, at a fifth of the embedding's rate",
+    ),
+    "half-batch": LearningRow({"batch.micro_batch_size": 4}, BEFORE, "4 rows a step, not 8"),
+    "half-rows": LearningRow(
+        {"batch.micro_batch_size": 16, "data.seq_len": 128}, BEFORE, "16 rows of 128 tokens"
+    ),
+    "zero-init": LearningRow(
+        {"init.residual_projections": "zero"}, BEFORE, "each layer begins as the identity"
+    ),
+    "low-adamw": LearningRow({"optimizer.learning_rate": 0.01}, BEFORE, "AdamW at 0.01"),
+    "high-muon": LearningRow({"optimizer.muon_learning_rate": 0.01}, BEFORE, "Muon at 0.01"),
+    "no-embedding-decay": LearningRow(
+        {"optimizer.embedding_weight_decay": 0.0}, BEFORE, "no weight decay on the embedding"
+    ),
+    "cautious-decay": LearningRow(
+        {"optimizer.cautious_weight_decay": True}, BEFORE, "cautious weight decay"
+    ),
+    "polar-express": LearningRow(
+        {"optimizer.muon_coefficients": "polar_express"}, BEFORE, "Muon by the Polar Express"
+    ),
+    "normuon": LearningRow({"optimizer.muon_beta2": 0.95}, BEFORE, "NorMuon"),
+}
+
+#: Values of the recipe in all rows that don't change them.
+_COMMON: dict[str, Any] = {
+    "data": {"seq_len": 256},
+    "batch": {"micro_batch_size": 8},
+    "schedule": {"warmup_ratio": 0.05},
+    # Compiling would take a large part of a run of a few minutes.
+    "efficiency": {"compile": False},
+    "checkpoint": {"every_steps": 0, "keep_best": 0},
+}
+
+#: Sections that rows may change; the benchmark sets the other ones.
+_VARIABLE = ("data", "model", "init", "batch", "schedule", "optimizer", "loss", "efficiency")
+
+
+def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, LearningRow]:
+    """The named rows in their order, then the variants; by name.
+
+    Args:
+        names: names of `ROWS`, or `CHANGES` for all single changes and the row that they change;
+            without names all complete recipes.
+        variants: see `find_row`.
+
+    Raises:
+        ConfigError: a name is unknown, or a variant is invalid.
+    """
+    require_known("row", names, [*ROWS, CHANGES])
+    changes = [BEFORE, *(name for name, row in ROWS.items() if row.of == BEFORE)]
+    chosen = [one for name in names for one in (changes if name == CHANGES else [name])]
+    chosen = chosen or [name for name, row in ROWS.items() if not row.of]
+    return {name: find_row(name) for name in (*chosen, *variants)}
+
+
+def find_row(name: str) -> LearningRow:
+    """The row of a name, or a variant of a row.
+
+    Args:
+        name: name in `ROWS`, or "NAME:section.key=value,section.key=value" for a variant of NAME.
+
+    Raises:
+        ConfigError: the name is unknown, or the variant is not of that form.
+    """
+    of, colon, text = name.partition(":")
+    require_known("row", [of], ROWS)
+    if not colon:
+        return ROWS[of]
+    changes = {}
+    # A comma inside a value, as in betas=[0.9,0.95], is not followed by a key.
+    for part in re.split(r",(?=\s*\w+\.\w+\s*=)", text):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        section, dot, _ = key.partition(".")
+        if not equals or not dot or section not in _VARIABLE:
+            raise ConfigError(
+                f"--set {name}: '{part}' is not section.key=value, such as "
+                f"{BEFORE}:optimizer.learning_rate=0.01, of one of the sections "
+                f"{', '.join(_VARIABLE)}"
+            )
+        try:
+            changes[key] = parse_yaml(value)
+        except ValueError as error:
+            raise ConfigError(f"--set {name}: {error}") from None
+    return LearningRow(changes, of, text)
+
+
+def recipe_values(row: LearningRow, size: str) -> dict[str, Any]:
+    """Values of the recipe of a row at a size, without the corpus and the number of steps."""
+    chain = [row]
+    while chain[0].of:
+        chain.insert(0, ROWS[chain[0].of])
+    values = changed_recipe(_COMMON, {"model": SIZES[size]})
+    for one in chain:
+        values = changed_recipe(values, one.changes)
+    # The context is the sequence length: learned positions beyond it would never be trained.
+    context = values["data"]["seq_len"]
+    return changed_recipe(values, {"model.max_position_embeddings": context})
+
 
 RESULTS_NAME = "results.jsonl"
 
@@ -90,7 +334,7 @@ class LearningCase:
 
     Attributes:
         corpus: the corpus.
-        size: name in `learning_rows.SIZES`.
+        size: name in `SIZES`.
         row: name of the row.
         tokens: budget of a run in tokens; None if it is in minutes.
         minutes: budget of a run in minutes of training; None if it is in tokens.
@@ -378,3 +622,293 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 class _PaceIsKnown(Exception):  # noqa: N818 - no error
     """Ends a run of which only the first steps are measured."""
+
+
+# The page.
+
+
+#: Minimum of seeds for a verdict; minimum of a gain that counts, in standard deviations.
+_SEEDS, _LEAST_GAIN = 3, 2.0
+
+#: Number of the best rows in a panel of the picture.
+_BEST = 4
+
+
+@dataclass(frozen=True)
+class RowFigures:
+    """The runs of a row in a group, which differ in their seeds.
+
+    Attributes:
+        name: name of the row.
+        row: the recipe.
+        runs: the row's lines of results.jsonl.
+        over: name of the row with which this one is compared: the one that it changes, or that it
+            replaced as the default; the baseline for other complete recipes.
+        compared: the runs of that row; empty for the baseline itself, and if there are none.
+        goal: mean bits per byte at the end of the baseline's curve.
+    """
+
+    name: str
+    row: LearningRow
+    runs: Sequence[Mapping[str, Any]]
+    over: str
+    compared: Sequence[Mapping[str, Any]]
+    goal: float
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Final bits per byte of the held-out text, the mean over the seeds."""
+        return statistics.mean(_final(self.runs))
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the final bits per byte over the seeds; None with one seed."""
+        return statistics.stdev(_final(self.runs)) if len(self.runs) > 1 else None
+
+    @property
+    def gains(self) -> list[float]:
+        """Reduction of bits per byte relative to the compared row, for each seed that both have.
+
+        Runs with the same seed read the same text in the same order, so the difference between two
+        of them varies less than that of runs with different seeds.
+        """
+        other = {run["seed"]: run["bits_per_byte"] for run in self.compared}
+        return [
+            other[run["seed"]] - run["bits_per_byte"] for run in self.runs if run["seed"] in other
+        ]
+
+    @property
+    def gain_in_spreads(self) -> float | None:
+        """The mean gain divided by its standard deviation over the seeds; None with fewer than
+        three seeds."""
+        if len(self.gains) < _SEEDS:
+            return None
+        return statistics.mean(self.gains) / max(statistics.stdev(self.gains), 1e-6)
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of training of a run."""
+        seconds: list[float] = [run["seconds"] for run in self.runs]
+        return statistics.mean(seconds)
+
+    def curve(self) -> list[tuple[float, float, list[float]]]:
+        """(tokens, mean seconds, bits per byte of each seed) at each point."""
+        return [
+            (points[0][0], statistics.mean(p[1] for p in points), [p[2] for p in points])
+            for points in zip(*(run["curve"] for run in self.runs), strict=False)
+        ]
+
+    def to_goal(self) -> tuple[float, float] | None:
+        """(tokens, seconds) at which the mean curve reaches the goal, interpolated linearly between
+        points; None if it never does."""
+        points = [(t, s, statistics.mean(bits)) for t, s, bits in self.curve()]
+        before = None
+        for tokens, seconds, bits in points:
+            if bits <= self.goal:
+                if before is None:
+                    return tokens, seconds
+                part = (before[2] - self.goal) / (before[2] - bits)
+                return (
+                    before[0] + part * (tokens - before[0]),
+                    before[1] + part * (seconds - before[1]),
+                )
+            before = tokens, seconds, bits
+        return None
+
+
+def _final(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [run["bits_per_byte"] for run in runs]
+
+
+@dataclass(frozen=True)
+class LearningGroup:
+    """The rows on one corpus at one size with one budget; the first row is the baseline."""
+
+    corpus: str
+    size: str
+    budget: str
+    rows: Sequence[RowFigures]
+
+    @property
+    def title(self) -> str:
+        """Heading of the group."""
+        return f"{self.corpus}, {self.size}, {self.budget}"
+
+
+def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
+    """The runs by group and row, both in the order of their first runs."""
+    groups: dict[tuple[str, str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    for run in runs:
+        key = (run["corpus"], run["size"], run["budget"])
+        groups.setdefault(key, {}).setdefault(run["row"], []).append(run)
+    found = []
+    for (corpus, size, budget), rows in groups.items():
+        baseline = next(iter(rows))
+        goal = statistics.mean(run["curve"][-1][2] for run in rows[baseline])
+        figures = []
+        for name, own in rows.items():
+            row = find_row(name)
+            over = row.of or (row.successor_of if row.successor_of in rows else baseline)
+            compared = [] if over == name else rows.get(over, [])
+            figures.append(RowFigures(name, row, own, over, compared, goal))
+        found.append(LearningGroup(corpus, size, budget, figures))
+    return found
+
+
+def verdicts(groups: Sequence[LearningGroup]) -> dict[str, str]:
+    """The verdict on each single change, and on each recipe that replaced another as the default,
+    by name of the row.
+
+    A change is kept if its gain exceeds two standard deviations on two corpora and at two sizes,
+    and no group has a loss of that size.
+    """
+    found: dict[str, list[tuple[LearningGroup, RowFigures]]] = {}
+    for group in groups:
+        for row in group.rows:
+            decided = row.over in (row.row.of, row.row.successor_of)
+            if decided and row.gain_in_spreads is not None:
+                found.setdefault(row.name, []).append((group, row))
+    return {name: _verdict(cases) for name, cases in found.items()}
+
+
+def _verdict(cases: Sequence[tuple[LearningGroup, RowFigures]]) -> str:
+    gains = [(group, row.gain_in_spreads or 0.0) for group, row in cases]
+    worse = [f"{group.corpus} {group.size}" for group, gain in gains if gain < -_LEAST_GAIN]
+    better = [group for group, gain in gains if gain > _LEAST_GAIN]
+    corpora, sizes = {one.corpus for one in better}, {one.size for one in better}
+    if worse:
+        return f"not kept: worse on {', '.join(worse)}"
+    if not better:
+        return "not kept: no gain above twice its spread"
+    gained = f"gains on {', '.join(sorted(corpora))}, at {', '.join(sorted(sizes))}"
+    return f"{'kept' if len(corpora) > 1 and len(sizes) > 1 else 'open'}: {gained}"
+
+
+HEADER = (
+    "recipe",
+    "bits per byte",
+    "tokens to the baseline",
+    "seconds to the baseline",
+    "seconds",
+    "gain over",
+    "gain",
+    "in spreads",
+)
+
+
+def row_cells(row: RowFigures) -> tuple[str, ...]:
+    """A row of a group's table; see HEADER."""
+    spread = "" if row.spread is None else f" ± {row.spread:.4f}"
+    goal = row.to_goal()
+    return (
+        row.name,
+        f"{row.bits_per_byte:.4f}{spread}",
+        "never" if goal is None else f"{goal[0]:,.0f}",
+        "never" if goal is None else f"{goal[1]:,.0f}",
+        f"{row.seconds:,.0f}",
+        row.over if row.compared else "",
+        _gain_cell(row.gains),
+        cell("{row.gain_in_spreads:+.1f}", {"row": row}),
+    )
+
+
+def _gain_cell(gains: Sequence[float]) -> str:
+    if len(gains) < 2:
+        return "".join(f"{gain:+.4f}" for gain in gains)
+    return f"{statistics.mean(gains):+.4f} ± {statistics.stdev(gains):.4f}"
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of the held-out bits per byte by tokens and by seconds, with bands over the seeds, for
+    the baseline, the best rows and the rows with which they are compared."""
+    groups = learning_groups(result["runs"])
+    figure = new_figure(13, 3.6 * max(len(groups), 1))
+    axes = figure.subplots(max(len(groups), 1), 2, squeeze=False)
+    for places, group in zip(axes, groups, strict=False):
+        # Only the best rows, and those that they are compared with: more could not be told apart.
+        best = sorted(group.rows[1:], key=lambda row: row.bits_per_byte)[:_BEST]
+        names = {group.rows[0].name, *(row.name for row in best), *(row.over for row in best)}
+        shown = [row for row in group.rows if row.name in names]
+        for row in shown:
+            curve = row.curve()
+            for place, axis in zip(places, (0, 1), strict=True):
+                x = [point[axis] for point in curve]
+                means = [statistics.mean(point[2]) for point in curve]
+                (line,) = place.plot(x, means, label=row.name)
+                low, high = ([f(point[2]) for point in curve] for f in (min, max))
+                place.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
+        ends = [bits for row in shown for _, _, seeds in row.curve()[-1:] for bits in seeds]
+        middle = [bits for row in shown for _, _, seeds in row.curve()[:3][-1:] for bits in seeds]
+        for place, label in zip(places, ("tokens", "seconds of training"), strict=True):
+            place.set(xlabel=label, ylabel="held-out bits per byte")
+            # The axis ends at the third points: the first two are far above all others.
+            if middle and max(middle) > min(ends):
+                place.set_ylim(min(ends) - 0.02, max(middle))
+            place.set_title(group.title, loc="left", fontsize="medium", parse_math=False)
+            place.legend(fontsize="small")
+        places[0].xaxis.set_major_formatter("{x:,.0f}")
+    return png_of(figure)
+
+
+def page(result: Mapping[str, Any], picture: str) -> str:
+    """The page of the results, in Markdown.
+
+    Args:
+        picture: address of the picture.
+    """
+    groups, machine = learning_groups(result["runs"]), result["machine"]
+    known = {row.name: row.row for group in groups for row in group.rows}
+    recipes = [
+        f"- `{name}`: {row.of and f'{row.of}, changed: '}{row.about}" for name, row in known.items()
+    ]
+    decided = verdicts(groups)
+    parts = [
+        _HEAD.format(
+            machine=f"{machine['name']}, torch {machine['torch']}, threads: {machine['threads']}"
+        )
+    ]
+    parts.append("\n".join(recipes) + "\n")
+    for group in groups:
+        seeds = max(len(row.runs) for row in group.rows)
+        parts.append(f"## {group.title}\n\nBaseline: {group.rows[0].name}; {seeds} seeds.\n")
+        parts.append(markdown_table(HEADER, [row_cells(row) for row in group.rows]))
+    if result["problems"]:
+        failed = [f"- {title}: {problem}" for title, problem in result["problems"].items()]
+        parts.append("\n".join(["## Runs that failed", "", *failed, ""]))
+    if decided:
+        parts.append("## Changes that are kept, and those that did not help\n")
+        parts.append("\n".join(f"- `{name}`: {one}" for name, one in decided.items()) + "\n")
+    parts.append(f"![held-out bits per byte by tokens and by seconds]({picture})\n")
+    return "\n".join(parts)
+
+
+_HEAD = """\
+# Learning: recipes at equal tokens or equal time
+
+    python -m benchmarks learning --out DIR --page docs/benchmarks/learning.md
+
+adds a page such as this one to the results in DIR; the page of the documentation is made by
+`make benchmarks NAMES=learning`.
+
+Each run is `firstlight train` in a separate process.
+
+- **bits per byte**: on the whole held-out text at the end of a run, or on the number of its tokens
+  that the heading names; mean and standard deviation over the seeds.
+  All rows share a tokenizer that is trained on all of the text. That it has seen the held-out part
+  lowers the bits of a small text: those of Shakespeare with 2,048 tokens by 2.6 %.
+- **tokens and seconds to the baseline**: the point at which a row's curve of held-out bits per byte
+  reaches the end of the baseline's curve. Curves are measured on 32,768 held-out tokens, or on an
+  eighth of the tokens in the heading.
+- **seconds**: time of the training steps, without evaluations, checkpoints and the start of the
+  process.
+- **gain**: bits per byte fewer than the compared row; mean and standard deviation over pairs of
+  runs with one seed, which read the same text in the same order. **in spreads** is the gain divided
+  by its standard deviation. A change is compared with the recipe that it changes, and `new` with
+  `before`, whose place it took, where both were measured.
+
+A change is kept if it gains more than two standard deviations on two corpora and at two sizes with
+three seeds, and nowhere loses as much. If the tokens of a corpus are bytes, a nat is 1.4427 bits: a
+loss of 1.88 nats is 2.7123 bits per byte.
+
+Machine: {machine}.
+"""

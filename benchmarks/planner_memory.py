@@ -18,9 +18,10 @@ import torch
 from benchmarks.memory import MeasuredMemory, measured_memory
 from benchmarks.models import PlannerCase
 from benchmarks.planner_speed import percentile
+from benchmarks.rows import run_bench
 from firstlight.bench.options import Keep, Result
-from firstlight.bench.pictures import draw_peaks, draw_shares, new_figure, png_of
-from firstlight.bench.runner import RowOutcome, run_bench
+from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.runner import RowOutcome
 from firstlight.data.loader import Batch
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
@@ -394,3 +395,35 @@ def predict_memory(
     if kind == "evaluation":
         return predict_evaluation(recipe, target)
     return trace_memory(recipe, target)
+
+
+def draw_shares(axes: Any, errors: Sequence[float], color: str, label: str) -> None:
+    """Draw the cumulative distribution of errors.
+
+    Args:
+        axes: matplotlib axes.
+        errors: the errors in percent; without errors nothing is drawn.
+        color: color of the line.
+        label: label of the line.
+    """
+    ordered = sorted(errors)
+    shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
+    if ordered:
+        axes.step(ordered, shares, where="post", color=color, label=label)
+
+
+def draw_peaks(axes: Any, results: Sequence[Any]) -> None:
+    """Draw "predicted_bytes" against "peak_bytes" of each result as points, and the diagonal."""
+    from matplotlib.ticker import LogLocator
+
+    measured = [one["peak_bytes"] / 2**30 for one in results]
+    predicted = [one["predicted_bytes"] / 2**30 for one in results]
+    ends = [min(measured, default=0.1) / 1.3, 1.3 * max(measured, default=1.0)]
+    axes.plot(ends, ends, color="tab:gray", linewidth=0.8)
+    axes.scatter(measured, predicted, s=14, color="tab:blue")
+    axes.set(xscale="log", yscale="log", xlabel="measured peak, GiB", ylabel="predicted peak, GiB")
+    for axis in (axes.xaxis, axes.yaxis):
+        # With all labels of a logarithmic axis, some cover others.
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")

@@ -1,4 +1,4 @@
-"""Predicted and measured speed of training on this machine: a part of `python -m benchmarks planner`.
+"""Predicted and measured speed of training on this machine: a part of `benchmarks planner`.
 
 Each configuration has a process of its own, which predicts and trains in turns, so that changes of
 the machine's speed affect both. The medians of the predictions and of the steps are compared.
@@ -28,31 +28,25 @@ from typing import Any
 import torch
 
 from benchmarks.models import PlannerCase
+from benchmarks.rows import run_bench
 from firstlight.bench.models import config_of
 from firstlight.bench.options import Keep
 from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.runner import Found, RowOutcome, run_bench
+from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import Tokens, write_tokens
-from firstlight.console import say
-from firstlight.errors import ConfigError, TrainingError
+from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ask, training_environment
 from firstlight.models import empty_model
-from firstlight.planner.memory.prediction import MemoryPrediction
-from firstlight.planner.speed.recipe import count_operators, predict_recipe_speed
-from firstlight.planner.speed.store import (
-    calibrate,
-    load_calibration,
-    measure_operators,
-    save_calibration,
-)
 from firstlight.planner.speed.throughput import SpeedPrediction
+from firstlight.planner.speed.timed import time_step, timed_speed
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 
 #: Goal for the 95th percentile of the predictions' relative errors.
 GOAL = 0.15
-WARMUP_STEPS = 3
+#: Untimed steps at the start of each turn.
+WARMUP_STEPS = 1
 _MODULE = "benchmarks.planner_speed"
 
 
@@ -71,42 +65,25 @@ def speed_case(model: str, seq_len: int, rows: int, **changes: Any) -> PlannerCa
 
 
 def speed_grid() -> tuple[PlannerCase, ...]:
-    """The configurations: widths, lengths, batches, number formats, and methods."""
+    """The configurations: widths, lengths, batches, number formats, and methods. The last four take
+    so long that less than a step is timed."""
     bf16 = {"efficiency__precision": "bf16"}
-    full = {"efficiency__activation_checkpointing": "full"}
-    compiled = {"efficiency__compile": True}
     return (
         speed_case("small", 256, 4),
         speed_case("small", 128, 8, **bf16),
-        speed_case("small", 1024, 1, **full),
         speed_case("small", 512, 2, efficiency__loss_chunk_tokens=256),
-        speed_case("small", 256, 4, optimizer__name="adamw8bit"),
-        speed_case("small", 256, 2, batch__gradient_accumulation_steps=4),
-        speed_case("gpt2-384", 2048, 1),
-        speed_case("gpt2-384", 512, 4, **bf16),
-        speed_case("gpt2-384", 1024, 2, **full),
         speed_case("gpt2-384", 256, 2, optimizer__name="muon"),
-        speed_case("llama-384", 128, 1),
-        speed_case("llama-384", 2048, 1, **full),
-        speed_case("llama-384", 512, 4),
-        speed_case("llama-384", 1024, 1, **bf16),
-        speed_case("llama-512", 256, 2),
+        speed_case("llama-384", 1024, 1, efficiency__activation_checkpointing="full"),
         speed_case("llama-512", 512, 1, efficiency__precision="bf16_params"),
-        speed_case("llama-110m", 256, 1),
-        speed_case("gpt2-124m", 256, 1),
-        speed_case("small", 256, 4, **compiled),
-        speed_case("llama-384", 512, 2, **compiled),
+        speed_case("small", 256, 2, batch__gradient_accumulation_steps=4),
+        speed_case("llama-110m", 256, 4),
+        speed_case("gpt2-124m", 512, 2, **bf16),
+        speed_case("gpt2-124m", 256, 2),
     )
 
 
 def bench_speed(
-    cases: Sequence[PlannerCase],
-    on_row: Keep,
-    *,
-    steps: int = 4,
-    turns: int = 3,
-    seconds: float = 4.0,
-    calibrate_seconds: float = 60.0,
+    cases: Sequence[PlannerCase], on_row: Keep, *, steps: int = 2, turns: int = 3
 ) -> dict[str, Any]:
     """Predict and measure each configuration.
 
@@ -115,9 +92,6 @@ def bench_speed(
         on_row: called with the result so far after each configuration.
         steps: timed steps of each turn.
         turns: number of predictions of each configuration, each with its own steps.
-        seconds: time for measuring operators before the first prediction of a configuration; half
-            of it before each further prediction.
-        calibrate_seconds: time for the calibration before all configurations; 0 leaves it out.
 
     Returns:
         The result of `summarize_speed`, and "machine" and "complete".
@@ -125,31 +99,19 @@ def bench_speed(
     Raises:
         InputError: this Python has no source of its standard library to train on.
         StorageError: a file system error.
-        TrainingError: the calibration failed.
     """
     environment, machine = training_environment(), machine_facts(find_hardware("cpu"))
     by_name = {case.name: case for case in cases}
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         tokens = Path(temporary) / "tokens.safetensors"
-        # Not the user's calibration: the benchmark starts like a machine that has none.
-        calibration = str(Path(temporary) / "calibration")
-        shared: dict[str, Any] = {"calibration": calibration, "threads": torch.get_num_threads()}
-        if calibrate_seconds:
-            say(f"calibrating for {calibrate_seconds:.0f} s")
-            filled = ask(_MODULE, {**shared, "calibrate": calibrate_seconds}, environment)
-            if "error" in filled:
-                raise TrainingError(f"calibrating failed: {filled['error']['message']}")
-
-        shared |= {"data": str(tokens), "warmup_steps": WARMUP_STEPS}
-        shared |= {"steps": steps, "turns": turns, "seconds": seconds}
+        shared: dict[str, Any] = {"data": str(tokens), "threads": torch.get_num_threads()}
+        shared |= {"steps": steps, "turns": turns}
 
         def measure(name: str) -> Found:
             case, recipe = by_name[name], by_name[name].recipe()
-            count = WARMUP_STEPS + (steps + 1) * turns
-            count *= case.accumulation * case.rows * case.tokens
+            count = (WARMUP_STEPS + steps) * turns * case.accumulation * case.rows * case.tokens
             write_tokens(tokens, count + 1, config_of(recipe["model"]).vocab_size)
-            request = {**shared, "recipe": recipe}
-            return ask(_MODULE, request, environment)
+            return ask(_MODULE, {**shared, "recipe": recipe}, environment)
 
         def result(outcomes: Mapping[str, RowOutcome]) -> dict[str, Any]:
             rows = [row_of(by_name[name], one) for name, one in outcomes.items() if one.is_done]
@@ -276,64 +238,43 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
             - "recipe": values of a recipe without open keys
             - "data": file of `firstlight.bench.steps.write_tokens`
-            - "calibration": folder of the operators' measured times, read and written
-            - "warmup_steps", "steps": untimed steps at the start, and timed steps of each turn
+            - "steps": timed steps of each turn, which begins with untimed ones
             - "turns", "threads": number of turns, and threads of torch
-            - "seconds": time for measuring operators before the first prediction; half of it
-              before each further one
-
-            To fill the calibration instead: "calibrate" (seconds), "calibration", "threads".
 
     Returns:
-        - "plan_seconds": time for tracing, measuring and predicting before the first step
+        - "plan_seconds": time of the first prediction
         - "predictions": `SpeedPrediction.to_json` of each turn
         - "step_seconds": wall-clock seconds of each timed step
         - "thread_seconds": seconds of each timed step in which the thread that starts the operators
           worked; in the rest it waited, or other programs ran
 
-        The object is empty if the calibration was filled.
-
     Raises:
         FirstlightError: the recipe is invalid.
     """
     torch.set_num_threads(request["threads"])
-    if "calibrate" in request:
-        calibrate(request["calibrate"], Path(request["calibration"]))
-        return {}
-    recipe = parse_resolved_recipe(request["recipe"])
-    folder, seconds = Path(request["calibration"]), request["seconds"]
+    recipe, hardware = parse_resolved_recipe(request["recipe"]), find_hardware("cpu")
     importlib.import_module("torch._dynamo")  # torch's optimizers import it in their first step
-    start = time.perf_counter()
-    counted = count_operators(recipe)
-    predictions = [_predict(recipe, counted, folder, seconds)]
-    plan_seconds = time.perf_counter() - start
     step = _steps(recipe, request)
+    predictions: list[SpeedPrediction] = []
+    plans: list[float] = []
     walls: list[float] = []
     threads: list[float] = []
-    for turn in range(request["turns"]):
-        if turn:
-            predictions.append(_predict(recipe, counted, folder, seconds / 2))
-        # The measurements in between have filled the processor's caches, so warm up again.
-        for number in range(request["steps"] + (1 if turn else request["warmup_steps"])):
+    for _ in range(request["turns"]):
+        start = time.perf_counter()
+        predictions.append(timed_speed(recipe, time_step(recipe, hardware)))
+        plans.append(time.perf_counter() - start)
+        # The prediction has filled the processor's caches and the allocator's memory.
+        for number in range(WARMUP_STEPS + request["steps"]):
             wall, thread = step()
-            if number >= (1 if turn else request["warmup_steps"]):
+            if number >= WARMUP_STEPS:
                 walls.append(wall)
                 threads.append(thread)
     return {
-        "plan_seconds": plan_seconds,
+        "plan_seconds": plans[0],
         "predictions": [one.to_json() for one in predictions],
         "step_seconds": walls,
         "thread_seconds": threads,
     }
-
-
-def _predict(
-    recipe: ResolvedRecipe, prediction: MemoryPrediction, folder: Path, seconds: float
-) -> SpeedPrediction:
-    calibration = load_calibration(folder)
-    measure_operators(calibration, prediction.operators, seconds)
-    save_calibration(calibration, folder)
-    return predict_recipe_speed(recipe, calibration, prediction)
 
 
 def _steps(recipe: ResolvedRecipe, request: dict[str, Any]) -> Callable[[], tuple[float, float]]:

@@ -311,8 +311,14 @@ def packed(counts: Sequence[OperatorCount]) -> str:
     """Counted operators as text: JSON, compressed with gzip, in base 85."""
     values = [
         (
-            *(one.name, one.phase, entry.count, _names(one.inputs), _names(one.outputs)),
-            *(one.flops, one.moved_bytes, one.options),
+            one.name,
+            one.phase,
+            entry.count,
+            _names(one.inputs),
+            _names(one.outputs),
+            one.flops,
+            one.moved_bytes,
+            one.options,
         )
         for entry in counts
         for one in (entry.operator,)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from firstlight.bench.options import require_known
+from firstlight.bench.options import Keep, Result, require_known
+from firstlight.bench.runner import Found, RowOutcome, take_turns
 from firstlight.console import say
 
 
@@ -60,3 +61,38 @@ def installed_rows(rows: Sequence[R]) -> list[R]:
     if len(found) < len(rows):
         say("transformers is not installed: its rows are left out")
     return found
+
+
+def run_bench(
+    title: str,
+    names: Sequence[str],
+    turns: int,
+    measure: Callable[[str], Found],
+    summarize: Callable[[Mapping[str, RowOutcome]], Result],
+    on_run: Keep,
+    before_turn: Callable[[], None] = lambda: None,
+    outcomes: Mapping[str, RowOutcome] | None = None,
+) -> Result:
+    """Measure all rows of a benchmark; see `take_turns`.
+
+    Args:
+        title, names, turns, measure, before_turn: see `take_turns`.
+        summarize: function from the outcomes so far to the result.
+        on_run: function that is called with the result so far after every measurement.
+        outcomes: outcomes of an earlier call by name; None begins with an empty outcome per row.
+
+    Returns:
+        The result of `summarize`, with "complete".
+    """
+    found = {name: RowOutcome() for name in names} if outcomes is None else outcomes
+
+    def result(complete: bool) -> Result:
+        return {**summarize(found), "complete": complete}
+
+    def keep() -> None:
+        on_run(result(False))
+
+    take_turns(title, names, turns, found.__getitem__, measure, keep, before_turn)
+    done = result(True)
+    on_run(done)
+    return done

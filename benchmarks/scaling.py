@@ -1,4 +1,4 @@
-"""`python -m benchmarks scaling`: tokens per second, overhead of distribution, and memory, by engine
+"""`benchmarks scaling`: tokens per second, overhead of distribution, and memory, by engine
 and number of processes.
 
 Each row is a run of several processes on this machine with the same micro-batch size, so a step of
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks.options import ScalingBench
-from benchmarks.rows import has_package
+from benchmarks.rows import has_package, run_bench
 from firstlight.bench.models import find_model
 from firstlight.bench.options import Keep, Result, require_known, require_positive
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.runner import Found, RowOutcome, run_bench
+from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import EPOCH_TOKENS
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError

@@ -1,9 +1,9 @@
 """`python -m benchmarks training`: speed and memory of training relative to other programs.
 
 All programs train the same model for a few steps on the same tokens, each in a fresh process
-(`firstlight.bench.steps` describes the measurements). They take turns (A B C, A B C), with the same number
-of threads. Rates are medians over the timed steps of all turns. Ratios are relative to the bare
-loop "reference"; the range of a ratio is that of the ratios of single turns.
+(`firstlight.bench.steps` describes the measurements). They take turns (A B C, A B C), with the same
+number of threads. Rates are medians over the timed steps of all turns. Ratios are relative to the
+bare loop "reference"; the range of a ratio is that of the ratios of single turns.
 
 Before each turn, the machine's rate of large matrix products is measured in fp32 and bf16. The
 highest rate of all is the ceiling for the share of every row, whatever its number format.
@@ -59,12 +59,12 @@ from benchmarks.programs import (
     pure_bf16_loop,
     train_with_trainer,
 )
-from benchmarks.rows import ProgramRow, has_package
+from benchmarks.rows import ProgramRow, has_package, run_bench
 from firstlight.bench.gemm_products import ceiling
 from firstlight.bench.models import find_model
 from firstlight.bench.options import Keep, Result, require_known
 from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.runner import Found, RowOutcome, run_bench
+from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import (
     EPOCH_TOKENS,
     StepClock,
@@ -611,7 +611,9 @@ class PartsClock(StepClock):
         self.peaks: tuple[int, int] | None = None
         self.phases: list[dict[str, float]] = []
         self.operators: list[dict[str, dict[str, float]]] = []
-        self._level, self._timed, self._phase_steps = level, timed, phase_steps
+        self._level = level
+        self._timed = timed
+        self._phase_steps = phase_steps
         self._stack = contextlib.ExitStack()
         self._passes: list[tuple[float, float]] = []
         self._profiler: Any = None
@@ -712,7 +714,7 @@ def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_operators(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the seconds per step of each class, a panel for each row of `benchmarks training`."""
+    """A PNG of the seconds per step of each class, a panel for each row."""
     panels = [
         Panel(
             "seconds a step",

@@ -235,6 +235,8 @@ def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Com
     yield name, command
     if isinstance(command, click.Group):
         for verb, below in command.commands.items():
+            if below.hidden:
+                continue
             yield from commands(below, f"{name} {verb}")
 
 

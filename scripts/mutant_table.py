@@ -522,7 +522,7 @@ MUTANTS = [
     ),
     Mutant(
         "data of another tokenizer",
-        "firstlight/training/setup.py",
+        "firstlight/training/start.py",
         "if (tokenizer.fingerprint, tokenizer.vocab_size) != (",
         "if False and (tokenizer.fingerprint, tokenizer.vocab_size) != (",
         (_DATA + "data_of_another_tokenizer_is_trained_on",),
@@ -752,7 +752,7 @@ MUTANTS = [
     ),
     Mutant(
         "templates run",
-        "firstlight/tokenizer/chat_sandbox.py",
+        "firstlight/tokenizer/chat_template.py",
         "from jinja2.sandbox import ImmutableSandboxedEnvironment",
         "from jinja2 import Environment as ImmutableSandboxedEnvironment",
         (_TEXT + "a_chat_template_runs_code",),
@@ -893,7 +893,7 @@ MUTANTS = [
     ),
     Mutant(
         "minutes end a run that its steps end earlier",
-        "firstlight/training/length.py",
+        "firstlight/training/time_budget.py",
         "        steps_left = min(steps_left, most_left)\n",
         "",
         (_MINUTES + "a_run_ends_at_the_first_of_two_limits",),
@@ -914,14 +914,14 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed run corrects its number of steps",
-        "firstlight/training/length.py",
+        "firstlight/training/time_budget.py",
         "isinstance(self.length, DecidedLength) or step == self._next_check_step",
         "isinstance(self.length, DecidedLength) or step % 5 == 0",
         (_MINUTES + "a_resumed_run_keeps_a_corrected_number",),
     ),
     Mutant(
         "time before a kill is free",
-        "firstlight/training/length.py",
+        "firstlight/training/time_budget.py",
         '    return {**record, "seconds_used": max(used) or steps_took}\n',
         '    return {**record, "seconds_used": 0.0}\n',
         (_MINUTES + "time_that_was_used_before_a_kill_counts",),

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import budget, budget_once
-from benchmarks.budget import bench_budget, is_same_run, random_settings
-from benchmarks.budget_page import draw, page
+from benchmarks import budget
+from benchmarks.budget import bench_budget, draw, is_same_run, page, random_settings
 from benchmarks.options import BudgetBench
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
 from firstlight.hardware.fresh_process import error_of
-from firstlight.pipeline import settings
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
-from firstlight.pipeline.ngrams import Hardness
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.recipe import parse_recipe
 from firstlight.report.records import METRICS_NAME, read_json_lines
 
@@ -120,7 +118,7 @@ def test_a_run_far_above_the_chosen_settings_is_hopeless(
 ) -> None:
     # Half-way between 2.0 and 1.6 the chosen settings are at 1.8.
     chosen = [(0.25, 3.0), (0.5, 2.0), (1.0, 1.6)]
-    assert budget_once.is_hopeless(share, bits, chosen) is is_hopeless
+    assert budget.is_hopeless(share, bits, chosen) is is_hopeless
 
 
 @pytest.mark.parametrize(
@@ -175,7 +173,7 @@ def test_the_share_of_steps_is_of_the_runs_real_length(
     length: dict[str, Any], share: float
 ) -> None:
     record = {"step": 10, "elapsed_seconds": 12.0}
-    assert budget_once.share_of_steps(record, length | {"max_minutes": 2.0}) == pytest.approx(share)
+    assert budget.share_of_steps(record, length | {"max_minutes": 2.0}) == pytest.approx(share)
 
 
 def test_random_runs_without_a_chosen_one_are_not_measured(
@@ -202,7 +200,7 @@ def test_a_hopeless_run_is_ended_at_an_evaluation(tmp_path: Path, is_ended: bool
     settings = {"model.hidden_size": 64, "model.num_hidden_layers": 1, "schedule.epochs": 1.0}
     request = {"text": str(texts), "budget": "20m", "run": str(tmp_path / "run")}
     chosen = [[0.1, 0.01], [1.0, 0.01]] if is_ended else []
-    found = budget_once.measure(request | {"settings": settings, "chosen": chosen})
+    found = budget.measure(request | {"settings": settings, "chosen": chosen})
     shares, bits = zip(*found["curve"], strict=True)
     if is_ended:
         assert found["bits_per_byte"] is None
@@ -237,7 +235,7 @@ def test_drawn_settings_make_a_recipe(number: int) -> None:
     recipe = parse_recipe(values)
     assert recipe.model is not None
     assert recipe.model.hidden_size == drawn["model.hidden_size"]
-    assert recipe.schedule.kind == settings.LAYOUT["schedule.kind"]
+    assert recipe.schedule.kind == defaults.LAYOUT["schedule.kind"]
 
 
 def test_two_texts_of_one_name_are_refused(tmp_path: Path, fake: FakeRun) -> None:

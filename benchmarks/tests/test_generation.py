@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.__main__ import show_generation
 from benchmarks.generation import (
     REFERENCE,
     ROWS,
@@ -17,9 +18,8 @@ from benchmarks.generation import (
     draw,
     summarize,
 )
-from benchmarks.generation_once import measure as generation_once
+from benchmarks.generation import measure as generation_once
 from benchmarks.options import GenerationBench
-from benchmarks.shown import show_generation
 from firstlight.bench.runner import RowOutcome
 from firstlight.errors import ConfigError, ModelError
 from firstlight.files.atomic import write_json

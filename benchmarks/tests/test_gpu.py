@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu`: order, time, resuming, what fails, and the pages, without measuring."""
+"""`benchmarks gpu`: order, time, resuming, what fails, and the pages, without measuring."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ from hypothesis import strategies as st
 
 from benchmarks import gpu
 from benchmarks.__main__ import main
-from benchmarks.calls import Call, Results, Row, order, run_rows
 from benchmarks.gpu import bench_gpu, report
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part
+from benchmarks.gpu_parts import (
+    BenchMachine,
+    Call,
+    Findings,
+    Page,
+    Part,
+    Results,
+    Row,
+    order,
+    run_rows,
+)
 from benchmarks.gpu_run import RUN
 from benchmarks.gpu_training import TRAINING
 from benchmarks.options import GPUBench
+from benchmarks.pages import markdown_table
 from benchmarks.training import ShardRows, open_rows
 from firstlight.bench.models import find_model
 from firstlight.bench.runner import RowOutcome
-from firstlight.bench.tables import markdown_table
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import find_hardware
 from firstlight.models.accounting import meta_model, train_flops_per_token
@@ -298,12 +307,15 @@ def test_the_pages_hold_what_was_measured_and_why_the_rest_was_not(
     assert "Not measured yet." in other
     page = " ".join((tmp_path / "docs/benchmarks/gpu-toy.md").read_text(encoding="utf-8").split())
     for part in (
-        *("NVIDIA H100 80GB HBM3, 80 GiB", "driver 580.1", "CUDA 13.0", "torch 2.11.0+cu130"),
-        *("| good | 1.0 |", "- bad: failed: CUDA out of memory", "- never: not measured yet"),
-        *(
-            "- not here: skipped: no units for fp8",
-            "python -m benchmarks gpu --out DIR --parts toy",
-        ),
+        "NVIDIA H100 80GB HBM3, 80 GiB",
+        "driver 580.1",
+        "CUDA 13.0",
+        "torch 2.11.0+cu130",
+        "| good | 1.0 |",
+        "- bad: failed: CUDA out of memory",
+        "- never: not measured yet",
+        "- not here: skipped: no units for fp8",
+        "python -m benchmarks gpu --out DIR --parts toy",
     ):
         assert part in page
 
@@ -318,7 +330,7 @@ def test_figures_of_a_dry_run_do_not_get_into_the_docs(
 
 
 def test_the_committed_page_says_what_the_code_says(tmp_path: Path) -> None:
-    """Until a GPU has been measured: made again by `python -m benchmarks gpu --report EMPTY_FOLDER`."""
+    """Until a GPU has been measured: made again by `benchmarks gpu --report EMPTY_FOLDER`."""
     committed = Path(__file__).parents[2] / "docs/gpu.md"
     text = committed.read_text(encoding="utf-8")
     if "Not measured yet: no GPU has run these commands." in text:

@@ -10,16 +10,20 @@ import pytest
 
 from benchmarks import learning
 from benchmarks.__main__ import main
-from benchmarks.learning import bench_learning, learning_cases
-from benchmarks.learning_page import RowFigures, learning_groups, page, verdicts
-from benchmarks.learning_rows import (
+from benchmarks.learning import (
     BEFORE,
     NEW,
     ROWS,
     SIZES,
+    RowFigures,
+    bench_learning,
     choose_rows,
     find_row,
+    learning_cases,
+    learning_groups,
+    page,
     recipe_values,
+    verdicts,
 )
 from benchmarks.options import LearningBench
 from firstlight.bench.runner import Found
@@ -251,13 +255,11 @@ def test_the_command_trains_and_writes_its_page(
 ) -> None:
     # One real run; what it says is checked against the run's own figures.
     place = bench.folder / "docs" / "benchmarks" / "learning.md"
-    main(
-        [
-            *("learning", "--out", str(bench.folder), "--sizes", "tiny"),
-            *("--corpus", bench.corpora[0], "--rows", BEFORE, "--seeds", "1"),
-            *("--tokens", str(3 * 2048), "--page", str(place), "--json"),
-        ]
+    command = (
+        f"learning --out {bench.folder} --sizes tiny --corpus {bench.corpora[0]} --rows {BEFORE} "
+        f"--seeds 1 --tokens {3 * 2048} --page {place} --json"
     )
+    assert main(command.split()) == 0
     out = capsys.readouterr().out
     (run,) = json.loads(out)["runs"]
     assert run["tokens"] == 3 * 2048

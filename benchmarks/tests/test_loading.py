@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from benchmarks import loading, rows
-from benchmarks.__main__ import main
+from benchmarks.__main__ import main, show_loading
 from benchmarks.loading import (
     DEFAULT_WAY,
     LARGEST,
@@ -37,7 +37,6 @@ from benchmarks.loading import (
 )
 from benchmarks.memory import measure as load_once
 from benchmarks.options import LoadingBench
-from benchmarks.shown import show_loading
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import SHORT_SPIN, for_generation
@@ -200,19 +199,11 @@ def test_the_command_prints_a_table_for_people_and_one_object_for_programs(
     temporary: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kept, out = tmp_path / "kept", tmp_path / "out"
-    arguments = ["loading", "--parameters", "2M", "--ways", "mmap", "--no-transformers"]
-    arguments += [
-        "--repeats",
-        "2",
-        "--device",
-        "cpu",
-        "--dir",
-        str(kept),
-        "--out",
-        str(out),
-        "--json",
-    ]
-    assert main(arguments) == 0
+    command = (
+        "loading --parameters 2M --ways mmap --no-transformers --repeats 2 --device cpu "
+        f"--dir {kept} --out {out} --json"
+    )
+    assert main(command.split()) == 0
     captured = capfd.readouterr()
     result = json.loads(captured.out)
     assert result == json.loads((out / "loading.json").read_text(encoding="utf-8"))

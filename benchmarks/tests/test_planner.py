@@ -1,4 +1,4 @@
-"""`python -m benchmarks planner`: the grid of memory, what is made of it, and real configurations."""
+"""`benchmarks planner`: the grid of memory, what is made of it, and real configurations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import planner_memory, planner_speed
+from benchmarks.__main__ import planner_command
 from benchmarks.models import PlannerCase
 from benchmarks.planner_memory import bench_memory, draw_memory, memory_grid, summary
 from benchmarks.planner_speed import percentile
-from benchmarks.studies import planner_command
 from firstlight.recipe import parse_recipe
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -123,5 +123,5 @@ def test_what_was_measured_is_said_and_written_at_once(
     assert isinstance(found.exception, SystemExit)
     assert "1/83  x  1 MiB  1 MiB  +1.23%" in found.stderr
     assert "2/83  y  failed: it broke" in found.stderr
-    assert "1/20  z  failed: too slow" in found.stderr
+    assert "1/10  z  failed: too slow" in found.stderr
     assert f"{tmp_path / 'planner-memory.png'}" in found.stdout

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import json
 import os
-import select
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,17 +36,10 @@ from benchmarks.training import (
 from benchmarks.training import measure as training_once
 from firstlight.bench.runner import RowOutcome
 from firstlight.bench.steps import plan_steps, write_tokens
-from firstlight.cli import main as cli_main
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
-from firstlight.hardware.environment import SHORT_SPIN, TRAINING
-from firstlight.hardware.fresh_process import (
-    answer,
-    ask,
-    plain_environment,
-    training_environment,
-)
+from firstlight.hardware.environment import TRAINING
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.recipe import BatchConfig, Recipe, ResolvedRecipe
 from firstlight.training.program import TrainingProgram
@@ -166,7 +157,8 @@ def test_without_the_reference_there_are_no_ratios() -> None:
     outcomes["reference"].runs.append(run_of([2.0], 5))
     reference = summarize(_ROWS, outcomes, _HEAD)[2]
     assert (reference["status"], reference["reason"], reference["speed_ratio"]) == (
-        *("measured", "killed"),
+        "measured",
+        "killed",
         1.0,
     )
 
@@ -582,111 +574,6 @@ def test_operators_have_classes(name: str, kind: str) -> None:
     assert operator_class(name) == kind
 
 
-# Processes.
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module's file, which child processes find as `stub`."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    return tmp_path / "stub.py"
-
-
-@pytest.mark.parametrize(
-    "code, message",
-    [
-        ("raise ValueError('no  good')", "ValueError: no  good"),
-        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9: most likely out of memory"),
-        ("import os; os.kill(os.getpid(), 11)", "killed by signal 11"),
-        ("raise SystemExit(3)", "exit code 3"),
-    ],
-)
-def test_a_process_that_fails_says_why(module: Path, code: str, message: str) -> None:
-    module.write_text(code, encoding="utf-8")
-    assert ask("stub", {}, os.environ) == {"error": {"type": "Failed", "message": message}}
-
-
-def test_a_process_answers_past_what_libraries_print(module: Path) -> None:
-    module.write_text(
-        "import sys\n"
-        "print('a line of a library')\n"
-        "def measure(request):\n"
-        "    return {'got': request, 'x': sys.flags.safe_path}\n",
-        encoding="utf-8",
-    )
-    assert ask("stub", {"a": [1]}, os.environ) == {"got": {"a": [1]}, "x": True}
-
-
-def test_a_refusal_is_a_result(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # This process is not to be the first to be killed.
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: 0)
-
-    def refuse(_: Mapping[str, Any]) -> dict[str, Any]:
-        raise ConfigError("not here: use bf16")
-
-    answer(refuse, "{}")
-    assert json.loads(capfd.readouterr().out) == {
-        "error": {"type": "ConfigError", "message": "not here: use bf16"}
-    }
-
-
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux waits for orphans so")
-def test_an_interruption_ends_the_process_and_its_children(module: Path, tmp_path: Path) -> None:
-    module.write_text(
-        "import os, pathlib, signal, subprocess, sys\n"
-        "child = subprocess.Popen(['sleep', '1000'])\n"
-        f"pathlib.Path({str(tmp_path / 'pids')!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"
-        "child.wait()\n",
-        encoding="utf-8",
-    )
-    with pytest.raises(KeyboardInterrupt):
-        ask("stub", {}, os.environ)
-    own, child = map(int, (tmp_path / "pids").read_text().split())
-    with pytest.raises(ProcessLookupError):
-        os.kill(own, 0)
-    # The orphan dies when the system gets to it, and may be gone already.
-    with contextlib.suppress(ProcessLookupError):
-        death = select.poll()
-        death.register(os.pidfd_open(child), select.POLLIN)
-        assert death.poll(60_000)
-
-
-def test_the_other_programs_do_not_get_what_firstlight_sets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in TRAINING:
-        monkeypatch.delenv(name, raising=False)
-    assert training_environment() == {**os.environ, **TRAINING}
-    assert plain_environment() == dict(os.environ)
-    # As `firstlight` itself sets it for its own process.
-    monkeypatch.setenv("GOMP_SPINCOUNT", TRAINING["GOMP_SPINCOUNT"])
-    assert "GOMP_SPINCOUNT" not in plain_environment()
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert plain_environment()["GOMP_SPINCOUNT"] == "7"
-    assert training_environment()["GOMP_SPINCOUNT"] == "7"
-
-
-def test_the_environment_is_that_of_the_verb_and_of_the_busy_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    for running, spin, long_spin in ((0, 5000, 30000), (2, 5000, 30000), (3, 100, 100)):
-        monkeypatch.setattr(
-            "firstlight.hardware.environment._running", lambda running=running: running
-        )
-        for verb in ("train", "plan", "tune", "eval"):
-            variables = TRAINING | {"GOMP_SPINCOUNT": str(spin)}
-            assert cli_main._environment([verb]) == variables
-        for verb in ("generate", "chat", "serve"):
-            assert cli_main._environment([verb]) == {"GOMP_SPINCOUNT": str(long_spin)}
-    assert cli_main._environment(["convert"]) == SHORT_SPIN
-    monkeypatch.undo()
-    assert cli_main._environment(["chat"])["GOMP_SPINCOUNT"] in ("100", "30000")
-
-
 # The benchmark.
 
 
@@ -819,8 +706,16 @@ def test_a_real_run_from_the_command_line(
     result = CliRunner().invoke(
         training_command,
         [
-            *("--model", model, "--programs", "", "--profile", *arguments.split()),
-            *("--set", "batch.micro_batch_size=1", "--out", str(tmp_path / "out")),
+            "--model",
+            model,
+            "--programs",
+            "",
+            "--profile",
+            *arguments.split(),
+            "--set",
+            "batch.micro_batch_size=1",
+            "--out",
+            str(tmp_path / "out"),
         ],
     )
     assert result.exit_code == 0, result.stderr

@@ -128,8 +128,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def describe_os_error(error: OSError) -> str:
     """One line for the user: what failed, the path, and for frequent errors (a full disk, no
     permission) what to do."""
-    # Name the final file instead of the temporary one (files/atomic.py), which users don't know.
-    name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(error.filename or ""))
+    # Name the final file instead of the temporary one (files/atomic.py), which users don't know. Of
+    # a copy, `filename2` is the target.
+    path = error.filename2 or error.filename or ""
+    name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(path))
     where = f" at {name}" if name else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full{where}: free some space or choose another folder"
@@ -141,6 +143,8 @@ def describe_os_error(error: OSError) -> str:
         return f"the file system is read-only{where}: choose another folder"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"permission denied{where}: change its permissions, or choose another place"
+    if "No usable temporary directory" in str(error):
+        return f"{error.strerror}: free some space, raise `ulimit -f`, or set TMPDIR"
     return f"{error.strerror or error}{where}"
 
 
@@ -150,6 +154,31 @@ def describe_read_error(error: OSError) -> str:
         where = f" at {error.filename}" if error.filename else ""
         return f"permission denied{where}: make it readable (chmod u+rX), or leave it out"
     return describe_os_error(error)
+
+
+#: Parts of the texts of libraries' errors about too little memory, in lower case: of torch, C++,
+#: cuBLAS and cuDNN, oneDNN, and the dynamic linker.
+_LACK_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "_alloc_failed",
+    "could not create a primitive",
+    "failed to map segment",
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """True if an error says that there was not enough memory, on any device. torch is not imported
+    for it."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | ImportError | OSError) and any(
+        part in text for part in _LACK_OF_MEMORY
+    )
 
 
 def first_line(error: BaseException) -> str:

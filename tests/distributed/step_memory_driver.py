@@ -8,13 +8,13 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
 from plain_recipe import plain_recipe
 from torch import Tensor
 
-from benchmarks.memory import measured_memory
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import find_hardware
 from firstlight.optim.dtensors import is_sharded
@@ -25,6 +25,11 @@ from firstlight.parallel.selection import make_engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training.forecast import _tensor_bytes
 from firstlight.training.program import TrainingProgram
+
+# A process that torchrun or a test starts finds the package of the benchmarks only by this path.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.memory import measured_memory
 
 
 def held(program: TrainingProgram) -> int:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,13 +23,12 @@ import pytest
 import tokenizers
 
 from firstlight.cli.main import main
-from firstlight.data import ray_engine
+from firstlight.data import encoding
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, DataError
 from firstlight.tokenizer import Tokenizer, formats
 
 ray = pytest.importorskip("ray")
-pytest.importorskip("ray.data")
 
 # Ray's own code uses what it has deprecated itself.
 pytestmark = pytest.mark.filterwarnings(
@@ -82,8 +82,8 @@ def connection(cluster: Any) -> Iterator[None]:
 
 @pytest.fixture
 def on_ray(connection: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """`prepare` on the cluster: small pieces and blocks, eight blocks in a dataset."""
-    monkeypatch.setattr(ray_engine, "_BLOCK_CHARACTERS", 1000)
+    """`prepare` on the cluster: small pieces and blocks, eight blocks at a time."""
+    monkeypatch.setattr(encoding, "_BLOCK_CHARACTERS", 1000)
     monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 100)
 
     def run(inputs: Any, tokenizer: Any, out: Path, **options: Any) -> dict[str, Any]:
@@ -158,8 +158,7 @@ def test_blocks_that_come_back_in_another_order_are_put_in_their_own(
 ) -> None:
     prepare([corpus], tokenizer, tmp_path / "one", workers=1)
     os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setattr(ray_engine, "_DATASETS_AT_ONCE", 1)
-    monkeypatch.setattr(ray_engine, "_encode_table", waiting(tmp_path, blocks=6))
+    monkeypatch.setattr(encoding, "_encode_block", waiting(tmp_path, blocks=6))
     on_ray([corpus], tokenizer, tmp_path / "ray")
     assert (tmp_path / "last").exists()
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
@@ -167,10 +166,10 @@ def test_blocks_that_come_back_in_another_order_are_put_in_their_own(
 
 def waiting(folder: Path, blocks: int) -> Callable[..., Any]:
     """Encoding of the first block that waits until so many others have been encoded."""
-    encode_table = ray_engine._encode_table
+    encode_block = encoding._encode_block
 
     # A function inside another travels as it is: the nodes can't import a test.
-    def encode(table: Any, **arguments: Any) -> Any:
+    def encode(*arguments: Any) -> Any:
         number = 0
         while True:
             try:
@@ -181,7 +180,7 @@ def waiting(folder: Path, blocks: int) -> Callable[..., Any]:
         if number == 0:
             # Opening one end of a pipe waits for who opens the other.
             open(folder / "pipe", "rb").close()
-        encoded = encode_table(table, **arguments)
+        encoded = encode_block(*arguments)
         if number == blocks:
             open(folder / "last", "x").close()
             open(folder / "pipe", "wb").close()
@@ -200,13 +199,13 @@ def dying(folder: Path, blocks: tuple[int, ...], node: str | None) -> Callable[.
         folder: an empty one, that gets a file for each block that is begun, by when that was.
         blocks: at which of them; the others are encoded.
         node: kill its raylet, which runs all of a node's processes and holds what they have made,
-            at the first of `blocks` or a later one that runs there. None kills the process of
-            the block.
+            at the first of `blocks` or a later one that runs there; other nodes wait for that.
+            None kills the process of the block.
     """
-    encode_table = ray_engine._encode_table
+    encode_block = encoding._encode_block
 
     # A function inside another travels as it is: the nodes can't import a test.
-    def encode(table: Any, **arguments: Any) -> Any:
+    def encode(*arguments: Any) -> Any:
         number = 0
         while True:
             try:
@@ -221,7 +220,9 @@ def dying(folder: Path, blocks: tuple[int, ...], node: str | None) -> Callable[.
             open(folder / "killed-node", "x").close()
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-        return encode_table(table, **arguments)
+        while node is not None and number >= blocks[0] and not (folder / "killed-node").exists():
+            time.sleep(0.01)
+        return encode_block(*arguments)
 
     return encode
 
@@ -240,7 +241,7 @@ def test_killed_workers_change_no_byte(
     prepare([mixed], tokenizer, tmp_path / "one", workers=1)
     (tmp_path / "begun").mkdir()
     encode = dying(tmp_path / "begun", (0, 9, 10, 30), None)
-    monkeypatch.setattr(ray_engine, "_encode_table", encode)
+    monkeypatch.setattr(encoding, "_encode_block", encode)
     on_ray([mixed], tokenizer, tmp_path / "ray")
     assert killed(tmp_path / "begun") == {"0", "9", "10", "30"}
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
@@ -260,7 +261,7 @@ def test_a_node_killed_in_the_middle_changes_no_byte(
     lost = cluster.add_node(**_NODE)
     cluster.wait_for_nodes()
     encode = dying(tmp_path / "begun", (12,), lost.node_id)
-    monkeypatch.setattr(ray_engine, "_encode_table", encode)
+    monkeypatch.setattr(encoding, "_encode_block", encode)
     try:
         on_ray([mixed], tokenizer, tmp_path / "ray")
     finally:
@@ -279,13 +280,13 @@ def test_what_the_tokenizer_does_wrong_is_said_as_by_one_process(
     on_ray: Prepare,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    encode_table = ray_engine._encode_table
+    encode_block = encoding._encode_block
 
-    def encode(table: Any, **arguments: Any) -> Any:
+    def encode(*arguments: Any) -> Any:
         with mock.patch.object(Tokenizer, "encode_batch", return_value=[[0, 70_000]]):
-            return encode_table(table, **arguments)
+            return encode_block(*arguments)
 
-    monkeypatch.setattr(ray_engine, "_encode_table", encode)
+    monkeypatch.setattr(encoding, "_encode_block", encode)
     message = "gives id 70000, beyond its own vocabulary of 320 tokens: its files are damaged"
     with pytest.raises(DataError, match=rf"^the tokenizer {message}"):
         on_ray([corpus], tokenizer, tmp_path / "new" / "out")
@@ -316,9 +317,9 @@ def test_nodes_without_the_package_are_one_clear_error(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     here_only = types.ModuleType("of_this_machine_only")
-    exec("def encode(table, **arguments): ...", vars(here_only))  # noqa: S102
+    exec("def encode(*arguments): ...", vars(here_only))  # noqa: S102
     monkeypatch.setitem(sys.modules, here_only.__name__, here_only)
-    monkeypatch.setattr(ray_engine, "_encode_table", here_only.encode)
+    monkeypatch.setattr(encoding, "_encode_block", here_only.encode)
     message = (
         r"^the ray cluster failed \(.*No module named 'of_this_machine_only'.*\): see that its "
         r"nodes run, and have firstlight\[ray\]"
@@ -338,10 +339,10 @@ def test_what_a_node_raises_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    def encode(table: Any, **_: Any) -> Any:
+    def encode(*_: Any) -> Any:
         raise OSError("there is no room here")
 
-    monkeypatch.setattr(ray_engine, "_encode_table", encode)
+    monkeypatch.setattr(encoding, "_encode_block", encode)
     with pytest.raises(
         DataError, match=r"^the ray cluster failed \(OSError: there is no room here"
     ):
@@ -409,12 +410,12 @@ def test_the_command_says_what_it_says_without_ray(
     assert contents(tmp_path / "data") == files
 
 
-# Sends itself the signal once datasets are worked on.
+# Sends itself the signal once blocks are worked on.
 _DRIVER = """
 import os, signal, sys
 import firstlight.data.prepare as prepare
 from firstlight.cli.main import main
-from firstlight.data import ray_engine
+from firstlight.data import encoding
 from firstlight.data.records import Record
 
 def documents(sources, text_key):
@@ -424,7 +425,7 @@ def documents(sources, text_key):
         yield Record("made", number, "stone and river " * 1000)
 
 prepare.read_documents = documents
-ray_engine._BLOCK_CHARACTERS = 16_000
+encoding._BLOCK_CHARACTERS = 16_000
 if __name__ == "__main__":
     sys.exit(main(sys.argv[2:]))
 """

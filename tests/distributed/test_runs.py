@@ -20,9 +20,9 @@ from spawned import run_ranks
 
 from firstlight.data.prepare import prepare
 from firstlight.optim.schedule import BatchSchedule, ScheduleConfig, resolve_schedule
-from firstlight.report.length import read_length
+from firstlight.report.records import read_length
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.length import length_of
+from firstlight.training.time_budget import length_of
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 

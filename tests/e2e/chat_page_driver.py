@@ -20,7 +20,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import load, pieces_of
 from firstlight.serving.chat_page import require_web, serve_chat
-from firstlight.serving.loopback import is_loopback
+from firstlight.serving.config import is_loopback
 
 _permits = threading.Semaphore(0)
 

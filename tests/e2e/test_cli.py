@@ -594,7 +594,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert answer.exit_code == 75
     assert one_object(answer.out)["stopped_by"] == "SIGINT"
     assert one_object(answer.out)["step"] == 4
-    said = "stopped by SIGINT and saved: go on with the same command and --resume"
+    said = "stopped by SIGINT and saved: continue with the same command and --resume"
     assert answer.err.splitlines()[-1] == said
     answer = run("train", "r.yaml", "--resume", "--json")
     assert answer.exit_code == 0
@@ -616,7 +616,7 @@ def test_an_interruption_is_one_line_and_the_run_can_go_on(
         patch.setattr(TrainingRun, "begin_step", interrupted)
         answer = run("train", "r.yaml")
     assert answer.exit_code == 130
-    assert answer.err.endswith("\nfirstlight: error: interrupted\n")
+    assert "\nfirstlight: error: interrupted: the same command starts again, and with" in answer.err
     answer = run("train", "r.yaml", "--resume")
     assert answer.exit_code == 0
     assert "(step 3)" in answer.err

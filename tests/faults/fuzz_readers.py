@@ -42,7 +42,7 @@ def _gguf(content: bytes) -> None:
 
 
 def _template(content: bytes) -> None:
-    from firstlight.tokenizer.chat_sandbox import render
+    from firstlight.tokenizer.chat_template import render
 
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     render(content.decode("utf-8", errors="replace"), messages, {"bos_token": "<s>"})

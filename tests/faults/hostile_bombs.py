@@ -128,8 +128,9 @@ _EXPRESSIONS = (
     *("([x] * 100000) | sort", "([x] * 100000) | string", "([x] * 100000) ~ ''", "x | list"),
     *("([x] * 100000) | tojson", "([x] * 100000) | map('upper') | list", "x.split()"),
     *("([x] * 99) | tojson(indent=9)", "'%(a)s' * 999 % {'a': x}", "('{0}' * 999).format(x)"),
-    *("x.rfind('c' * 100000)", "x.strip('bcdef' * 99999)", "x.encode('punycode')"),
-    *("(x ~ 'b') in [x ~ 'c'] * 100000", "(x | safe).striptags()", "[x] * 100000"),
+    *("('a' * 9999999).rfind('b' ~ 'a' * 99999)", "('a' * 9999999).strip('b' * 99999 ~ 'a')"),
+    *("x.encode('punycode')", "(x ~ 'b') in [x ~ 'c'] * 100000", "(x | safe).striptags()"),
+    "[x] * 1000000000",
     *("x | selectattr('y') | list", "x | map(attribute='y') | list", "x | groupby('y')"),
     "[" + ", ".join(["x | upper"] * 200) + "]",
     "[" + ", ".join(f"x[{i}:]" for i in range(200)) + "]",
@@ -141,6 +142,19 @@ _TEMPLATES: dict[str, Build] = {
         )
         for expression in _EXPRESSIONS
     },
+    "a template of rounds in rounds": template(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "a template that calls itself twice": template(
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "a template that doubles a text": template(
+        "{% set n = namespace(x='abc') %}"
+        "{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+    ),
+    "a template of a number of 10^9 digits": template("{{ 9 ** (9 ** 9) }}"),
+    "a template of 100,000 expressions": template("{{ a.b }}" * 10**5),
+    "a template of 30,000 blocks": template("{% if a %}{% endif %}" * 30_000 + "{{ 1 / 0 }}"),
     "a template that rounds to 10^9 digits": template(
         "{{ 5.5 | round(precision=10**9, method='ceil') }}"
     ),

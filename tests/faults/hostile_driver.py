@@ -9,6 +9,7 @@ the things that are forbidden were tried. Forking spares the many imports of tor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -16,26 +17,26 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import jinja2  # imported before the children are watched, like all below
-import torch
+import torch  # imported before the children are watched, like all below
 import torch._dynamo
 import yaml
+from hostile_watch import Watch
 
-import firstlight.conversion.foreign
+import firstlight.conversion.foreign.model
 import firstlight.conversion.pickled
-import firstlight.tokenizer.chat_template
 import firstlight.training.loop
 from firstlight.data.corpus import TokenDataset
 from firstlight.errors import FirstlightError
 from firstlight.evaluation.perplexity import evaluate
+from firstlight.files import limits
+from firstlight.files.limits import LimitedProcess
 from firstlight.generation.engine import load
 from firstlight.recipe import load_recipe
-from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer import Tokenizer, chat_template
 
 _MEGABYTE = 1 << 20
 #: Of memory; more than a case may take, so that what it takes can be told.
@@ -70,100 +71,55 @@ _CALLS: dict[str, Callable[[str], object]] = {
     "chat": _chat,
     "pickled": lambda path: firstlight.conversion.pickled.pickled_tensors(Path(path)),
     "encode": _encode,
-    "foreign": lambda path: firstlight.conversion.foreign.read_foreign(Path(path)),
+    "foreign": lambda path: firstlight.conversion.foreign.model.read_foreign(Path(path)),
 }
 
-#: Events that no opening of a file has a reason for.
-_NEVER = (
-    *("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty."),
-    *("socket.", "urllib.", "http.", "ftplib.", "smtplib.", "webbrowser.", "winreg."),
-    *("pickle.find_class", "os.putenv", "os.kill", "sys.settrace", "sys.setprofile"),
-)
-_CHANGES = (
-    *("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
-    *("os.chmod", "os.chown", "os.utime", "shutil.", "tempfile."),
-)
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+def _watch_limited_processes(watch: Watch) -> list[int]:
+    """Allow a `LimitedProcess` to start its child, which is watched itself.
+
+    Returns:
+        Bytes of memory that each child took, added when it is ended. A child that has ended by
+        itself took no more than its limit.
+    """
+    code = f"import hostile_watch; hostile_watch.watch_child({watch.folder!r}, {watch.secret!r}); "
+    limits._CHILD_CODE = code + limits._CHILD_CODE
+    taken: list[int] = []
+    start, close = LimitedProcess.start, LimitedProcess.close
+
+    @contextlib.contextmanager
+    def unwatched() -> Iterator[None]:
+        watching, watch.watching = watch.watching, False
+        yield
+        watch.watching = watching
+
+    def started(self: LimitedProcess) -> int:
+        with unwatched():
+            return start(self)
+
+    def closed(self: LimitedProcess) -> None:
+        with unwatched():
+            if self._process is not None:
+                peak = _memory("VmHWM", str(self._process.pid))
+                taken.append(peak or self._memory + 40 * _MEGABYTE)
+            close(self)
+
+    LimitedProcess.start, LimitedProcess.close = started, closed  # type: ignore[method-assign]
+    return taken
 
 
-class Watch:
-    """Everything a child tries that it may not."""
-
-    def __init__(self, folder: str, secret: str) -> None:
-        self.folder, self.secret = os.path.realpath(folder), os.path.realpath(secret)
-        self.found: list[str] = []
-        self.watching = False
-        # Of Python itself, its libraries, and firstlight: what is imported late is code, too.
-        roots = [sys.prefix, sys.base_prefix, str(Path(firstlight.__file__).parent)]
-        roots.append(str(Path(jinja2.__file__).parents[1]))
-        self.code = tuple(os.path.realpath(root) + os.sep for root in roots)
-
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.watching:
-            return
-        self.watching = False
-        try:
-            problem = self._problem(event, arguments)
-            if problem:
-                self.found.append(f"{event}: {problem}")
-        finally:
-            self.watching = True
-
-    def _problem(self, event: str, arguments: tuple[Any, ...]) -> str:
-        if event.startswith(_NEVER):
-            return repr(arguments)[:200]
-        if event in ("exec", "compile"):
-            source = arguments[0].co_filename if event == "exec" else arguments[1]
-            return self._strange_code(str(source))
-        if event == "open":
-            return self._opening(*arguments)
-        if event.startswith(_CHANGES):
-            paths = [os.fsdecode(a) for a in arguments if isinstance(a, str | bytes | os.PathLike)]
-            return next((path for path in paths if not self._inside(path)), "")
-        return ""
-
-    def _strange_code(self, source: str) -> str:
-        # Jinja compiles what it made of a template, and for its error messages a line to raise
-        # them; what a template may do is the sandbox's business.
-        if source in ("<template>", "<unknown>") or source.startswith("<frozen"):
-            return ""
-        if source == "<string>":
-            # Libraries make functions of texts of their own: dataclasses, torch.
-            frame: FrameType | None = sys._getframe(3)
-            while frame is not None and frame.f_code.co_filename == "<string>":
-                frame = frame.f_back
-            source = "" if frame is None else frame.f_code.co_filename
-            if os.path.basename(source) in ("pickle.py", "constructor.py", "yaml.py"):
-                return f"a text, by {source}"
-        return "" if os.path.realpath(source).startswith(self.code) else source
-
-    def _opening(self, path: Any, mode: Any, flags: int) -> str:
-        if not isinstance(path, str | bytes | os.PathLike):
-            return ""
-        real = os.path.realpath(os.fsdecode(path))
-        if real == self.secret:
-            return f"{real} was opened"
-        if not flags & _WRITING or real in ("/dev/null", "/dev/tty"):
-            return ""
-        follow = not flags & os.O_NOFOLLOW
-        return "" if self._inside(path, follow=follow) else f"{real} was opened for writing"
-
-    def _inside(self, given: str | bytes | os.PathLike[str], *, follow: bool = False) -> bool:
-        path = os.fsdecode(given)
-        folder, name = os.path.split(os.path.abspath(path))
-        real = os.path.realpath(path) if follow else os.path.join(os.path.realpath(folder), name)
-        return real == self.folder or real.startswith(self.folder + os.sep)
-
-
-def _memory(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
-    text = Path("/proc/self/status").read_text()
-    return next(int(li.split()[1]) << 10 for li in text.splitlines() if li.startswith(field + ":"))
+def _memory(field: str, process: str = "self") -> int:
+    """A field of /proc/PROCESS/status, in bytes; 0 if the process has ended."""
+    text = Path(f"/proc/{process}/status").read_text()
+    lines = (line for line in text.splitlines() if line.startswith(field + ":"))
+    return next((int(line.split()[1]) << 10 for line in lines), 0)
 
 
 def attempt(case: dict[str, str]) -> dict[str, Any]:
     """In the child: do it, and say how it went."""
     watch = Watch(case["folder"], case["secret"])
+    Path(watch.path).unlink(missing_ok=True)
+    child_memory = _watch_limited_processes(watch)
     before, limit = _memory("VmRSS"), _memory("VmData") + _HARD_LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (_HARD_LIMIT_SECONDS, resource.RLIM_INFINITY))
@@ -180,6 +136,9 @@ def attempt(case: dict[str, str]) -> dict[str, Any]:
         error = caught
     seconds = time.process_time() - start
     watch.watching = False
+    chat_template._CHILD.close()  # what a child took is known when it has ended
+    of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds += of_children.ru_utime + of_children.ru_stime
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
     kind = "" if error is None else type(error).__name__
     unexpected = error is not None and not isinstance(error, FirstlightError)
@@ -189,8 +148,8 @@ def attempt(case: dict[str, str]) -> dict[str, Any]:
         "message": "" if error is None else str(error)[:2000],
         "traceback": "".join(traceback.format_exception(error)[-6:]) if unexpected else "",
         "seconds": seconds,
-        "megabytes": max(_memory("VmHWM") - before, 0) / _MEGABYTE,
-        "forbidden": watch.found[:5],
+        "megabytes": (max(_memory("VmHWM") - before, 0) + max(child_memory, default=0)) / _MEGABYTE,
+        "forbidden": watch.found()[:5],
     }
 
 

@@ -272,24 +272,11 @@ TEXTS: dict[str, Build] = {
     "a template that imports": template("{% import 'os' as os %}{{ os }}"),
     "a template that changes its messages": template("{{ messages.clear() }}"),
     "a template of 10^9 rounds": template("{% for i in range(10**9) %}{% endfor %}"),
-    "a template of rounds in rounds": template(
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    ),
     "a template that calls itself": template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
-    "a template that calls itself twice": template(
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-    ),
     "a template of a text of 10^10": template("{{ 'a' * 10**10 }}"),
     "a template of a text just below what it may make": template("{{ 'é\U0001f642' * 49999999 }}"),
-    "a template that doubles a text": template(
-        "{% set n = namespace(x='abc') %}"
-        "{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
-    ),
-    "a template of a number of 10^9 digits": template("{{ 9 ** (9 ** 9) }}"),
     "a template of 10^5 brackets": template("{{" + "(" * DEEP + ")" * DEEP + "}}"),
     "a template of ten megabytes": template("a" * 10**7),
-    "a template of 100,000 expressions": template("{{ a.b }}" * 10**5),
-    "a template of 30,000 blocks": template("{% if a %}{% endif %}" * 30_000 + "{{ 1 / 0 }}"),
     "a template that pads": template("{{ '%999999999d' % 1 }}"),
     "a template that formats JSON wide": template("{{ messages | tojson(indent=10**9) }}"),
     "a template that writes without end": template(

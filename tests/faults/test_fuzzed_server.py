@@ -19,8 +19,9 @@ from scale import cases
 from conftest import make_texts
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import LlamaConfig, empty_model
-from firstlight.serving.config import ServerOptions
-from firstlight.serving.server import listening_socket, new_server, new_service, url_of
+from firstlight.serving.config import ServerOptions, listening_socket, url_for
+from firstlight.serving.server import new_server
+from firstlight.serving.service import Service
 from firstlight.tokenizer import train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 from firstlight.weights.huggingface import LoadedModel
@@ -78,15 +79,15 @@ def url() -> Iterator[str]:
     """A server on a port of this machine."""
     options = ServerOptions(port=0, model_name="small", shutdown_timeout=0)
     loaded = small_loaded()
-    service = new_service(loaded, options, lambda: _ShortDecoder(loaded.model, 8, _CONTEXT))
-    with listening_socket(options) as listening:
+    service = Service(loaded, options, lambda: _ShortDecoder(loaded.model, 8, _CONTEXT))
+    with listening_socket(options.host, options.port) as listening:
         service.start()
         ready = threading.Event()
-        server = new_server(service, options, ready.set)
+        server = new_server(service, ready.set)
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
         wait_until("the server", ready.is_set)
-        yield url_of(listening)
+        yield url_for(listening)
         server.should_exit = True
         thread.join(PATIENCE_SECONDS)
         service.stop()

@@ -12,7 +12,7 @@ import torch
 from small import GPT2, LLAMA, VOCABULARY, new_model
 from tokenizers import models
 
-from firstlight.conversion.foreign import read_foreign
+from firstlight.conversion.foreign.model import read_foreign
 from firstlight.errors import ConfigError, FirstlightError, TokenizerError
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream, generate, load
@@ -212,7 +212,7 @@ def test_a_pickle_is_opened_because_it_is_called_safetensors(
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{{ messages.append(1) }}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace.__init__.__globals__ }}",
     ],
 )
 def test_a_chat_template_runs_code(chat: Tokenizer, template: str) -> None:

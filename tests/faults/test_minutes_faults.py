@@ -14,13 +14,11 @@ from scale import cases
 
 from firstlight.optim.schedule import DecidedLength
 from firstlight.recipe import load_recipe
-from firstlight.report.length import read_length
-from firstlight.report.records import read_json_lines
+from firstlight.report.records import read_json_lines, read_length
 from firstlight.training import loop, minutes
-from firstlight.training.length import TimeBudget
 from firstlight.training.loop import train
 from firstlight.training.step import train_step
-from firstlight.training.times import LoopTimes
+from firstlight.training.time_budget import LoopTimes, TimeBudget
 
 #: Seconds that a step takes on the test's clock, of 180.
 _STEP_SECONDS = 10.0

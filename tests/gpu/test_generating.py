@@ -249,15 +249,16 @@ def test_sixty_four_texts_at_a_time_are_those_alone(device: torch.device) -> Non
 @contextmanager
 def served(loaded: LoadedModel, streams: int) -> Iterator[tuple[str, int]]:
     """A server on a port of this machine; where."""
-    from firstlight.serving.config import ServerOptions
-    from firstlight.serving.server import listening_socket, new_server, new_service
+    from firstlight.serving.config import ServerOptions, listening_socket
+    from firstlight.serving.server import new_server
+    from firstlight.serving.service import Service
 
     options = ServerOptions(port=0, model_name="tiny", max_batch_size=streams, shutdown_timeout=0)
-    service = new_service(loaded, options)
-    with listening_socket(options) as listening:
+    service = Service(loaded, options)
+    with listening_socket(options.host, options.port) as listening:
         service.start()
         ready = threading.Event()
-        server = new_server(service, options, ready.set)
+        server = new_server(service, ready.set)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

@@ -12,7 +12,7 @@ from foreign_programs import CONTEXT, VOCABULARY, NanoGPT, drawn, nanogpt_checkp
 from in_llama_cpp import opened
 
 from firstlight.cli.main import main
-from firstlight.conversion.foreign import read_foreign
+from firstlight.conversion.foreign.model import read_foreign
 from firstlight.tokenizer import Tokenizer
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")

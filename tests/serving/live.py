@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from starlette.types import ASGIApp
 from tiny import PATIENCE, WatchedDecoder, tiny_loaded
 
-from firstlight.serving.access import Access, RequestGuard
-from firstlight.serving.api import create_app
-from firstlight.serving.config import Limits, ServerOptions
-from firstlight.serving.server import listening_socket, new_server, new_service, url_of
+from firstlight.serving.access import Access
+from firstlight.serving.config import Limits, ServerOptions, listening_socket, url_for
+from firstlight.serving.server import create_app, new_server
 from firstlight.serving.service import Service
 from firstlight.weights.huggingface import LoadedModel
 
@@ -58,7 +58,7 @@ class Live:
 
 def sample(service: Service, name: str, **labels: str) -> float:
     """A number that a service counts; 0 before it is counted first."""
-    return service.metrics._registry.get_sample_value(name, labels) or 0.0
+    return service.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 @contextmanager
@@ -71,13 +71,13 @@ def live(
     """A server on a free port of this machine, in a thread."""
     decoder = WatchedDecoder() if decoder is None else decoder
     chosen = ServerOptions(**{"port": 0, "model_name": "tiny", "shutdown_timeout": 0, **options})
-    service = new_service(loaded or tiny_loaded(), chosen, lambda: decoder)
-    with listening_socket(chosen) as listening:
+    service = Service(loaded or tiny_loaded(), chosen, lambda: decoder)
+    with listening_socket(chosen.host, chosen.port) as listening:
         service.start()
         ready = threading.Event()
-        server = new_server(service, chosen, ready.set)
+        server = new_server(service, ready.set)
         thread = threading.Thread(target=server.run, args=([listening],))
-        url = url_of(listening)
+        url = url_for(listening)
         thread.start()
         try:
             assert ready.wait(PATIENCE), f"waited {PATIENCE:g} s for {url} to be served"
@@ -174,13 +174,13 @@ class Direct:
         decoder: what it decodes with.
     """
 
-    def __init__(self, app: RequestGuard, service: Service, decoder: WatchedDecoder) -> None:
+    def __init__(self, app: ASGIApp, service: Service, decoder: WatchedDecoder) -> None:
         self._app, self.service, self.decoder = app, service, decoder
         self._runner = asyncio.Runner()
         self.run(self._attach())
 
     async def _attach(self) -> None:
-        self.service.attach(asyncio.get_running_loop())
+        self.service.loop = asyncio.get_running_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """In the application's event loop."""
@@ -255,9 +255,9 @@ def new_direct(
     """An application with a tiny model."""
     decoder = WatchedDecoder() if decoder is None else decoder
     options = ServerOptions(model_name="tiny", max_queue=max_queue, limits=limits or Limits())
-    service = new_service(loaded or tiny_loaded(), options, lambda: decoder)
+    service = Service(loaded or tiny_loaded(), options, lambda: decoder)
     service.start()
-    app = create_app(service, access or Access.of("127.0.0.1", None))
+    app = create_app(service, access or Access("127.0.0.1"), lambda: None)
     return Direct(app, service, decoder)
 
 

@@ -11,7 +11,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +20,9 @@ import pytest
 from live import Direct, Live, Request, live, new_direct, request_for, sample
 from tiny import PATIENCE, WatchedDecoder
 
-from firstlight.serving.access import ClientGoneError
 from firstlight.serving.config import Limits
-from firstlight.serving.connections import LimitedProtocol
-from firstlight.serving.scheduler import ScheduledSequence, Update
-from firstlight.serving.service import Progress
+from firstlight.serving.scheduler import ScheduledSequence
+from firstlight.serving.server import LimitedProtocol
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -118,41 +116,6 @@ def test_a_client_that_went_away_before_its_body_was_whole_is_nobody() -> None:
         assert sample(app.service, "firstlight_requests_total", **route) == 1
 
 
-def test_a_client_that_does_not_read_is_dropped_with_a_bounded_number_of_pieces(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("firstlight.serving.service._MAX_UNREAD", 10)
-    with held() as app:
-        app.decoder.release()
-        aborted = asyncio.Event()
-        request = request_for(PATHS[0], content_for(PATHS[0], stream=True, max_tokens=90))
-        cancelled: list[ScheduledSequence] = []
-        plain_cancel = app.service.scheduler.cancel
-
-        def cancel(sequences: Sequence[ScheduledSequence]) -> None:
-            cancelled.extend(sequences)
-            plain_cancel(sequences)
-
-        def abort() -> None:
-            assert len(cancelled) == 1  # before anybody waits for the connection
-            aborted.set()
-
-        monkeypatch.setattr(app.service.scheduler, "cancel", cancel)
-        request.state["abort"] = abort
-        plain = request.send
-
-        async def send(message: Any) -> None:
-            await plain(message)
-            await aborted.wait()  # as a full buffer makes it wait
-
-        request.send = send  # type: ignore[method-assign]
-        app.run(asyncio.wait_for(app.answer(request), PATIENCE))
-        assert sample(app.service, "firstlight_client_disconnects_total") == 1
-        assert sample(app.service, "firstlight_generated_tokens_total") < 90
-        assert app.ask(PATHS[0], content_for(PATHS[0], max_tokens=2)).status == 200
-        assert app.service.scheduler.running == 0
-
-
 def test_a_connection_that_breaks_while_it_is_written_to_ends_its_texts() -> None:
     with held() as app:
         content = content_for(PATHS[0], stream=True, max_tokens=90)
@@ -184,20 +147,20 @@ def raw_request(path: str, content: Any) -> bytes:
 def counting_answers(server: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Gives a function that waits until so many requests are over."""
     changed, over = threading.Condition(), 0
-    plain = server.service.metrics.count_request
+    plain = server.service.metrics.requests.labels
 
-    def count(route: str, status: int) -> None:
+    def count(route: str, status: str) -> Any:
         nonlocal over
-        plain(route, status)
         with changed:
             over += 1
             changed.notify_all()
+        return plain(route, status)
 
     def wait(requests: int) -> None:
         with changed:
             assert changed.wait_for(lambda: over >= requests, PATIENCE)
 
-    monkeypatch.setattr(server.service.metrics, "count_request", count)
+    monkeypatch.setattr(server.service.metrics.requests, "labels", count)
     yield wait
 
 
@@ -248,8 +211,9 @@ def test_half_closed_client_gets_its_answer(stream: bool) -> None:
     assert (b"data: [DONE]" in body) if stream else json.loads(body)["choices"]
 
 
-def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = WatchedDecoder(8)
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers whose buffers for unread bytes are soon full."""
     plain = socket.create_server
 
     def small(*args: Any, **values: Any) -> socket.socket:
@@ -257,6 +221,33 @@ def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.Monkey
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made
 
+    monkeypatch.setattr(socket, "create_server", small)
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_server_that_ends_closes_unread_stream_without_errors_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paused = threading.Event()
+    plain = LimitedProtocol.pause_writing
+
+    def pause_writing(self: LimitedProtocol) -> None:
+        plain(self)
+        paused.set()
+
+    monkeypatch.setattr(LimitedProtocol, "pause_writing", pause_writing)
+    with socket.socket() as connection, live(WatchedDecoder(8)) as server:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.address)
+        content = content_for(PATHS[1], n=8, logprobs=True, top_logprobs=20, stream=True)
+        connection.sendall(raw_request(PATHS[1], content))
+        assert paused.wait(PATIENCE), f"waited {PATIENCE:g} s for full buffers"
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = WatchedDecoder(8)
     lost = threading.Event()
     plain_lost = LimitedProtocol.connection_lost
 
@@ -264,7 +255,6 @@ def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.Monkey
         plain_lost(self, error)
         lost.set()
 
-    monkeypatch.setattr(socket, "create_server", small)
     monkeypatch.setattr(LimitedProtocol, "connection_lost", connection_lost)
     with (
         live(decoder, limits=Limits(write_timeout=0.2)) as server,
@@ -373,9 +363,7 @@ def test_of_a_thousand_dropped_connections_nothing_is_left() -> None:
         assert process.num_fds() <= files + 8
 
 
-def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it() -> None:
     def pieces(app: Direct, request: Request) -> list[dict[str, Any]]:
         answer = app.run(asyncio.wait_for(app.answer(request), PATIENCE))
         assert answer.status == 200
@@ -389,19 +377,14 @@ def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it(
         whole = pieces(app, request_for(PATHS[0], content))
         before = app.decoder.steps
 
+        failed = asyncio.Event()
+
         def fail(token_ids: list[int]) -> None:
             if app.decoder.steps == before + 5:
+                app.service.loop.call_soon_threadsafe(failed.set)
                 raise RuntimeError("broken")
 
         app.decoder.before_step = fail
-        failed = asyncio.Event()
-        plain_cancel = app.service.scheduler.cancel
-
-        def cancel(sequences: Sequence[ScheduledSequence]) -> None:
-            failed.set()
-            plain_cancel(sequences)
-
-        monkeypatch.setattr(app.service.scheduler, "cancel", cancel)
         request = request_for(PATHS[0], content)
         plain_send = request.send
 
@@ -416,17 +399,3 @@ def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it(
     text = "".join(piece["choices"][0]["text"] for piece in found)
     assert text
     assert "".join(piece["choices"][0]["text"] for piece in whole).startswith(text)
-
-
-def test_what_was_made_for_a_client_that_went_away_is_forgotten() -> None:
-    with held() as app:
-        prepared = app.service.processor.completion(b'{"prompt": "x"}')
-        progress = Progress(prepared, app.service, {"request_id": "req_1"})
-
-        async def read() -> object:
-            progress.sequences[0].receive(Update(progress.sequences[0], "a", 1))
-            progress.end(ClientGoneError())
-            return await anext(progress)
-
-        with pytest.raises(ClientGoneError):
-            app.run(read())

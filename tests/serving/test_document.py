@@ -10,14 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from live import Direct, new_direct
 from test_server_api import POSTS, body_for
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
 
-from firstlight.generation import structured
-from firstlight.serving.openapi import up_to_pattern
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import LoadedModel
 
@@ -60,7 +56,6 @@ BOTH: list[tuple[dict[str, Any], bool]] = [
     ({"stream_options": {"include_usage": True}, "stream": True}, True),
     ({"stream_options": None}, True),
     ({"logit_bias": {"321": 1}}, True),
-    ({"logit_bias": {"322": 1}}, False),
     ({"logit_bias": {"05": 1}}, False),
     ({"logit_bias": {"5": 100.5}}, False),
     ({"frequency_penalty": -2, "presence_penalty": 2.0}, True),
@@ -88,8 +83,6 @@ COMPLETIONS: list[tuple[dict[str, Any], bool]] = [
     ({"prompt": [1] * (CONTEXT - 1)}, True),
     ({"prompt": ["x"] * 64, "max_tokens": 1}, True),
     ({"prompt": ["x"] * 36, "n": 2, "max_tokens": 1}, True),
-    ({"prompt": ["x"] * 37, "n": 2}, False),
-    ({"prompt": [[1]] * 10, "n": 8}, False),
     ({"prompt": [1] * 10, "n": 8, "max_tokens": 1}, True),
     ({"echo": True, "max_tokens": 0, "logprobs": 5}, True),
     ({"logprobs": 6}, False),
@@ -117,7 +110,7 @@ def test_what_the_document_allows_is_accepted_and_nothing_else(
     answer = direct.ask(path, body)
     assert answer.status == (200 if fine else 400), answer.body
     kind = answer.headers["content-type"].partition(";")[0]
-    documented = document["paths"][path]["post"]["responses"][str(answer.status)]["content"]
+    documented = document["paths"][path]["post"]["responses"]["200" if fine else "4XX"]["content"]
     assert kind in documented
     if kind == "application/json":
         schema = {**documented[kind]["schema"], "components": document["components"]}
@@ -135,30 +128,18 @@ def test_routes_without_a_body_are_as_documented(direct: Direct, document: Any) 
             jsonschema_rs.validate(schema, answer.json)
 
 
-def test_what_this_server_cannot_do_is_not_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "can_structure", lambda: False)
-    monkeypatch.setattr("firstlight.serving.openapi.can_structure", lambda: False)
+def test_chat_of_a_model_without_a_chat_template_is_not_documented() -> None:
     plain = tiny_tokenizer()
     config = {k: v for k, v in plain.config.items() if k != "chat_template"}
     tokenizer = Tokenizer(plain.backend, eos_token=plain.eos_token, config=config)
     loaded = tiny_loaded()
     app = new_direct(loaded=LoadedModel(loaded.model, tokenizer, (), loaded.folder))
     try:
-        found = app.ask("/openapi.json").json
-        assert "/v1/chat/completions" not in found["paths"]
-        for one, fine in (({"type": "text"}, True), ({"type": "json_object"}, False)):
-            body = body_for(POSTS[0], response_format=one)
-            assert is_documented(found, POSTS[0], body) is fine
-            assert app.ask(POSTS[0], body).status == (200 if fine else 400)
+        assert POSTS[1] not in app.ask("/openapi.json").json["paths"]
+        answer = app.ask(POSTS[1], body_for(POSTS[1]))
+        assert (answer.status, answer.error["code"]) == (400, "no_chat_template")
     finally:
         app.close()
-
-
-@given(highest=st.integers(0, 200_000), number=st.integers(0, 400_000))
-def test_the_pattern_of_token_ids_ends_at_the_vocabulary(highest: int, number: int) -> None:
-    for one in (number, highest, highest + 1):
-        assert bool(re.search(up_to_pattern(highest), str(one))) is (one <= highest)
-    assert not re.search(up_to_pattern(highest), f"0{number}")
 
 
 def test_the_document_is_json_that_can_be_read_alone(document: Any) -> None:

@@ -159,11 +159,12 @@ def test_weights_that_give_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPat
 def test_tokens_of_one_name_do_not_hide_that_another_was_likelier() -> None:
     """By the highest value, clients see whether a token was the likeliest."""
     from firstlight.generation.continuation import TokenLogprob
-    from firstlight.serving.response import CompletionLogprobs, TokenTexts
+    from firstlight.serving.response import LogprobsWriter, TokenTexts
 
     class Same(TokenTexts):
         def name(self, token_id: int) -> str:
             return "a"
 
     entry = TokenLogprob(7, -3.0, ((8, -0.5),))
-    assert CompletionLogprobs(Same(tiny_tokenizer())).of([entry])["top_logprobs"] == [{"a": -0.5}]
+    written = LogprobsWriter(Same(tiny_tokenizer()), None).write([entry])
+    assert written.top_logprobs == [{"a": -0.5}]

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from live import Answer, Direct, events, new_direct
 from tiny import WatchedDecoder
 
-from firstlight.serving.request import REFUSED, ChatRequest, CompletionRequest, GenerationRequest
+from firstlight.serving.request import ChatRequest, CompletionRequest, GenerationRequest
 
 PATHS: dict[str, type[GenerationRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
 }
-NAMES = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *REFUSED, "foo", ""})
+NAMES = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, "foo", ""})
 
 JSON = st.recursive(
     st.none()

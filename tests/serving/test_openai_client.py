@@ -16,7 +16,7 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenize
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import continuation, generate, pieces_of
-from firstlight.serving.processor import fingerprint_of
+from firstlight.serving.request import fingerprint_of
 from waiting import PATIENCE_SECONDS
 
 openai = pytest.importorskip("openai")

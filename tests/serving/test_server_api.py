@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import html
 import json
-import re
-import shlex
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,8 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenize
 from firstlight.errors import ModelError, TokenizerError
 from firstlight.generation.engine import generate
 from firstlight.serving.access import OUT_OF_MEMORY, Access
-from firstlight.serving.api import start_page
 from firstlight.serving.config import Limits
 from firstlight.tokenizer import Tokenizer
-from firstlight.tokenizer.limits import most_bytes_per_token
 from firstlight.weights.huggingface import LoadedModel
 
 MESSAGES = [{"role": "user", "content": "the first dawn"}]
@@ -257,31 +252,14 @@ def test_what_is_not_there_is_told_in_the_same_shape(
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_root_of_the_server_is_a_page_about_the_model(direct: Direct, method: str) -> None:
+def test_root_of_the_server_is_a_page_that_loads_nothing_from_elsewhere(
+    direct: Direct, method: str
+) -> None:
     answer = direct.ask("/", method=method)
     assert answer.status == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
-
-
-def test_start_page_of_a_model_elsewhere_has_no_path_of_the_machine(
-    direct: Direct, tmp_path: Path
-) -> None:
-    app = new_direct(loaded=dataclasses.replace(tiny_loaded(), folder=tmp_path / "mine"))
-    try:
-        page = app.ask("/").body.decode()
-    finally:
-        app.close()
-    assert "firstlight chat mine --web" in page
-    assert str(tmp_path) not in page
-
-
-def test_start_page_names_model_and_chat_command_without_their_markup() -> None:
-    page = start_page("a <b> model\x1b", Path("/runs/it's <i>"))
-    assert "<h1>a &lt;b&gt; model⟨U+001B⟩</h1>" in page
-    command = html.unescape(re.findall("<p><code>(.*)</code>", page)[0])
-    words = ["firstlight", "chat", "/runs/it's <i>", "--web", "--port", "0"]
-    assert shlex.split(command) == words
+    page = answer.body.decode()
     assert "http:" not in page
     assert "https:" not in page
 
@@ -333,13 +311,13 @@ def test_text_that_runs_out_of_memory_names_what_helps_client_and_operator(
 
 
 def test_what_nobody_expects_is_a_500_too(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: object) -> None:
+    def fail() -> None:
         raise KeyError("/a/folder")
 
-    monkeypatch.setattr("firstlight.serving.service.ServerMetrics.page", fail)
+    monkeypatch.setattr(direct.service, "require_able", fail)
     with pytest.raises(KeyError):  # for the log
-        direct.ask("/metrics")
-    assert sample(direct.service, "firstlight_requests_total", route="/metrics", status="500") == 1
+        direct.ask("/health")
+    assert sample(direct.service, "firstlight_requests_total", route="/health", status="500") == 1
 
 
 def test_weights_that_changed_are_a_500_and_one_line_in_the_log(
@@ -393,7 +371,7 @@ def test_a_server_that_ends_says_so() -> None:
 
 
 def test_what_happens_is_counted() -> None:
-    app = new_direct(access=Access.of("127.0.0.1", None))
+    app = new_direct(access=Access("127.0.0.1"))
     try:
         for content in (body_for(POSTS[0], max_tokens=5), body_for(POSTS[0], n=2, stream=True)):
             app.ask(POSTS[0], content)
@@ -433,50 +411,6 @@ def test_the_document_has_the_schemas_it_refers_to(direct: Direct) -> None:
     assert set(document["paths"]) >= {*POSTS, "/v1/models", "/health", "/metrics"}
 
 
-def test_a_prompt_is_refused_by_its_bytes_before_it_is_encoded(
-    direct: Direct, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No token of the tokenizer stands for more than so many bytes."""
-    most = most_bytes_per_token(tiny_tokenizer().backend)
-    assert most is not None
-    long = "x" * (most * CONTEXT)
-    encoded: list[str] = []
-    backend = Tokenizer.encode
-
-    def encode(self: Tokenizer, text: str) -> list[int]:
-        encoded.append(text)
-        return backend(self, text)
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
-    chat = body_for(POSTS[1], messages=[{"role": "user", "content": long}])
-    for path, field, content in (
-        (POSTS[0], "prompt", body_for(POSTS[0], prompt=long)),
-        (POSTS[0], "prompt", body_for(POSTS[0], prompt=["the star", long])),
-        (POSTS[1], "messages", chat),
-    ):
-        message = refused(direct, path, content, field, "context_length_exceeded")
-        assert "has at least " in message
-    assert encoded == []
-    # A token less may fit: the tokens decide.
-    content = body_for(POSTS[0], prompt=long[most:])
-    message = refused(direct, POSTS[0], content, "prompt", "context_length_exceeded")
-    assert "at least" not in message
-    assert encoded == [long[most:]]
-
-
-def test_a_message_whose_template_leaves_out_most_of_it_is_answered() -> None:
-    template = "{{ messages[-1]['content'] | trim }}"
-    tokenizer = Tokenizer(
-        tiny_tokenizer().backend, eos_token="<|endoftext|>", config={"chat_template": template}
-    )
-    app = new_direct(loaded=LoadedModel(tiny_model(), tokenizer, (), Path("/a/folder/trim")))
-    try:
-        messages = [{"role": "user", "content": "the star" + " " * 100_000}]
-        assert app.ask(POSTS[1], body_for(POSTS[1], messages=messages)).status == 200
-    finally:
-        app.close()
-
-
 def test_health_says_that_the_model_fails_and_that_it_works_again() -> None:
     app = new_direct(WatchedDecoder(2))
     try:
@@ -511,3 +445,8 @@ def test_health_tries_a_step_where_nobody_else_does() -> None:
             pass
     finally:
         app.close()
+
+
+def test_threads_of_requests_start_with_the_service(direct: Direct) -> None:
+    names = {thread.name for thread in threading.enumerate()}
+    assert {"firstlight-large-request_0", "firstlight-request_0"} <= names

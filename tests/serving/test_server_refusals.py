@@ -11,7 +11,7 @@ from live import Direct, new_direct
 from test_server_api import POSTS, body_for, refused
 
 from firstlight.serving.config import Limits
-from firstlight.serving.request import REFUSED
+from firstlight.serving.request import UnsupportedFields
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,8 @@ def direct() -> Iterator[Direct]:
 
 # What would change the answer
 
-ECHO = (POSTS[0], "echo")
 REFUSED_VALUES: dict[str, Any] = {
     "best_of": 2,
-    "echo": True,
     "suffix": "end",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
@@ -43,15 +41,27 @@ REFUSED_VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "path, name", [(path, name) for path in POSTS for name in REFUSED if (path, name) != ECHO]
-)
+#: Field -> values without effect.
+NEUTRAL_VALUES: dict[str, list[Any]] = {
+    "best_of": [1],
+    "suffix": [""],
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "functions": [[]],
+    "function_call": ["none", "auto"],
+    "modalities": [["text"]],
+    "reasoning_effort": ["none"],
+}
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("name", UnsupportedFields.model_fields)
 def test_what_would_change_the_answer_is_refused_by_name(
     direct: Direct, path: str, name: str
 ) -> None:
     content = body_for(path, **{name: REFUSED_VALUES[name]})
     assert name in refused(direct, path, content, name, "unsupported_parameter")
-    for neutral in (None, *REFUSED[name]):
+    for neutral in (None, *NEUTRAL_VALUES.get(name, ())):
         assert direct.ask(path, body_for(path, **{name: neutral})).status == 200
 
 
@@ -219,8 +229,6 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(path: str) -> None:
         pieces = [b" " * 400] * 10
         answer = app.ask(path, headers=plain, body=pieces)
         assert (answer.status, len(pieces)) == (413, 7)
-        wrong = [*plain, (b"content-length", b"1e3")]
-        assert app.ask(path, method="POST", headers=wrong, body=[b""]).status == 400
         exact = json.dumps(body_for(path)).encode().ljust(1000)
         assert app.ask(path, body=[exact]).status == 200
     finally:

@@ -15,7 +15,6 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
 from firstlight.generation import structured
 from firstlight.generation.structured import Grammars, SchemaError, Vocabulary
 from firstlight.serving.response import TokenTexts
-from waiting import PATIENCE_SECONDS
 
 pytest.importorskip("llguidance")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
@@ -211,7 +210,7 @@ def test_a_text_goes_on_when_another_has_ended_the_process(grammars: Grammars) -
     constraints = [grammars.constraint(schema) for _ in texts]
     for ids, constraint in zip(texts, constraints, strict=True):
         assert not constraint.push(ids[0])
-    process = grammars._following._process
+    process = grammars._following._limited._process
     assert process is not None
     process.kill()
     process.wait()
@@ -272,18 +271,6 @@ def test_the_processes_end_with_the_service() -> None:
     assert len(begun) == 2
     app.close()
     assert not any(child.is_running() for child in begun)
-
-
-def test_a_process_ends_when_the_one_that_asks_it_was_killed(grammars: Grammars) -> None:
-    """The kernel closes the pipe then."""
-    grammars.constraint(PERSON)
-    process = grammars._following._process
-    assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(PATIENCE_SECONDS) == 0
-    with pytest.raises(SchemaError):
-        grammars._following.ask({"text": 0, "tokens": []}, 1.0)
 
 
 def test_a_context_that_is_full_is_said(direct: Direct) -> None:

@@ -12,7 +12,7 @@ from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
-from firstlight.planner.plan.machine import with_changes
+from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.planner.speed.gpu import Range
 from firstlight.planner.speed.throughput import SpeedPrediction
 from firstlight.recipe import ResolvedRecipe
@@ -72,8 +72,11 @@ class FixedEstimator(Estimator):
     def estimate(self, candidate: Candidate) -> Estimate:
         recipe = with_changes(candidate.recipe, candidate.changes)
         rate = Range(1e6, 1e6, 1e6)
-        speed = SpeedPrediction(rate, rate, rate, {}, {}, "compute")
+        speed = SpeedPrediction(rate, rate, rate, {})
         return Estimate(candidate.name, candidate.changes, recipe, speed=speed)
+
+    def timed(self, estimate: Estimate, machine: Machine) -> Estimate:
+        return estimate
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
         return map(self.estimate, candidates)

@@ -19,16 +19,21 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from firstlight.bench import gemm, gemm_loops, gemm_products, models
-from firstlight.bench.gemm import GemmRun, compare, draw, hardware_dtypes, step_times, summarize
-from firstlight.bench.gemm_loops import (
+from firstlight.bench import gemm, gemm_products, models
+from firstlight.bench.gemm import (
+    GemmRun,
     cache_sizes,
+    compare,
+    draw,
     draw_loops,
+    hardware_dtypes,
     measure_loops,
     measure_waves,
     multiply_rows,
     multiply_squares,
+    step_times,
     sum_passes,
+    summarize,
 )
 from firstlight.bench.gemm_products import (
     COMPARED,
@@ -52,6 +57,7 @@ from firstlight.bench.gemm_products import (
 from firstlight.bench.models import find_model
 from firstlight.bench.options import GemmBench
 from firstlight.cli.bench import gemm_command
+from firstlight.cli.main import main
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.models.accounting import meta_model, train_flops_per_token
@@ -534,7 +540,7 @@ def test_loops_are_measured_on_one_thread_up_to_the_whole_product(
         threads.append(torch.get_num_threads())
         return [3.0, 1.0, 2.0]
 
-    monkeypatch.setattr(gemm_loops, "_rates", rates)
+    monkeypatch.setattr(gemm, "_rates", rates)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -564,7 +570,7 @@ def test_products_at_once_are_counted_in_full_and_beyond_full_waves(
         return really(*arguments, **options)
 
     monkeypatch.setattr(torch, "mm", multiply)
-    monkeypatch.setattr(gemm_loops, "time", SimpleNamespace(perf_counter=lambda: len(done)))
+    monkeypatch.setattr(gemm, "time", SimpleNamespace(perf_counter=lambda: len(done)))
     waves = measure_waves(8, threads=3)
     assert waves["rows"] == [  # by this clock a product takes a second, and none at a time with it
         {"products": count, "time_ratio": count, "lowest": count, "highest": count}
@@ -583,3 +589,14 @@ def test_caches_of_instructions_are_left_out(tmp_path: Path) -> None:
             (tmp_path / f"index{number}" / name).write_text(text + "\n", encoding="ascii")
     assert cache_sizes(tmp_path) == {"L1": 32 << 10, "L2": 1 << 20}
     assert cache_sizes(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize("name", ["training", "gpu", "planner", "loading"])
+def test_bench_outside_the_package_names_its_successor(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", name, "--help"]) == 2
+    assert capsys.readouterr().err == (
+        f"firstlight: error: bench {name} is not part of the package: in a checkout of "
+        f"firstlight, use python -m benchmarks {name}\n"
+    )

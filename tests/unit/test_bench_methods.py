@@ -25,31 +25,29 @@ from hypothesis import strategies as st
 
 from firstlight.bench import methods
 from firstlight.bench.methods import (
-    TIME_IS_UP,
-    MethodRuns,
-    MethodsWork,
-    child_environment,
-    choose_rows,
-    processes_here,
-    recipe_keys,
-    tables_of,
-)
-from firstlight.bench.methods_rows import (
     ALONE,
     LADDER,
     PLAIN,
     PROCESSES,
+    TIME_IS_UP,
     WRITTEN_OUT,
     MethodOutcome,
     MethodRow,
+    MethodRuns,
+    MethodsWork,
     accumulation,
     alone_rows,
     changes_up_to,
+    child_environment,
+    choose_rows,
     draw,
     ladder_rows,
     larger_batch,
     plain_recipe,
+    processes_here,
+    recipe_keys,
     summarize,
+    tables_of,
     why_skipped,
 )
 from firstlight.bench.models import MODELS, SMALL, find_model

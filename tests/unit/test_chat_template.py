@@ -1,8 +1,10 @@
-"""Chat templates: the built-in ones to the letter, where they are read from, what they get."""
+"""Chat templates: the built-in ones to the letter, where they are read from, what they get, and
+what they may not do."""
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizer_files import MERGED, RANKED, change_json, piece_file, rank_file, tiny
 
 from firstlight.errors import InputError, TokenizerError
-from firstlight.tokenizer import END_OF_TEXT, Tokenizer
+from firstlight.tokenizer import END_OF_TEXT, Tokenizer, chat_template
 from firstlight.tokenizer.chat_template import (
     CHAT_TEMPLATES,
     chat_pieces,
@@ -273,3 +275,120 @@ def test_a_mark_torn_off_its_text_protects_nothing_else() -> None:
     template = "{{ messages[0].content.split('<x>')[0] }}<x>{{ messages[0].content }}"
     pieces = chat_pieces(template, [{"role": "user", "content": "a<x>"}], {}, ["<x>"])
     assert list(pieces) == [("a", False), ("<x>", True), ("a<x>", False)]
+
+
+# What templates may not do
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ messages[0]['__class__']['__mro__'] }}",
+        "{{ ('' | attr('__class__')).mro() }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ raise_exception.__code__.co_consts }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ self._TemplateReference__context.parent }}",
+        "{{ dict.__subclasses__() }}",
+        "{{ dict.mro() }}",
+        "{{ strftime_now.__globals__.json }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ messages.pop() }}",
+        "{{ messages[0].clear() }}",
+    ],
+)
+def test_render_chat_of_template_that_leaves_sandbox_is_error(template: str) -> None:
+    messages = [dict(message) for message in HI]
+    with pytest.raises(TokenizerError, match=r"does what it may not: access to attribute"):
+        rendered(template, messages)
+    assert messages == HI
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{{ 'a' * 10**10 }}",
+        "{% set n = namespace(x=['a']) %}"
+        "{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    ],
+)
+def test_render_chat_of_endless_template_is_error_and_next_one_is_rendered(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.3)
+    message = r"takes more than 0\.3 s of processor time or 200 MiB of memory: use another one \("
+    with pytest.raises(TokenizerError, match=message):
+        rendered(template)
+    assert rendered("{{ messages[0].content }}!") == "hi!"
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{% for %}", "doesn't compile: line 1: Expected an expression"),
+        ("\n\n{{ x", "doesn't compile: line 3"),
+        ("{{ x | nothing }}", "doesn't compile: line 1: No filter named 'nothing'"),
+        ("{{" + "(" * 7000 + ")" * 7000 + "}}", "doesn't compile: RecursionError"),
+        ("x" * 1_000_001, "has 1,000,001 characters, more than the 1,000,000"),
+        ("{{ a.b.c }}", "fails on these messages: UndefinedError: 'a' is undefined"),
+        ("{{ 1 + 'a' }}", "fails on these messages: TypeError"),
+        ("{{ 1 / 0 }}", "fails on these messages: ZeroDivisionError"),
+        ("{% include 'x' %}", "fails on these messages: TypeError: no loader"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        (
+            "{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
+            "it writes more than 10,000,000",
+        ),
+    ],
+)
+def test_render_chat_of_invalid_template_is_one_clear_error(template: str, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        rendered(template)
+
+
+def test_extended_by_template_that_does_not_compile_is_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TokenizerError, match="doesn't compile: line 1"):
+        tokenizer.extended([], "{% for %}")
+
+
+def test_render_chat_of_built_in_template_starts_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template, "_CHILD", None)
+    for template in CHAT_TEMPLATES.values():
+        assert "hi" in rendered(template)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATES["chatml"], CHAT_TEMPLATES["chatml"] + " "])
+def test_render_chat_of_long_conversation_is_its_text(template: str) -> None:
+    messages = [{"role": "user", "content": "word " * 400 + str(i)} for i in range(2000)]
+    assert rendered(template, messages).count("<|im_end|>") == 2000
+
+
+def test_render_chat_in_several_threads_gives_each_its_text() -> None:
+    texts: dict[int, str] = {}
+
+    def render_many(number: int) -> None:
+        messages = [{"role": "user", "content": str(number)}]
+        for _ in range(20):
+            texts[number] = rendered("{{ messages[0].content }}-" + str(number), messages)
+
+    threads = [threading.Thread(target=render_many, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {number: f"{number}-{number}" for number in range(8)}
+
+
+def test_render_chat_of_lone_surrogate_in_template_passes_it_on() -> None:
+    assert rendered("{{ '\\ud800' }}é") == "\ud800é"

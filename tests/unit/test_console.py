@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,15 +73,49 @@ def test_usage_error_with_control_characters_in_a_file_name_shows_them(
         ("convert", "stop other programs"),
     ],
 )
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("could not create a primitive"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
 def test_command_out_of_memory_advises_by_verb(
     verb: str,
     advice: str,
+    error: Exception,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise error
 
     monkeypatch.setattr(firstlight, "main", fail)
     assert main([verb, "model"]) == 1
     assert capsys.readouterr().err.startswith(f"firstlight: error: out of memory: {advice}")
+
+
+def test_command_short_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -> None:
+    """Libraries report it by errors of many kinds, or abort."""
+    script = (
+        "import resource, sys; limit = int(sys.argv.pop(1)); "
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit)); "
+        "from firstlight.cli.main import main; sys.exit(main())"
+    )
+    if sys.platform != "linux":
+        pytest.skip("macOS does not enforce the limit of the address space")
+    for limit, said in (
+        (10**9 // 2, "limits the address space to 0.50 GB"),
+        (62 * 10**7, "0.62 GB"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", script, str(limit), "info"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
+        assert said in ended.stderr
+        assert "ulimit -v" in ended.stderr

@@ -233,12 +233,12 @@ def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> Non
 @pytest.mark.parametrize(
     "begin, kind",
     [
-        ('[1, null, {"id": "a]", "messages": []}, ', "chat"),
-        ('\ufeff[\n {"prompt": "a", "chosen": "b", "rejected": "c"},', "preference"),
+        ('[1, null, {"id": "a]", "messages": []}, "', "chat"),
+        ('\ufeff[\n {"prompt": "a", "chosen": "b", "rejected": "c"},"', "preference"),
         ('[{"id": 1, "text": "', None),
         ('[{"messages": [{"role": "user", "content": "', "chat"),
-        ('[{"body": {"messages": []}}, ', None),
-        ('{"messages": [], "list": [', "chat"),
+        ('[{"body": {"messages": []}}, "', None),
+        ('{"messages": [], "list": ["', "chat"),
         ('\n{"id": 1, "messages": [{"role": "user", "content": "', "chat"),
         ('"messages", {"messages": []}', None),
     ],
@@ -248,7 +248,7 @@ def test_the_kind_of_a_long_json_file_is_told_by_its_head(
 ) -> None:
     path = tmp_path / "a.json.gz"
     with gzip.open(path, "wt", encoding="utf-8") as file:
-        # What stands after the head is not read: it is no JSON.
+        # The string does not end within the head.
         file.write(begin + "é" * (1 << 20))
     assert kind_of_records(find_records([path])[0]) == kind
 

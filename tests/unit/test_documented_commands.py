@@ -25,7 +25,7 @@ _OF_RECIPES = {"train", "plan", "tune", "bench"}
 
 
 def _commands(text: str) -> Iterator[str]:
-    """The commands of firstlight and of its benchmarks, in lines of code and in code within lines."""
+    """The commands in lines of code and in code within lines, benchmarks included."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         if line.startswith("    "):
             shown = re.match(
@@ -95,6 +95,7 @@ def test_the_commands_without_json_are_those_that_the_page_on_training_names() -
         name
         for name, command in firstlight.commands.items()
         if not isinstance(command, click.Group)
+        and not command.hidden
         and not any("--json" in option.opts for option in command.params)
     }
     assert set(re.findall(r"`(\w+)`", said[1])) == without

@@ -53,6 +53,22 @@ def _import_and_wait(name: str) -> None:
         pass
 
 
+def test_signal_in_internals_of_torch_is_raised_after_them(no_alarm: None) -> None:
+    """C++ code calls them while a plan is traced, and aborts the process at an exception."""
+    name = os.path.join("site-packages", "torch", "_library", "simple_registry.py")
+    code = compile("os.kill(os.getpid(), signal.SIGINT); reached.append(1)", name, "exec")
+    reached: list[int] = []
+
+    def run() -> None:
+        exec(code, {"os": os, "signal": signal, "reached": reached})  # noqa: S102
+        for _ in range(10**9):
+            pass
+
+    with pytest.raises(KeyboardInterrupt), cleaning_up_when_terminated():
+        run()
+    assert reached
+
+
 @pytest.mark.parametrize("number", _KINDS)
 def test_a_signal_in_the_middle_of_an_import_is_raised_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_alarm: None, number: int

@@ -643,6 +643,9 @@ def test_storage_errors_says_what_to_do(number: int, words: str) -> None:
 
 def test_an_os_error_without_a_number_still_says_something() -> None:
     assert describe_os_error(OSError("strange")) == "strange"
+    # Of a copy, the file that could not be written.
+    copied = OSError(errno.EFBIG, "File too large", "source", None, "out/.tmp-target-0123abcd")
+    assert "reached at out/target: raise it (ulimit -f)" in describe_os_error(copied)
 
 
 @pytest.mark.parametrize("make", [lambda: InputError("mine"), lambda: ValueError("theirs")])

@@ -20,10 +20,10 @@ from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.evaluation.inputs import load_for_evaluation
-from firstlight.report.compare import compare, comparison_page, warnings_of
-from firstlight.report.findings import findings_of
-from firstlight.report.html import run_page
+from firstlight.report.compare import compare, warnings_of
+from firstlight.report.page import comparison_page, run_page
 from firstlight.report.records import read_run
+from firstlight.report.summary import findings_of
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.training.run import Run

@@ -22,6 +22,7 @@ from firstlight.planner.memory.kernels import (
     cuda_target,
 )
 from firstlight.planner.memory.prediction import MemoryPrediction
+from firstlight.planner.memory.recipe import trace_memory
 from firstlight.planner.plan.machine import find_machine
 from firstlight.planner.speed.gpu import (
     BOUNDS,
@@ -36,7 +37,6 @@ from firstlight.planner.speed.gpu import (
 )
 from firstlight.planner.speed.recipe import (
     TimedStep,
-    count_operators,
     fit_constants,
     relative_errors,
     workload_of,
@@ -198,7 +198,7 @@ def test_order_of_gpus_follows_their_data_sheets(size: str, rows: int) -> None:
         }
     )
     # V100 and T4 have no bf16: fp16 has the same products and bytes.
-    counted = count_operators(recipe, cuda_target("any", (8, 0)))
+    counted = trace_memory(recipe, cuda_target("any", (8, 0)))
     for compiled in (False, True):
         work = replace(workload_of(recipe), compiled=compiled)
         rate = {

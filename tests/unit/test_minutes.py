@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints
+from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import GenerationStream
 from firstlight.optim.schedule import (
@@ -31,24 +32,23 @@ from firstlight.optim.schedule import (
 )
 from firstlight.planner.plan.machine import find_machine, planned_run, resolve_for
 from firstlight.recipe import parse_recipe
-from firstlight.report.html import run_page
-from firstlight.report.length import read_length
-from firstlight.report.records import read_json_lines, read_run
+from firstlight.report.page import run_page
+from firstlight.report.records import read_json_lines, read_length, read_run
+from firstlight.tokenizer import Tokenizer
 from firstlight.training import loop, minutes, saving, start, validation
 from firstlight.training.cooldown import cooldown_recipe
-from firstlight.training.course import Course
 from firstlight.training.guard import DivergedError
-from firstlight.training.length import (
+from firstlight.training.loop import TrainResult, train
+from firstlight.training.progress import RunProgress, TrainingProgress
+from firstlight.training.step import train_step
+from firstlight.training.time_budget import (
+    LoopTimes,
     Periodic,
     TimeBudget,
     mean_sequence_seconds,
     recorded_length,
     steps_in_time,
 )
-from firstlight.training.loop import TrainResult, train
-from firstlight.training.progress import TrainingProgress
-from firstlight.training.step import train_step
-from firstlight.training.times import LoopTimes
 
 KINDS = ("wsd", "cosine", "linear", "constant", "inverse_sqrt")
 MEASURED = ("second", "mfu", "memory_bytes")
@@ -435,7 +435,7 @@ def test_the_time_left_ends_with_the_passes(
     lefts: list[float | None] = []
     shares: list[float] = []
 
-    class Watched(Course):
+    class Watched(RunProgress):
         def step(self, record: Mapping[str, Any]) -> None:
             super().step(record)
             lefts.append(self.seconds_left)
@@ -443,10 +443,10 @@ def test_the_time_left_ends_with_the_passes(
 
     def made(
         steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
-    ) -> Course:
+    ) -> RunProgress:
         return Watched(steps, first, minutes, lambda: machine.now, step_limit)
 
-    monkeypatch.setattr(start, "Course", made)
+    monkeypatch.setattr(start, "RunProgress", made)
     machine.step = 0.05
     recipe["schedule"]["epochs"] = 1.5
     recipe["evaluation"]["every_steps"] = recipe["checkpoint"]["every_steps"] = 0
@@ -468,7 +468,7 @@ def test_the_share_that_is_done_never_falls(
         recipe["schedule"] = {"kind": kind, "max_minutes": MINUTES}
     shares: list[float] = []
 
-    class Watched(Course):
+    class Watched(RunProgress):
         def step(self, record: Mapping[str, Any]) -> None:
             super().step(record)
             shares.append(self.share)
@@ -477,10 +477,10 @@ def test_the_share_that_is_done_never_falls(
 
     def made(
         steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
-    ) -> Course:
+    ) -> RunProgress:
         return Watched(steps, first, minutes, lambda: machine.now, step_limit)
 
-    monkeypatch.setattr(start, "Course", made)
+    monkeypatch.setattr(start, "RunProgress", made)
     train(recipe)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -615,6 +615,28 @@ def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
     texts = read_json_lines(folder_of(recipe) / "samples.jsonl")
     assert [text["step"] for text in texts] == [*range(20, result.step, 20), result.step]
     assert generated == [1, 1, 1 + len(texts)]
+
+
+def test_samples_at_epoch_are_in_the_time_of_the_budget(
+    recipe: dict[str, Any],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    def generate(*args: Any) -> GenerationStream:
+        machine.now += 8.0
+        return GenerationStream(*args)
+
+    monkeypatch.setattr(validation, "GenerationStream", generate)
+    prepare(sorted(corpus.iterdir())[:20], tokenizer, tmp_path / "few", val_fraction=0.2)
+    recipe["data"]["dir"] = str(tmp_path / "few")
+    recipe["evaluation"] |= {"sample_prompts": ["a"], "samples_at": "epoch"}
+    train(recipe)
+    texts = read_json_lines(folder_of(recipe) / "samples.jsonl")
+    assert len(texts) >= 3
+    assert 0.9 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.02 * 180
 
 
 def test_few_slow_steps_are_enough(recipe: dict[str, Any], machine: Machine) -> None:

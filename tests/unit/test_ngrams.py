@@ -8,10 +8,11 @@ import random
 import numpy as np
 import pytest
 
-from firstlight.pipeline import settings
 from firstlight.pipeline.held_out import HeldOut
-from firstlight.pipeline.ngrams import Hardness, TextSample
+from firstlight.pipeline.ngrams import TextSample
 from firstlight.pipeline.ngrams import ngram_bits as bits_by_context
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Hardness
 
 
 def codes(text: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -113,7 +114,7 @@ def test_a_text_of_which_nothing_is_held_out_is_taken_for_a_usual_one(text: str)
     sample = TextSample()
     sample.add(b"", text, len(text))
     found = sample.hardness(HeldOut(None, 0.1))
-    assert (found.ngram_bits_per_character, found.long_ngram_ratio) == (settings.NGRAM_BITS, 1.0)
+    assert (found.ngram_bits_per_character, found.long_ngram_ratio) == (defaults.NGRAM_BITS, 1.0)
 
 
 def test_longer_contexts_tell_text_that_repeats_itself_from_lists() -> None:
@@ -136,7 +137,7 @@ def test_a_text_of_one_letter_has_the_least_bits() -> None:
     sample = TextSample()
     sample.add(b"", "a" * 100_000, 90_000)
     found = sample.hardness(HeldOut(None, 0.1))
-    assert found.ngram_bits_per_character == settings.LEAST_NGRAM_BITS
+    assert found.ngram_bits_per_character == defaults.LEAST_NGRAM_BITS
     assert found.long_ngram_ratio == 1.0
 
 

@@ -10,24 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
-from firstlight.pipeline import settings
 from firstlight.pipeline.choices import choose, choose_vocabulary
 from firstlight.pipeline.chosen import Choices, expected_range
-from firstlight.pipeline.facts import (
+from firstlight.pipeline.request import request_of
+from firstlight.pipeline.run_folder import commented_yaml
+from firstlight.pipeline.scan import CorpusFacts, estimated_text
+from firstlight.pipeline.shapes import candidate_shapes
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import (
+    Hardness,
     Length,
     MachineFacts,
     ModelSize,
     TextFacts,
-    estimated_text,
     expected_bits,
     longer_text,
     worth_of_bytes,
 )
-from firstlight.pipeline.ngrams import Hardness
-from firstlight.pipeline.request import request_of
-from firstlight.pipeline.run_folder import commented_yaml
-from firstlight.pipeline.scan import CorpusFacts
-from firstlight.pipeline.shapes import candidate_shapes
 from firstlight.recipe import parse_recipe
 from firstlight.recipe.load import parse_yaml
 
@@ -274,16 +273,16 @@ def test_more_text_than_a_run_reads_is_not_advised() -> None:
 def test_little_text_is_read_a_limited_number_of_times() -> None:
     little = dataclasses.replace(TEXT, train_tokens=30_000.0)
     choices = choose(little, MACHINE, Length(3600.0))
-    assert choices.epochs <= settings.MOST_EPOCHS * 1.05
+    assert choices.epochs <= defaults.MOST_EPOCHS * 1.05
     assert choices.seconds < 3600
     reasons = {choice.key: choice.reason for choice in choices.choices}
     assert "the passes over the text end it before" in reasons["schedule.max_minutes"]
-    assert choices["optimizer.weight_decay"] == settings.REPEATED_WEIGHT_DECAY
+    assert choices["optimizer.weight_decay"] == defaults.REPEATED_WEIGHT_DECAY
     assert "times" in choices.advice
     layers = choices.parameters - 2 * TEXT.vocab_size * choices["model.hidden_size"]
-    assert layers <= settings.MOST_PARAMETERS_A_TOKEN * 30_000
+    assert layers <= defaults.MOST_PARAMETERS_A_TOKEN * 30_000
     adamw = choose(little, MACHINE, Length(3600.0), {"optimizer.name": "adamw"})
-    assert adamw["optimizer.weight_decay"] == settings.REPEATED_ADAMW_DECAY
+    assert adamw["optimizer.weight_decay"] == defaults.REPEATED_ADAMW_DECAY
     more = choose(little, MACHINE, Length(3600.0), {"schedule.epochs": 10.0})
     assert more.epochs == pytest.approx(10, rel=0.05)
     assert more["schedule.epochs"] == 10.0
@@ -302,10 +301,10 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     ("train_tokens", "optimizer", "decay"),
     [
         # 1.77 million parameters of the layers: 0.05, 1.5 and 9 per token.
-        (36e6, "muon", settings.WEIGHT_DECAY),
+        (36e6, "muon", defaults.WEIGHT_DECAY),
         (1.1796e6, "muon", 1.0),
-        (0.19e6, "muon", settings.REPEATED_WEIGHT_DECAY),
-        (36e6, "adamw", settings.WEIGHT_DECAY),
+        (0.19e6, "muon", defaults.REPEATED_WEIGHT_DECAY),
+        (36e6, "adamw", defaults.WEIGHT_DECAY),
         (1.1796e6, "adamw", 0.15),
     ],
 )
@@ -317,7 +316,7 @@ def test_weight_decay_of_repeated_text_follows_the_parameters_per_token(
     repeated = choose(text, MACHINE, Length(tokens=4 * train_tokens), fixed)
     assert repeated["optimizer.weight_decay"] == pytest.approx(decay)
     once = choose(text, MACHINE, Length(tokens=train_tokens), fixed)
-    assert once["optimizer.weight_decay"] == settings.WEIGHT_DECAY
+    assert once["optimizer.weight_decay"] == defaults.WEIGHT_DECAY
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(1e6, 2048), (6.3e6, 4096), (64e6, 16384)])
@@ -363,7 +362,7 @@ def test_the_rate_follows_the_optimizer_that_is_given() -> None:
     chosen = choose(TEXT, MACHINE, Length(60.0), {"optimizer.name": "adamw"})
     recipe = recipe_of(chosen)
     assert recipe.optimizer.name == "adamw"
-    assert recipe.optimizer.learning_rate == settings.RATES["adamw"]
+    assert recipe.optimizer.learning_rate == defaults.RATES["adamw"]
     assert not any("muon" in key for key in chosen.keys)
     given = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
     own = choose(TEXT, MACHINE, Length(60.0), given)

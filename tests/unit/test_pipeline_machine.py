@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from firstlight.errors import ConfigError
+from firstlight.hardware.device import Hardware
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.facts import Length, MachineFacts, ModelSize, TextFacts
-from firstlight.pipeline.machine import fitted_recipe, machine_facts
-from firstlight.pipeline.ngrams import Hardness
+from firstlight.pipeline.machine import fitted_recipe
 from firstlight.pipeline.plan import run_lines
+from firstlight.planner.advise import speed as speed_module
+from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
+from firstlight.planner.advise.speed import new_model_speed
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
+from firstlight.planner.speed.timed import StepTime
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.training.forecast import Forecast
 
@@ -27,56 +28,49 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[int]]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of a step that are measured: 1 ms for a thousand, and 5 ms at least."""
-    numbers: list[Sequence[int]] = []
+    numbers: list[int] = []
 
-    def rates(recipe: Any, machine: Machine, step_tokens: Sequence[int]) -> list[float]:
-        numbers.append(step_tokens)
-        return [one / max(1e-6 * one, 0.005) for one in step_tokens]
+    def step(recipe: ResolvedRecipe, hardware: Hardware) -> StepTime:
+        tokens = recipe.batch.rows * recipe.data.seq_len
+        numbers.append(tokens)
+        return StepTime(max(1e-6 * tokens, 0.005), 0.0, 1e12)
 
-    monkeypatch.setattr(machine_module, "timed_rates", rates)
+    monkeypatch.setattr(speed_module, "time_step", step)
     return numbers
 
 
-def has_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    """This machine has an H100 with so much free memory."""
-    here = replace(H100, is_here=True)
-
-    def find(gpu: str | None = None, *, device: str = "auto") -> Machine:
-        return find_machine(gpu, device=device) if gpu or device == "cpu" else here
-
-    monkeypatch.setattr(machine_module, "find_machine", find)
-    monkeypatch.setattr(machine_module, "free_memory_bytes", lambda _: free_bytes)
+def has_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Machine:
+    """This machine with an H100 that has so much free memory."""
+    monkeypatch.setattr(speed_module, "free_memory_bytes", lambda _: free_bytes)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
 
     def elsewhere(recipe: Recipe, machine: Machine) -> ResolvedRecipe:
         # Resolving for this machine asks for triton, which a machine without a GPU can lack.
         return resolve_for(recipe, replace(machine, is_here=False))
 
-    monkeypatch.setattr(machine_module, "resolve_for", elsewhere)
+    monkeypatch.setattr(speed_module, "resolve_for", elsewhere)
+    return replace(H100, is_here=True)
 
 
 @pytest.mark.parametrize(
     ("free", "tokens"), [(70 * GIB, 32_768), (22 * GIB, 8192), (7 * GIB, 2048)]
 )
 def test_the_speed_of_a_gpu_here_is_measured(
-    monkeypatch: pytest.MonkeyPatch, timed: list[Sequence[int]], free: int, tokens: int
+    monkeypatch: pytest.MonkeyPatch, timed: list[int], free: int, tokens: int
 ) -> None:
-    has_gpu(monkeypatch, free)
-    machine, speed = machine_facts()
-    assert machine.is_here
+    speed = new_model_speed(has_gpu(monkeypatch, free))
     assert (speed.kind, speed.origin) == ("cuda", "measured here")
-    assert timed == [(tokens, 512)] * 2
+    assert timed == [tokens, 512] * 2
     assert [rate for _, rate in speed.rates] == [tokens / max(1e-6 * tokens, 0.005)] * 2
     assert [seconds for _, seconds in speed.steps] == pytest.approx([0.005] * 2)
 
 
 def test_without_free_memory_the_speed_is_predicted(
-    monkeypatch: pytest.MonkeyPatch, timed: list[Sequence[int]]
+    monkeypatch: pytest.MonkeyPatch, timed: list[int]
 ) -> None:
-    has_gpu(monkeypatch, 2 * GIB)
-    _, speed = machine_facts()
+    speed = new_model_speed(has_gpu(monkeypatch, 2 * GIB))
     assert speed.origin == "predicted by the planner"
     assert not timed
     assert len(speed.rates) == len(speed.steps) == 3
@@ -85,91 +79,60 @@ def test_without_free_memory_the_speed_is_predicted(
 def test_memory_that_another_program_takes_leaves_a_prediction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def rates(*_: Any) -> list[float]:
+    def no_memory(*_: Any) -> StepTime:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    has_gpu(monkeypatch, 70 * GIB)
-    monkeypatch.setattr(machine_module, "timed_rates", rates)
-    _, speed = machine_facts()
+    here = has_gpu(monkeypatch, 70 * GIB)
+    monkeypatch.setattr(speed_module, "time_step", no_memory)
+    speed = new_model_speed(here)
     assert speed.origin == "predicted by the planner"
-    assert speed.rates == machine_facts("H100")[1].rates
+    assert speed.rates == new_model_speed(H100).rates
+    with pytest.raises(ConfigError, match=r"^H100 has too little free memory to measure"):
+        new_model_speed(replace(here, gpu=None))
 
-    here = replace(H100, is_here=True, gpu=None)
-    with monkeypatch.context() as patch:
-        patch.setattr(machine_module, "find_machine", lambda *_, **__: here)
-        with pytest.raises(ConfigError, match=r"^H100 has too little free memory to measure"):
-            machine_facts()
-
-    def fails(*_: Any) -> list[float]:
+    def fails(*_: Any) -> StepTime:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(machine_module, "timed_rates", fails)
+    monkeypatch.setattr(speed_module, "time_step", fails)
     with pytest.raises(RuntimeError, match="illegal"):
-        machine_facts()
+        new_model_speed(here)
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "origin"),
-    [
-        ({"gpu": "A100 80GB"}, "cuda", "predicted by the planner"),
-        ({"device": "cpu"}, "cpu", "measured here"),
-    ],
+    ("gpu", "kind", "origin"),
+    [("A100 80GB", "cuda", "predicted by the planner"), (None, "cpu", "measured here")],
 )
 def test_a_gpu_that_the_run_is_not_on_is_not_measured(
     monkeypatch: pytest.MonkeyPatch,
-    timed: list[Sequence[int]],
-    options: dict[str, str],
+    timed: list[int],
+    gpu: str | None,
     kind: str,
     origin: str,
 ) -> None:
     has_gpu(monkeypatch, 70 * GIB)
-    _, speed = machine_facts(**options)
+    speed = new_model_speed(find_machine(gpu, device="auto" if gpu else "cpu"))
     assert (speed.kind, speed.origin) == (kind, origin)
-    assert all(tokens == (2048,) for tokens in timed)
+    assert all(tokens == 2048 for tokens in timed)
     assert len(timed) == (2 if kind == "cpu" else 0)
-
-
-@pytest.mark.parametrize(
-    ("later", "fastest", "count"),
-    [((0.5, 0.2, 0.4, 9.0), 0.2, 3), ((2.0, 1.6, 1.8, 0.1), 1.6, 3), ((0.25,) * 9, 0.25, 4)],
-)
-def test_measured_speed_is_that_of_the_fastest_of_three_steps_or_more(
-    monkeypatch: pytest.MonkeyPatch, later: Sequence[float], fastest: float, count: int
-) -> None:
-    now = [0.0]
-    steps: list[float] = []
-
-    def step(*_: Any) -> None:
-        now[0] += (0.1, *later)[len(steps)]  # the first step does not count
-        steps.append(now[0])
-
-    program = SimpleNamespace(step=step)
-    monkeypatch.setattr(machine_module, "TrainingProgram", lambda *_: program)
-    monkeypatch.setattr(machine_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    here = find_machine(device="cpu")
-    recipe = resolve_for(machine_module._speed_recipe(ModelSize(64, 1, 256, 256), 2048), here)
-    assert machine_module.timed_rates(recipe, here) == pytest.approx([2048 / fastest])
-    assert len(steps) == 1 + count
 
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_plan_on_a_busy_machine_says_so(
-    monkeypatch: pytest.MonkeyPatch, timed: list[Sequence[int]], busy: bool
+    monkeypatch: pytest.MonkeyPatch, timed: list[int], busy: bool
 ) -> None:
-    monkeypatch.setattr(machine_module, "cores_are_busy", lambda: busy)
-    _, speed = machine_facts(device="cpu")
+    monkeypatch.setattr(speed_module, "cores_are_busy", lambda: busy)
+    speed = new_model_speed(find_machine(device="cpu"))
     choices = choose(TextFacts(512, 1e6, 2.0, Hardness(1.72, 2.24, 1.0), 1e5), speed, Length(60.0))
     said = "this machine is busy: expect less, or stop other programs"
     assert (said in run_lines(choices, speed, "the text")) is busy
-    has_gpu(monkeypatch, 70 * GIB)
-    assert not machine_facts()[1].is_busy  # its GPU may be free
+    assert not new_model_speed(has_gpu(monkeypatch, 70 * GIB)).is_busy  # its GPU may be free
 
 
 def test_a_device_that_is_not_here_is_named() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match="device 'cuda' is not present on this machine"):
-        machine_facts(device="cuda")
+        find_machine(device="cuda")
 
 
 @pytest.mark.parametrize(

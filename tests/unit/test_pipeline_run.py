@@ -33,18 +33,20 @@ from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline import machine as machine_module
-from firstlight.pipeline import new_model, preparation, settings
+from firstlight.pipeline import new_model, preparation
 from firstlight.pipeline.choices import choose
-from firstlight.pipeline.facts import Length, MachineFacts, TextFacts
 from firstlight.pipeline.new_model import counted_text
-from firstlight.pipeline.ngrams import Hardness
 from firstlight.pipeline.plan import TextPlan, scan_texts, validation_rows
 from firstlight.pipeline.request import Request, request_of
 from firstlight.pipeline.result import TextRun, first_words, result_lines
 from firstlight.pipeline.run import train_texts, work_of
 from firstlight.pipeline.run_folder import RunCall, command_of, run_name
 from firstlight.pipeline.scan import scan_corpus
-from firstlight.planner.plan.machine import find_machine, resolve_for
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise import speed as speed_module
+from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
+from firstlight.planner.plan import machine as planned_machine
+from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
 from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
@@ -61,11 +63,10 @@ TINY = {"evaluation.sample_tokens": 4, "model.hidden_size": 64, "data.seq_len": 
 def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def facts(gpu: str | None = None, device: str = "auto") -> tuple[Any, MachineFacts]:
-        found = find_machine(gpu, device=device)
-        return found, MachineFacts(found.name, "cpu", [(9e6, 2e4), (5e7, 5e3)], 8 << 30)
+    def facts(machine: Machine) -> MachineFacts:
+        return MachineFacts(machine.name, "cpu", [(9e6, 2e4), (5e7, 5e3)], 8 << 30)
 
-    monkeypatch.setattr(machine_module, "machine_facts", facts)
+    monkeypatch.setattr(speed_module, "new_model_speed", facts)
 
 
 def write_texts(folder: Path, count: int = 30, words: int = 150) -> Path:
@@ -381,11 +382,10 @@ class TwentyTimesAsFast(new_model._FirstSteps):
 def believed(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
     """A speed of this machine that is not measured, for a model of 9 million FLOPs per token."""
 
-    def facts(gpu: str | None = None, device: str = "auto") -> tuple[Any, MachineFacts]:
-        found = find_machine(gpu, device=device)
-        return found, MachineFacts(found.name, "cpu", [(9e6, rate)], 8 << 30, "measured here")
+    def facts(machine: Machine) -> MachineFacts:
+        return MachineFacts(machine.name, "cpu", [(9e6, rate)], 8 << 30, "measured here")
 
-    monkeypatch.setattr(machine_module, "machine_facts", facts)
+    monkeypatch.setattr(speed_module, "new_model_speed", facts)
 
 
 @pytest.mark.usefixtures("after_one_step")
@@ -721,11 +721,11 @@ def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_texts(tmp_path / "texts", count=12)
-    facts = Mock(side_effect=machine_module.machine_facts)
-    monkeypatch.setattr(machine_module, "machine_facts", facts)
+    find = Mock(side_effect=find_machine)
+    monkeypatch.setattr(planned_machine, "find_machine", find)
     command = ["train", "texts", "--plan-only", "--steps", "3"]
     assert main([*command, "--run.device", "cpu", "--optimizer.name", "lion"]) == 0
-    facts.assert_called_once_with(None, "cpu")
+    find.assert_called_once_with(None, device="cpu")
     assert "expected: not known with this optimizer (gzip -9: about" in capsys.readouterr().out
 
 
@@ -746,7 +746,7 @@ def test_prepared_text_has_the_hardness_of_its_scan_and_xz_of_all_that_is_held_o
 ) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     facts = scan_corpus(find_sources([str(texts)])).facts
-    assert facts.hardness.ngram_bits_per_character != settings.NGRAM_BITS
+    assert facts.hardness.ngram_bits_per_character != defaults.NGRAM_BITS
     # Of a large text, the sample may lack repetitions that all of it has.
     monkeypatch.setattr(preparation, "_xz_bits", lambda data, tokenizer: 0.1)
     run = trained(texts)
@@ -770,13 +770,11 @@ def test_the_plan_alone_takes_the_micro_batch_that_fits(
 
     rows, needed = planned()
     assert rows > 1
-    known = machine_module.machine_facts
 
-    def smaller(*options: Any) -> tuple[Any, MachineFacts]:
-        found, speed = known(*options)
-        return replace(found, usable_bytes=needed - 1), speed
+    def smaller(*options: Any, **more: Any) -> Machine:
+        return replace(find_machine(*options, **more), usable_bytes=needed - 1)
 
-    monkeypatch.setattr(machine_module, "machine_facts", smaller)
+    monkeypatch.setattr(planned_machine, "find_machine", smaller)
     fewer, less = planned()
     assert fewer == rows // 2
     assert less < needed
@@ -861,7 +859,7 @@ def test_a_missing_input_is_no_recipe(
     for name in ("my_txts/", "my_txts"):
         assert main(["train", name, "--budget", "3m"]) == 2
         message = capsys.readouterr().err
-        assert "my_txts does not exist (did you mean 'my_texts'?): name files or" in message
+        assert "my_txts does not exist (did you mean 'my_texts'?): name files, " in message
 
 
 def test_one_process_prepares_texts(

@@ -23,9 +23,7 @@ from firstlight.models import empty_model
 from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
 from firstlight.pipeline import machine as machine_module
-from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import Choice, Choices
-from firstlight.pipeline.facts import Length, MachineFacts
 from firstlight.pipeline.inputs import conversations_in, require_texts
 from firstlight.pipeline.result import TextRun, result_lines
 from firstlight.pipeline.run import train_texts
@@ -36,6 +34,8 @@ from firstlight.pipeline.tuning_choices import (
     choose_tuning,
     row_of,
 )
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.plan import machine as planned_machine
 from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ CHATS = TuningData("chat", 1000, longest=200, usual=150)
 def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine_module, "timed_rates", lambda *_: [20_000.0])
+    monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ def test_the_rate_follows_width_and_method() -> None:
     assert adapters["optimizer.learning_rate"] == pytest.approx(
         5e-4 * (2000 / 64) ** 0.781, rel=0.05
     )
-    assert adapters["lora.rank"] == settings.ADAPTER_RANK
+    assert adapters["lora.rank"] == defaults.ADAPTER_RANK
     lion = chosen(Length(60.0), fixed={"optimizer.name": "lion"})
     assert lion["optimizer.learning_rate"] == pytest.approx(full / 5, rel=0.05)
     with pytest.raises(ConfigError, match=r"no learning rate .* --optimizer.name sgd: set --opt"):

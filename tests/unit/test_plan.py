@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
-from firstlight.planner.plan import estimate as outcome
 from firstlight.planner.plan import search
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
 from firstlight.planner.plan.machine import (
@@ -46,7 +44,6 @@ from firstlight.planner.plan.text import (
     method_rows,
 )
 from firstlight.planner.speed import alignment
-from firstlight.planner.speed import recipe as pace
 from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
@@ -473,23 +470,6 @@ def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
         assert found.fits, found.problem
 
 
-def test_operators_are_timed_for_as_long_as_is_left_of_a_plans_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, seconds = [0.0], []
-    monkeypatch.setattr(outcome, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(pace, "measure_operators", lambda *given: seconds.append(given[2]))
-    machine = find_machine(None)
-    resolved = resolve_for(recipe(efficiency={"compile": False}), machine)
-    candidate = Candidate(resolved, machine, evaluates=False)
-    estimator = Estimator()
-    for now[0] in (0.0, 3.0, 60.0):
-        assert estimator.estimate(candidate).speed is not None
-    assert seconds == [3.0, 2.0, 0.2]
-    assert Estimator(measures=False).estimate(candidate).speed is not None
-    assert len(seconds) == 3
-
-
 def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:
     resolved = resolve_for(recipe(), find_machine("H100"))
 
@@ -736,7 +716,7 @@ def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None
     assert way.recipe.optimizer.learning_rate == 1e-3 * 32 / found.config.hidden_size
     # The warm-up begins at the same share of the suggested peak: here at the peak itself.
     assert way.recipe.schedule.initial_learning_rate == way.recipe.optimizer.learning_rate
-    assert 15 < found.tokens / found.parameters < 45
+    assert 4 < found.tokens / found.parameters < 60
 
 
 def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data: Path) -> None:
@@ -771,19 +751,19 @@ def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data:
     }
     assert named.keys() == changed.keys()
     assert {key: new for key, (_, new) in named.items()} == {k: v for k, (_, v) in changed.items()}
-    assert named["model.hidden_size"] == (32, 128)
-    assert named["optimizer.muon_learning_rate"] == (0.01, 0.005)
+    assert named["model.hidden_size"] == (32, 64)
+    assert named["optimizer.muon_learning_rate"] == (0.01, pytest.approx(0.01 * 0.5**0.5))
     assert named["schedule.warmup_steps"] == (7, None)
     assert named["schedule.warmup_ratio"] == (None, 0.07)
     assert named["schedule.decay_fraction"] == (None, 0.3)
     assert "optimizer.learning_rate" not in named
     said = [line.split(maxsplit=1) for line in blocks(plan) if isinstance(line, str)]
     lines = {key: rest for key, *rest in said if " ".join(rest)}
-    assert lines["model.hidden_size"] == ["32 -> 128"]
+    assert lines["model.hidden_size"] == ["32 -> 64"]
     assert lines["schedule.warmup_ratio"] == ["not set -> 0.07"]
     assert lines["schedule.cooldown_steps"] == ["30 -> null"]
     assert lines["batch.ramp_steps"] == ["10 -> null"]
-    assert lines["optimizer.muon_learning_rate"] == ["0.01 -> 0.005"]
+    assert lines["optimizer.muon_learning_rate"] == ["0.01 -> 0.007071"]
     assert named.keys() <= lines.keys()
 
 

@@ -26,10 +26,11 @@ from hypothesis import strategies as st
 from tokenizer_files import TEXTS, tiny
 from tokenizers import Regex, models, pre_tokenizers
 
-from firstlight.data import cutting, encoding
+from firstlight.cli.main import main
+from firstlight.data import encoding
 from firstlight.data import prepare as module
 from firstlight.data.corpus import TokenDataset
-from firstlight.data.prepare import prepare
+from firstlight.data.prepare import cut_tail, prepare
 from firstlight.data.records import Record, read_documents, read_records
 from firstlight.data.shards import Shard
 from firstlight.data.sources import SOURCES_NAME, find_sources
@@ -728,13 +729,13 @@ def test_without_validation_there_is_no_validation_split(tmp_path: Path, corpus:
     ],
 )
 def test_the_tail_begins_at_a_line_where_one_is_near(text: str, fraction: str, tail: str) -> None:
-    assert cutting.cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
+    assert cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
 
 
 @given(text=LINES, percent=st.integers(1, 99))
 def test_a_tail_loses_nothing_and_is_at_most_twice_its_share(text: str, percent: int) -> None:
     fraction = Fraction(percent, 100)
-    head, tail = cutting.cut_tail(text, fraction)
+    head, tail = cut_tail(text, fraction)
     assert head + tail == text
     assert math.floor(len(text) * fraction) <= len(tail) <= 2 * math.ceil(len(text) * fraction)
 
@@ -850,6 +851,28 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
     with pytest.raises(StorageError, match=r"the disk is full at .*out"):
         prepare([corpus], TOKENIZER, tmp_path / "new" / "out")
     assert names(tmp_path) == []
+
+
+def test_text_of_one_repeated_character_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("b" * 20_000 + "\n")
+    said = r"100\.0% of the text is the one character 'b'"
+    with pytest.raises(InputError, match=said):
+        prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # Any other document makes it a text.
+    (tmp_path / "b.txt").write_text("a text with words\n" * 10)
+    assert prepare([tmp_path], TOKENIZER, tmp_path / "out")
+
+
+def test_tokenizer_of_one_repeated_character_is_refused_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("b" * 20_000)
+    out = str(tmp_path / "out")
+    words = ["tokenizer", "train", str(tmp_path / "a.txt"), "--vocab-size", "300", "--out", out]
+    assert main(words) == 1
+    assert "of the text is the one character 'b'" in capsys.readouterr().err
+    assert not Path(out).exists()
 
 
 def test_an_interruption_leaves_nothing(

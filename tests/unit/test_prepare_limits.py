@@ -22,8 +22,7 @@ from firstlight.data import encoding
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.cleaning import without_gutenberg
 from firstlight.data.corpus import TokenDataset
-from firstlight.data.cutting import longest_prefix
-from firstlight.data.prepare import prepare
+from firstlight.data.prepare import longest_prefix, prepare
 from firstlight.data.shards import Shard
 from firstlight.data.sources import SOURCES_NAME, find_sources
 from firstlight.errors import ConfigError, InputError

@@ -16,9 +16,7 @@ from rich.console import Console
 
 from firstlight.console import notebook_display, say
 from firstlight.training import progress
-from firstlight.training.course import Course, LossCurve
-from firstlight.training.notebook import NotebookView
-from firstlight.training.progress import TrainingProgress
+from firstlight.training.progress import LossCurve, NotebookView, RunProgress, TrainingProgress
 
 
 def record(step: int, loss: float | None = 2.5, **further: Any) -> dict[str, Any]:
@@ -33,12 +31,14 @@ def record(step: int, loss: float | None = 2.5, **further: Any) -> dict[str, Any
     }
 
 
-def course(steps: int, max_steps: int = 100, seconds: float = 0.5, **options: Any) -> Course:
-    """A course with so many steps done."""
+def progress_of(
+    steps: int, max_steps: int = 100, seconds: float = 0.5, **options: Any
+) -> RunProgress:
+    """A progress with so many steps done."""
     clock = itertools.count(0.0, seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("time.monotonic", lambda: next(clock))
-        found = Course(lambda: max_steps, 0, **options)
+        found = RunProgress(lambda: max_steps, 0, **options)
         for step in range(1, steps + 1):
             found.step(record(step, 8 / step**0.2))
     return found
@@ -94,7 +94,7 @@ def test_a_curve_fits_its_place_and_reaches_both_edges(
 
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(0, 40))
 def test_the_view_fits_every_terminal(columns: int, rows: int, steps: int) -> None:
-    shown = course(steps)
+    shown = progress_of(steps)
     shown.sample(steps, "def f", "(x):\n\treturn 1" * 20)
     lines = list(shown.lines(columns, rows))
     assert len(lines) <= max(rows - 1, 2)
@@ -105,7 +105,7 @@ def test_the_view_fits_every_terminal(columns: int, rows: int, steps: int) -> No
 
 
 def test_the_view_has_loss_speed_memory_time_and_the_last_sample() -> None:
-    shown = course(40, max_minutes=2.0)
+    shown = progress_of(40, max_minutes=2.0)
     shown.predicted_bytes = 3 << 30
     shown.step(record(41, 3.25, **{"val/loss": 3.5}))
     shown.sample(41, "To be", "\x1b[31m or not\n\n \nto be")
@@ -120,7 +120,7 @@ def test_the_view_has_loss_speed_memory_time_and_the_last_sample() -> None:
 
 
 def test_a_sample_begins_with_the_continuation_and_keeps_its_prompt() -> None:
-    shown = course(1)
+    shown = progress_of(1)
     assert shown.sample_lines(30, 4) == []
     shown.sample(9, "import os\n\nfrom pathlib import", "\n    Path, PurePath\n\nx = 1\ny\nz")
     assert shown.sample_lines(48, 4) == [
@@ -137,17 +137,17 @@ def test_a_sample_begins_with_the_continuation_and_keeps_its_prompt() -> None:
 
 def test_time_left_is_that_of_the_last_steps() -> None:
     # The first ones, which compile, do not count.
-    shown = course(3)
+    shown = progress_of(3)
     assert shown.seconds_left is None
-    assert course(40, seconds=0.5).seconds_left == pytest.approx(60 * 0.5)
-    assert course(100).seconds_left == 0
-    assert "left" not in course(100).time
+    assert progress_of(40, seconds=0.5).seconds_left == pytest.approx(60 * 0.5)
+    assert progress_of(100).seconds_left == 0
+    assert "left" not in progress_of(100).time
 
 
 def test_a_run_in_minutes_ends_with_its_limit_of_steps() -> None:
     """Passes end after 300 steps of a second, of which the decay takes 60, in 30 minutes."""
     now, steps, limit = 0.0, 1800, 300
-    shown = Course(
+    shown = RunProgress(
         lambda: steps, 0, 30.0, clock=lambda: now, step_limit=lambda: limit if limit else None
     )
     shares: list[float] = []
@@ -176,7 +176,7 @@ def test_a_run_in_minutes_ends_with_its_limit_of_steps() -> None:
 
 def test_the_time_left_does_not_jump_at_an_evaluation() -> None:
     now = 0.0
-    shown = Course(lambda: 400, 0, clock=lambda: now)
+    shown = RunProgress(lambda: 400, 0, clock=lambda: now)
     lefts = []
     for step in range(1, 400):
         is_evaluation = step % 100 == 0
@@ -190,7 +190,7 @@ def test_the_time_left_does_not_jump_at_an_evaluation() -> None:
 
 def test_the_mean_follows_a_machine_that_becomes_slower() -> None:
     now = 0.0
-    shown = Course(lambda: 400, 0, clock=lambda: now)
+    shown = RunProgress(lambda: 400, 0, clock=lambda: now)
     for step in range(1, 201):
         now += 0.5 if step <= 100 else 1.0
         shown.step(record(step))
@@ -198,7 +198,7 @@ def test_the_mean_follows_a_machine_that_becomes_slower() -> None:
 
 
 def test_80_columns_show_loss_speed_memory_and_time_left() -> None:
-    shown = course(40, max_minutes=30.0)
+    shown = progress_of(40, max_minutes=30.0)
     shown.predicted_bytes = 1299 << 20
     rates = {"tokens_per_second": 12082.0, "samples_per_second": 47.19}
     shown.step(record(41, 3.654, **rates, **{"val/loss": 6.238, "memory_bytes": 1208 << 20}))
@@ -213,7 +213,7 @@ def test_80_columns_show_loss_speed_memory_and_time_left() -> None:
 
 
 def test_figures_of_a_gpu_show_reserved_memory_and_what_the_driver_reports() -> None:
-    shown = course(40)
+    shown = progress_of(40)
     gpu = {"reserved_bytes": 1400 << 20, "device_used_bytes": 2 << 30, "gpu_utilization": 0.97}
     shown.step(record(41, 3.654, **gpu))
     assert "memory 300 MiB, reserved 1.37 GiB" in shown.figures
@@ -221,7 +221,7 @@ def test_figures_of_a_gpu_show_reserved_memory_and_what_the_driver_reports() -> 
 
 
 def test_a_validation_loss_of_zero_is_one() -> None:
-    shown = Course(lambda: 100, 0)
+    shown = RunProgress(lambda: 100, 0)
     shown.step({**record(1), "val/loss": 2.0})
     shown.step(record(2))
     assert "2.000" in "\n".join(shown.lines(80, 24))
@@ -231,7 +231,7 @@ def test_a_validation_loss_of_zero_is_one() -> None:
 
 def test_a_number_of_steps_that_changes_on_the_way_is_followed() -> None:
     steps = 100
-    shown = Course(lambda: steps, 0)
+    shown = RunProgress(lambda: steps, 0)
     shown.step(record(50))
     assert shown.share == 0.5
     steps = 200
@@ -240,7 +240,7 @@ def test_a_number_of_steps_that_changes_on_the_way_is_followed() -> None:
 
 
 def test_a_step_without_a_loss_is_an_overflow() -> None:
-    shown = course(5)
+    shown = progress_of(5)
     shown.step(record(6, None, skipped=True))
     assert shown.figures[0] == "loss overflow  (skipped)"
     assert shown.curve.last_step == 5
@@ -271,7 +271,7 @@ def test_a_terminal_is_left_as_it_was_whatever_ends_the_run(
     terminal = on_terminal(monkeypatch)
 
     def interrupted() -> None:
-        with TrainingProgress(course(0), shown=True) as bar:
+        with TrainingProgress(progress_of(0), shown=True) as bar:
             bar.step(record(1))
             bar.message("a [bold]message[/]")
             bar.sample(1, "To be", " or not")
@@ -291,28 +291,30 @@ def test_a_log_has_a_line_a_minute_and_the_last_step(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    shown = Course(lambda: 100, 0)
+    shown = RunProgress(lambda: 100, 0)
     with TrainingProgress(shown, shown=True) as bar:
         for step in range(1, 101):
-            now += 2.0
+            now += 2.0 if step > 1 else 10.0
             bar.step(record(step))
         bar.sample(100, "a", "b\n")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [
-        "5/100",
-        "35/100",
-        "65/100",
-        "95/100",
+        "1/100",
+        "31/100",
+        "61/100",
+        "91/100",
         "100/100",
     ]
+    # The first one is printed before a settled step: its time would include the compilation.
+    assert lines[0].endswith("0.29 GiB  ? s left")
     assert lines[1] == (
-        "step 35/100  loss 2.500  4,000 tokens/s  15.6 samples/s  0.29 GiB  130 s left"
+        "step 31/100  loss 2.500  4,000 tokens/s  15.6 samples/s  0.29 GiB  138 s left"
     )
     assert lines[-1] == r"step 100: 'a' -> 'b\n'"
 
 
 def test_nothing_is_shown_where_nobody_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with TrainingProgress(course(0), shown=False) as bar:
+    with TrainingProgress(progress_of(0), shown=False) as bar:
         bar.step(record(100))
         bar.message("a message")
         bar.sample(1, "a", "b")
@@ -343,7 +345,7 @@ def test_a_notebook_updates_one_output_once_a_second(monkeypatch: pytest.MonkeyP
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     output = Output()
-    shown = Course(lambda: 1000, 0)
+    shown = RunProgress(lambda: 1000, 0)
     view = NotebookView(shown, output)
     view.open()
     for step in range(1, 9):

@@ -17,7 +17,7 @@ from planner_recipes import FixedEstimator
 from firstlight.cli.plan import write_recipe
 from firstlight.data.conversations import to_conversation, to_pair
 from firstlight.errors import ConfigError
-from firstlight.planner.plan import compute_optimal
+from firstlight.planner.advise import defaults
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.planner.plan.plan import Budget, make_plan
 from firstlight.recipe import load_recipe
@@ -71,7 +71,7 @@ def test_budget_for_recipe_suggests_one_that_learns_with_its_family_and_optimize
     path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Smaller than the smallest rung of the ladder, which takes seconds to train with Muon.
-    monkeypatch.setattr(compute_optimal, "_SHAPES", ((64, 2),))
+    monkeypatch.setattr(defaults, "SHAPES", ((64, 2),))
     small = {"data.dir": str(data), "data.seq_len": "32", "efficiency.compile": "false"}
     recipe = load_recipe(path, [*small.items(), ("efficiency.precision", "fp32")])
     plan = make_plan(

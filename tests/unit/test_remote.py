@@ -20,9 +20,10 @@ from remote_server import ENDLESS_BYTES, Fault, RemoteServer
 from firstlight.data import remote
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
-from firstlight.data.remote import cache_folder, is_url, local_folder
+from firstlight.data.remote import is_url, local_folder
 from firstlight.data.sources import SOURCES_NAME
 from firstlight.errors import DataError, FirstlightError, MissingDependencyError, StorageError
+from firstlight.files.cache import cache_folder
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from waiting import PATIENCE_SECONDS, wait_until
 

@@ -18,11 +18,11 @@ from firstlight.console import visible
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError, InputError
 from firstlight.report.compare import (
     compare,
-    comparison_page,
     distinct_labels,
     number_table,
     recipe_differences,
 )
+from firstlight.report.page import comparison_page
 from firstlight.report.records import read_run
 from firstlight.report.report import write_report
 

@@ -1,4 +1,4 @@
-"""The numbers under the curves: read, thinned, put on axes."""
+"""The numbers under the curves: read, thinned, written for people."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from hypothesis import strategies as st
 
 from firstlight.console import compact, rounded
 from firstlight.errors import CheckpointError
-from firstlight.report.axes import (
-    Scale,
-    linear_range,
-    linear_ticks,
-    log_range,
-    log_ticks,
-    second_axis,
-)
 from firstlight.report.series import Series, read_metrics, smoothed, thin
 
 _FINITE = st.floats(-1e300, 1e300)
@@ -138,49 +130,6 @@ def test_smoothing_a_curve_keeps_its_places() -> None:
     assert found.y == pytest.approx(3.0)
 
 
-# --- axes ------------------------------------------------------------------------------------
-
-
-@given(_FINITE, _FINITE, st.booleans())
-def test_a_linear_axis_shows_all_and_has_few_ticks(a: float, b: float, zero: bool) -> None:
-    low, high = linear_range(min(a, b), max(a, b), zero=zero)
-    assert low <= min(a, b) <= max(a, b) <= high or math.isclose(low, min(a, b), abs_tol=1e-299)
-    assert low < high
-    if zero:
-        assert low <= 0 <= high
-    ticks = linear_ticks(low, high, 6)
-    assert 2 <= len(ticks) <= 14
-    assert ticks == sorted(set(ticks))
-    slack = 1e-6 * (high - low)
-    assert low - slack <= ticks[0]
-    assert ticks[-1] <= high + slack
-    scale = Scale(low, high, 0, 100)
-    assert all(-0.1 <= scale.place(tick) <= 100.1 for tick in ticks)
-
-
-@given(st.floats(1e-300, 1e300), st.floats(1e-300, 1e300))
-def test_a_logarithmic_axis_shows_all_and_has_few_ticks(a: float, b: float) -> None:
-    low, high = log_range(min(a, b), max(a, b))
-    assert 0 < low < high
-    assert low <= min(a, b) * (1 + 1e-9)
-    assert high >= max(a, b) * (1 - 1e-9)
-    ticks = log_ticks(low, high, 7)
-    assert 1 <= len(ticks) <= 14
-    assert ticks == sorted(set(ticks))
-    scale = Scale(low, high, 0, 100, log=True)
-    assert all(-0.1 <= scale.place(tick) <= 100.1 for tick in ticks)
-
-
-def test_ticks_are_round() -> None:
-    assert linear_ticks(0, 1, 5) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert linear_ticks(3.2, 7.9, 5) == [4, 5, 6, 7]
-    assert linear_ticks(0, 240, 5) == [0, 50, 100, 150, 200]
-    assert log_ticks(0.9, 110, 6) == [1, 3, 10, 30, 100]
-    assert log_ticks(0.9, 11, 6) == [1, 2, 5, 10]
-    assert log_ticks(1, 1e6, 7) == [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
-    assert log_ticks(2, 4, 5) == [2, 2.5, 3, 3.5, 4]
-
-
 @pytest.mark.parametrize(
     "value, text, short",
     [
@@ -201,18 +150,3 @@ def test_ticks_are_round() -> None:
 def test_numbers_are_written_for_people(value: float, text: str, short: str) -> None:
     assert compact(value) == text
     assert rounded(value) == short
-
-
-def test_a_second_axis_has_round_numbers_where_they_were_reached() -> None:
-    """Of a batch that grows from 100 to 200 tokens at step 50."""
-    steps = np.arange(101.0)
-    tokens = Series(steps, np.where(steps < 50, 100 * steps, 200 * steps - 5000))
-    axis = second_axis("tokens seen", tokens)
-    assert axis is not None
-    assert axis.ticks(0.0, 100.0, 3) == [(0.0, "0"), (50.0, "5k"), (75.0, "10k"), (100.0, "15k")]
-    # Steps that saw nothing have one place; what falls is no axis.
-    still = second_axis("tokens seen", Series(np.arange(4.0), np.array([0.0, 10.0, 10.0, 20.0])))
-    assert still is not None
-    assert still.ticks(0.0, 3.0, 2) == [(0.0, "0"), (1.0, "10"), (3.0, "20")]
-    assert second_axis("epochs", Series(np.arange(3.0), np.array([0.0, 2.0, 1.0]))) is None
-    assert second_axis("epochs", Series(np.arange(3.0), np.zeros(3))) is None

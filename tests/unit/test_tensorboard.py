@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
-import errno
+import importlib.util
 import json
-import os
 import warnings
 from collections.abc import Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from firstlight.cli.main import main
 from firstlight.errors import MissingDependencyError
-from firstlight.files import disk as seam
-from firstlight.files.disk import Disk
 from firstlight.report.records import read_json_lines
 from firstlight.training.loop import train
-from firstlight.training.metrics import RunLogs
-from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
+from firstlight.training.tracker_libraries import TENSORBOARD_NAME, TensorboardTracker
+from firstlight.training.trackers import Trackers
 
 pytest.importorskip("tensorboard")
 
@@ -102,8 +98,10 @@ def test_every_number_of_every_step_is_there_exactly(recipe: dict[str, Any]) -> 
     samples = read_json_lines(run / "samples.jsonl")
     both = texts(run / TENSORBOARD_NAME)
     assert both.keys() == {"recipe", "samples/0", "samples/1"}
-    recipe_text = (run / "recipe.yaml").read_text(encoding="utf-8")
-    assert both["recipe"] == [(0, f"````\n{recipe_text}\n````")]
+    ((step, recipe_text),) = both["recipe"]
+    assert step == 0
+    stored = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
+    assert yaml.safe_load(recipe_text.strip("`")) == stored
     for number, fence in ((0, "```"), (1, "````")):
         assert both[f"samples/{number}"] == [
             (s["step"], f"{fence}\n{s['prompt']}{s['text']}\n{fence}") for s in samples[number::2]
@@ -137,21 +135,21 @@ def test_steps_that_are_done_again_are_there_once(recipe: dict[str, Any]) -> Non
     assert written(run).name > before
 
 
-def test_a_tensorboard_that_is_open_forgets_the_steps_that_are_done_again(tmp_path: Path) -> None:
-    with RunLogs(tmp_path, 0, tensorboard=True) as logs:
-        for step in range(1, 9):
-            logs.write_step({"step": step, "train/loss": 1.0})
-        found = accumulated(tmp_path / TENSORBOARD_NAME)
-        assert len(found.Scalars("train/loss")) == 8
-        logs.drop_after(3)
-        logs.write_step({"step": 4, "train/loss": 2.0})
-        found.Reload()
-        values = [(event.step, event.value) for event in found.Scalars("train/loss")]
-        assert values == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
-        logs.drop_after(1)
-        found.Reload()
-        assert [event.step for event in found.Scalars("train/loss")] == [1]
-        assert scalars(tmp_path / TENSORBOARD_NAME) == {"train/loss": [(1, 1.0)]}
+def test_an_open_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    tracker = TensorboardTracker()
+    tracker.open(None, tmp_path, {})
+    tracker.write([({"step": step, "train/loss": 1.0}, []) for step in range(1, 9)])
+    found = accumulated(tmp_path / TENSORBOARD_NAME)
+    assert len(found.Scalars("train/loss")) == 8
+    # After the run went back to step 3.
+    tracker.open(None, tmp_path, {})
+    tracker.write([({"step": step, "train/loss": 1.0}, []) for step in range(1, 4)])
+    tracker.write([({"step": 4, "train/loss": 2.0}, [])])
+    found.Reload()
+    values = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    assert values == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    tracker.close([], None, failed=False)
+    assert scalars(tmp_path / TENSORBOARD_NAME) == {"train/loss": values}
 
 
 def test_it_can_be_switched_on_later(recipe: dict[str, Any]) -> None:
@@ -168,27 +166,30 @@ def test_a_file_that_a_kill_cut_short_is_made_again(recipe: dict[str, Any]) -> N
     stop_after(recipe, 6)
     path = written(run)
     path.write_bytes(path.read_bytes()[:-3])
-    (run / TENSORBOARD_NAME / ".tmp-events-12345678").write_bytes(b"half")
     train(recipe, resume=True)
     assert scalars(run / TENSORBOARD_NAME) == expected_scalars(run)
     assert written(run).name.startswith("events.out.tfevents.")
 
 
-def test_times_are_the_runs_own_and_other_files_stay(tmp_path: Path) -> None:
-    folder = tmp_path / TENSORBOARD_NAME
-    log = TensorBoardLog(folder)
+def mirrored(run: Path, records: list[dict[str, Any]], *samples: dict[str, Any]) -> Path:
+    """TensorBoard's folder after a start of a run with these logs."""
+    run.mkdir(exist_ok=True)
+    for name, lines in (("metrics.jsonl", records), ("samples.jsonl", samples)):
+        (run / name).write_text("".join(json.dumps(one) + "\n" for one in lines), "utf-8")
+    with Trackers(["tensorboard"], run, {}, lambda _: None, is_new=False, with_checkpoint=False):
+        pass
+    return run / TENSORBOARD_NAME
+
+
+def test_times_of_events_are_those_of_training_after_a_resumption(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"step": 1, "seconds": 2.0, "save_stall_seconds": 0.5},
         {"step": 2, "seconds": 1.0, "save_stall_seconds": None},
     ]
-    log.begin(lines[:1], [])
-    log.write(lines[1], [])
-    log.close()
-    began = int(written(tmp_path).name.split(".")[3])
+    folder = mirrored(tmp_path / "run", lines[:1])
+    began = int(written(tmp_path / "run").name.split(".")[3])
     (folder / "events.out.tfevents.1.mine").write_bytes(b"")
-    later = TensorBoardLog(folder)
-    later.begin(lines, [])
-    later.close()
+    mirrored(tmp_path / "run", lines)
     assert [path.name.split(".", 4)[4] for path in sorted(folder.iterdir())[1:]] == [
         "000001.firstlight",
         "000002.firstlight",
@@ -197,60 +198,35 @@ def test_times_are_the_runs_own_and_other_files_stay(tmp_path: Path) -> None:
     assert times == [began + 2.5, began + 3.5]
 
 
-def test_what_is_no_number_is_left_out(tmp_path: Path) -> None:
-    log = TensorBoardLog(tmp_path)
+def test_values_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
     record = {"step": 1, "a": None, "b": True, "c": "text", "d": float("nan"), "e": 7, "f": 1e300}
-    log.begin([record], [{"step": 1, "prompt": "\ud800", "text": "x"}])
-    log.close()
-    assert scalars(tmp_path) == {"e": [(1, 7.0)], "f": [(1, float("inf"))]}
-    assert texts(tmp_path) == {"samples/0": [(1, "```\n?x\n```")]}
+    folder = mirrored(tmp_path / "run", [record], {"step": 1, "prompt": "\ud800", "text": "x"})
+    assert scalars(folder) == {"e": [(1, 7.0)], "f": [(1, float("inf"))]}
+    assert texts(folder)["samples/0"] == [(1, "```\n?x\n```")]
 
 
-def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
-    folder = tmp_path / TENSORBOARD_NAME
-    folder.mkdir()
+def test_a_link_in_place_of_an_event_file_is_not_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / TENSORBOARD_NAME
+    folder.mkdir(parents=True)
     (tmp_path / "mine").write_text("mine", encoding="utf-8")
     link = folder / "events.out.tfevents.1700000000.000007.firstlight"
     link.symlink_to(tmp_path / "mine")
-    log = TensorBoardLog(folder)
-    log.begin([{"step": 1, "a": 1.0}], [])
-    log.close()
+    mirrored(tmp_path / "run", [{"step": 1, "a": 1.0}])
     assert (tmp_path / "mine").read_text(encoding="utf-8") == "mine"
-    assert [path.name for path in folder.iterdir()] == [link.name.replace("7.", "8.")]
+    assert (folder / link.name.replace("7.", "8.")).is_file()
 
 
-class NoTensorBoard(Disk):
-    """Refuses what goes into tensorboard/ once so many of its records are written."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
-        if TENSORBOARD_NAME in str(file.name):
-            self.left -= 1
-            if self.left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(file, data)
-
-
-@pytest.mark.parametrize("after", [0, 5])
-def test_a_disk_that_refuses_it_ends_only_it(
-    recipe: dict[str, Any],
-    after: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_run_whose_event_file_can_not_be_written_trains_without_it(
+    recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = with_tensorboard(recipe)
     run = Path(recipe["run"]["dir"])
-    monkeypatch.setattr(seam, "disk", NoTensorBoard(after))
-    assert train(recipe).step == 12
-    said = capsys.readouterr().err
-    assert said.count("is not written any more: the disk is full") == 1
+    run.mkdir()
+    (run / TENSORBOARD_NAME).write_text("not a folder", encoding="utf-8")
+    assert train(recipe, progress=True).step == 12
+    assert capsys.readouterr().err.count("warning: tensorboard has failed: FileExistsError") == 1
     assert len(read_json_lines(run / "metrics.jsonl")) == 12
-    monkeypatch.setattr(seam, "disk", Disk())
-    if after:
-        # One write for the beginning, one for each step.
-        assert [step for step, _ in scalars(run / TENSORBOARD_NAME)["mfu"]] == [1, 2, 3, 4]
+    (run / TENSORBOARD_NAME).unlink()
     train(recipe, resume=True)
     assert scalars(run / TENSORBOARD_NAME) == expected_scalars(run)
 
@@ -258,14 +234,7 @@ def test_a_disk_that_refuses_it_ends_only_it(
 def test_without_the_package_a_run_is_refused_before_anything_is_written(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *arguments: Any, **options: Any) -> Any:
-        if name.split(".")[0] == "tensorboard":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     recipe = with_tensorboard(recipe)
     with pytest.raises(MissingDependencyError, match=r"pip install 'firstlight\[dash\]'"):
         train(recipe)

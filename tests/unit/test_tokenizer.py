@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,6 @@ from firstlight.tokenizer import (
     Tokenizer,
     train_tokenizer,
 )
-from firstlight.tokenizer.limits import most_bytes_per_token
 
 # Loading, the kind told by content
 
@@ -360,53 +358,6 @@ def test_other_models_and_added_words_forbid_cutting() -> None:
     added = _with(tiny("ranks"), lambda backend: backend.add_tokens([AddedToken("a\nb")]))
     assert not Tokenizer(added).encodes_in_pieces
     assert not Tokenizer(tokenizers.Tokenizer(models.BPE())).encodes_in_pieces
-
-
-# The bytes that a token can stand for
-
-
-@given(text=TEXTS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["", "NFC", "NFKC", "NFKD", "Lowercase"])
-def test_no_text_has_fewer_tokens_than_its_bytes_allow(kind: str, form: str, text: str) -> None:
-    tokenizer = bounded(kind, form)
-    most = most_bytes_per_token(tokenizer.backend)
-    assert most is not None
-    for tried in (text, 9 * text, "\u212b\U0001d400\u0301" + "\u1100\u1161\u11a8" * 9):
-        assert len(tokenizer.encode(tried)) * most >= len(tried.encode())
-
-
-@functools.cache
-def bounded(kind: str, form: str) -> Tokenizer:
-    """A tokenizer that normalizes texts first."""
-    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tiny(kind).backend.to_str()))
-    if form:
-        before = tokenizer.backend.normalizer
-        steps = [getattr(normalizers, form)(), *([] if before is None else [before])]
-        tokenizer.backend.normalizer = normalizers.Sequence(steps)
-    return tokenizer
-
-
-def test_a_tokenizer_that_can_leave_out_characters_has_no_bound() -> None:
-    def change(**parts: Any) -> tokenizers.Tokenizer:
-        backend = tokenizers.Tokenizer.from_str(tiny("ranks").backend.to_str())
-        for name, part in parts.items():
-            setattr(backend, name, part)
-        return backend
-
-    for parts in (
-        {"normalizer": normalizers.Strip()},
-        {"normalizer": normalizers.Replace("  ", " ")},
-        {"normalizer": normalizers.Replace(Regex(" +"), " ")},
-        {"pre_tokenizer": pre_tokenizers.Whitespace()},
-        {"pre_tokenizer": pre_tokenizers.Split(" ", "removed")},
-        {"pre_tokenizer": None},  # then not every character has tokens
-        {"model": models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")},
-    ):
-        assert most_bytes_per_token(change(**parts)) is None, parts
-    backend = change()
-    backend.add_tokens([AddedToken("<x>", lstrip=True)])
-    assert most_bytes_per_token(backend) is None
 
 
 def test_a_long_text_has_the_tokens_of_its_parts() -> None:

@@ -31,9 +31,7 @@ from tokenizer_files import (
 from tokenizers import models
 
 from firstlight.errors import TokenizerError
-from firstlight.tokenizer import (
-    Tokenizer,
-)
+from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer, formats, parts, train_tokenizer
 
 
 def test_paths_without_a_tokenizer_say_what_was_expected(tmp_path: Path) -> None:
@@ -229,7 +227,95 @@ def test_vocabularies_of_millions_of_tokens_are_refused(
     write(1_000_001)
     with pytest.raises(TokenizerError, match=r"has 1,000,\d+ (entries|lines), and 1,000,000 are"):
         Tokenizer.from_pretrained(tmp_path)
-    monkeypatch.setattr("firstlight.tokenizer.limits._MOST_TOKENS", 1_000)
+    monkeypatch.setattr(parts, "_MOST_TOKENS", 1_000)
     write(1_001)
     with pytest.raises(TokenizerError, match="has 1,001 tokens, more than the 1,000 that are read"):
         Tokenizer.from_pretrained(tmp_path)
+
+
+# A tokenizer.json that is not known to be harmless is tried in a child process
+
+
+def _rewritten(folder: Path, **sections: Any) -> Path:
+    """A tokenizer.json with other sections."""
+    state = json.loads(tiny("tokenizer.json").backend.to_str())
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**state, **sections}), encoding="utf-8")
+    return path
+
+
+def _steps(*pairs: tuple[str, str]) -> dict[str, Any]:
+    """A normalizer that replaces texts."""
+    steps = [{"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in pairs]
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def test_from_pretrained_of_harmless_foreign_tokenizer_tries_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _rewritten(tmp_path, normalizer=_steps(("ä", "ae")))
+    assert (
+        Tokenizer.from_pretrained(path).decode(Tokenizer.from_pretrained(path).encode("ä")) == "ae"
+    )
+    monkeypatch.setattr(formats, "LimitedProcess", None)
+    Tokenizer.from_pretrained(path)
+    path.write_text(path.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    with pytest.raises(TypeError):
+        Tokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("pattern", SPLIT_PATTERNS.values(), ids=SPLIT_PATTERNS)
+def test_from_pretrained_of_own_tokenizer_starts_no_process(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "LimitedProcess", None)
+    tokenizer = train_tokenizer(["a text"], 300, pattern=pattern).extended(["<|im_end|>"])
+    parts.prepend_bos(tokenizer.backend, "<|im_end|>")
+    tokenizer.save_pretrained(tmp_path)
+    assert Tokenizer.from_pretrained(tmp_path).encode("a text") == tokenizer.encode("a text")
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        # A text that only the file itself reveals.
+        (
+            {"normalizer": _steps(*[("xyzzy", "xyzzy" * 9)] * 3)},
+            r"makes [\d,]+ tokens or characters of a text of 45 characters: no real tokenizer does",
+        ),
+        (
+            {"normalizer": _steps(*[("a", "a" * 99)] * 9)},
+            r"takes more than 1 s of processor time or 48 MiB of memory to load and to encode",
+        ),
+        ({"normalizer": _steps(("a", "b" * 10_001))}, "has texts of 10,0.. characters in its norm"),
+        (
+            {"decoder": {"type": "Strip", "content": "a", "start": 2**63, "stop": 2**63}},
+            "fails on .*index out of bounds",
+        ),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "nowhere", "type_id": 0}}],
+                    "pair": [],
+                    "special_tokens": {},
+                }
+            },
+            "can't be loaded: no entry found for key",
+        ),
+    ],
+)
+def test_from_pretrained_of_harmful_tokenizer_is_one_clear_error(
+    sections: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TokenizerError, match=rf"tokenizer .*tokenizer\.json {message}"):
+        Tokenizer.from_pretrained(_rewritten(tmp_path, **sections))
+    assert capfd.readouterr().err == ""
+
+
+def test_from_pretrained_of_tokenizer_without_unknown_token_loads(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
+    tokenizer = Tokenizer.from_pretrained(_rewritten(tmp_path, model=model, pre_tokenizer=None))
+    assert tokenizer.encode("b") == [1]
+    with pytest.raises(TokenizerError, match="add the token that its unk_token names"):
+        tokenizer.encode("c")

@@ -1,16 +1,17 @@
-"""Trackers: the process of each, what it hands over, and what a run does not notice of it."""
+"""Trackers: the thread of each, what it passes on, and what a run does not notice of it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
 import os
 import sqlite3
 import struct
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,8 @@ from firstlight.recipe import parse_recipe
 from firstlight.report.records import read_json_lines
 from firstlight.training import trackers
 from firstlight.training.loop import train
-from firstlight.training.tracker_libraries import Step
-from firstlight.training.tracker_process import (
-    Ending,
-    Order,
-    TrackerProgress,
-    pass_on,
-    read_progress,
-)
-from firstlight.training.trackers import Trackers
+from firstlight.training.tracker_libraries import LIBRARIES, Step
+from firstlight.training.trackers import TrackerProgress, Trackers, read_progress
 
 _TIMES = ("seconds", "per_second", "mfu", "memory_bytes")
 
@@ -56,8 +50,8 @@ def sample(step: int, text: str = "text") -> dict[str, Any]:
 class Recorder:
     """A tracker in memory, which several starts share."""
 
-    def __init__(self, fails_at: int = -1) -> None:
-        self.fails_at = fails_at
+    def __init__(self, *, fails_at: int = -1, is_mirror: bool = False) -> None:
+        self.fails_at, self.is_mirror = fails_at, is_mirror
         self.opened: list[str | None] = []
         self.steps: list[Step] = []
         self.closed: list[tuple[list[Path], Path | None, bool]] = []
@@ -69,7 +63,7 @@ class Recorder:
     def write(self, steps: Sequence[Step]) -> None:
         self.steps += steps
         if any(record["step"] == self.fails_at for record, _ in steps):
-            raise ConnectionError("the server is gone")
+            raise ConnectionError("the server is\ngone")
 
     def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
         self.closed.append((list(files), checkpoint, failed))
@@ -79,61 +73,96 @@ class Recorder:
         return [record["step"] for record, _ in self.steps]
 
 
-def order_of(folder: Path) -> Order:
-    state, metrics, samples = (str(folder / f"{n}.jsonl") for n in ("state", "metrics", "samples"))
-    return Order("wandb", str(folder), state, metrics, samples, {"a": {"b": 1}})
+class Turns(threading.Event):
+    """An end of a run that comes after some turns of the reader, each of which changes the logs."""
+
+    def __init__(self, *turns: Callable[[], None]) -> None:
+        super().__init__()
+        self._turns = list(turns)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._turns:
+            self._turns.pop(0)()
+        return not self._turns
 
 
-def test_steps_are_handed_over_as_they_come(tmp_path: Path) -> None:
-    order, tracker, asked = order_of(tmp_path), Recorder(), iter(range(3))
+def follow(
+    folder: Path,
+    tracker: Recorder,
+    *turns: Callable[[], None],
+    is_new: bool = False,
+    failed: bool = False,
+) -> str | None:
+    """Pass a run to a tracker, in this thread; return the tracker's error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LIBRARIES, "wandb", lambda: tracker)
+        thread = trackers._TrackerThread("wandb", folder, {"a": {"b": 1}}, is_new=is_new)
+        thread.checkpoint, thread.has_failed_run = Path("c"), failed
+        thread.run_is_over = Turns(*turns)
+        thread.run()
+    return thread.error
+
+
+def state(folder: Path) -> TrackerProgress:
+    return read_progress(folder / "trackers" / "wandb.jsonl")
+
+
+def test_tracker_gets_steps_with_their_samples_while_they_are_written(tmp_path: Path) -> None:
+    tracker = Recorder()
     (tmp_path / "report.html").write_text("x", encoding="utf-8")
 
-    def ending() -> Ending | None:
-        turn = next(asked)
-        write_lines(tmp_path / "samples.jsonl", [sample(2)] if turn else [])
-        write_lines(tmp_path / "metrics.jsonl", [line(n) for n in range(1, 2 + 2 * turn)])
-        files = [str(tmp_path / name) for name in ("report.html", "report.png")]
-        return Ending(files=files, checkpoint="c") if turn == 2 else None
+    def turn(last: int, samples: list[dict[str, Any]]) -> None:
+        write_lines(tmp_path / "samples.jsonl", samples)
+        write_lines(tmp_path / "metrics.jsonl", [line(n) for n in range(1, last + 1)])
 
-    pass_on(order, tracker, ending)
+    turns = [lambda: turn(1, []), lambda: turn(3, [sample(2)]), lambda: turn(5, [sample(2)])]
+    assert follow(tmp_path, tracker, *turns) is None
     assert tracker.numbers == [1, 2, 3, 4, 5]
     assert [texts for _, texts in tracker.steps] == [[], [sample(2)], [], [], []]
     assert tracker.closed == [([tmp_path / "report.html"], Path("c"), False)]
-    assert read_progress(Path(order.state)) == TrackerProgress("id-1", 5, 5)
+    assert state(tmp_path) == TrackerProgress("id-1", 5, 5)
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_without_doubled_steps(tmp_path: Path) -> None:
-    order, tracker, metrics = order_of(tmp_path), Recorder(), tmp_path / "metrics.jsonl"
+def test_tracker_of_resumed_run_continues_the_same_run_without_doubled_steps(
+    tmp_path: Path,
+) -> None:
+    tracker, metrics = Recorder(), tmp_path / "metrics.jsonl"
     write_lines(metrics, [line(n) for n in range(8)])
-    pass_on(order, tracker, lambda: Ending(failed=True))
+    follow(tmp_path, tracker, is_new=True, failed=True)
     # The checkpoint is that of step 4: steps 5 to 7 are made again.
     write_lines(metrics, [line(n) for n in range(10)])
-    pass_on(order, tracker, Ending)
+    follow(tmp_path, tracker)
     assert tracker.opened == [None, "id-1"]
     assert tracker.numbers == list(range(10))
     assert [failed for _, _, failed in tracker.closed] == [True, False]
+    follow(tmp_path, tracker, is_new=True)
+    assert tracker.opened[2:] == [None]
 
 
-def test_a_run_that_goes_back_has_no_step_twice_in_a_tracker(tmp_path: Path) -> None:
-    order, tracker, asked = order_of(tmp_path), Recorder(), iter((7, 4, 9))
+@pytest.mark.parametrize("is_mirror", [False, True])
+def test_tracker_of_run_that_goes_back_gets_steps_once_or_anew(
+    tmp_path: Path, is_mirror: bool
+) -> None:
+    tracker = Recorder(is_mirror=is_mirror)
+    turns = [
+        lambda last=last: write_lines(
+            tmp_path / "metrics.jsonl", [line(n) for n in range(1, last + 1)]
+        )
+        for last in (7, 4, 9)
+    ]
+    assert follow(tmp_path, tracker, *turns) is None
+    again = [*range(1, 8), *range(1, 5), *range(1, 10)]
+    assert tracker.numbers == (again if is_mirror else list(range(1, 10)))
+    assert len(tracker.opened) == (3 if is_mirror else 1)
 
-    def ending() -> Ending | None:
-        last = next(asked)
-        write_lines(tmp_path / "metrics.jsonl", [line(n) for n in range(1, last + 1)])
-        return Ending() if last == 9 else None
 
-    pass_on(order, tracker, ending)
-    assert tracker.numbers == list(range(1, 10))
-
-
-def test_steps_that_a_failure_cut_off_are_not_handed_over_again(tmp_path: Path) -> None:
-    order, tracker = order_of(tmp_path), Recorder(fails_at=60)
+def test_tracker_that_fails_gets_the_steps_of_that_call_no_second_time(tmp_path: Path) -> None:
+    tracker = Recorder(fails_at=60)
     write_lines(tmp_path / "metrics.jsonl", [line(n) for n in range(1, 131)])
-    with pytest.raises(ConnectionError):
-        pass_on(order, tracker, Ending)
+    assert follow(tmp_path, tracker) == "ConnectionError: the server is gone"
     # 50 at a time: how many of the second 50 have arrived is not known.
-    assert read_progress(Path(order.state)) == TrackerProgress("id-1", 100, 50)
-    pass_on(order, tracker, Ending)
+    assert state(tmp_path) == TrackerProgress("id-1", 100, 50)
+    assert follow(tmp_path, tracker) is None
     assert tracker.numbers == list(range(1, 131))
 
 
@@ -157,60 +186,74 @@ def plain_run(recipe: dict[str, Any], tmp_path: Path) -> Path:
     return train(recipe).run_folder
 
 
-#: A tracker that says something and ends in an error, and one that reads nothing and never ends.
-_FAILS = [sys.executable, "-S", "-c", "raise SystemExit('the server is gone')"]
-_HANGS = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+class Hanging(Recorder):
+    """A tracker whose first call never ends."""
+
+    def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
+        threading.Event().wait()
+        raise AssertionError("unreachable")
+
+
+class Failing(Recorder):
+    """A tracker whose server is gone."""
+
+    def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
+        raise ConnectionError("the server is gone")
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("library", "said"),
     [
-        (_FAILS, "warning: wandb has failed: the server is gone (it has no step; --resume"),
-        (
-            _HANGS,
-            "warning: wandb has not ended after 0 s and is given up (it has no step; --resume",
-        ),
-        (["/nonexistent"], "warning: wandb gets nothing of this run: "),
+        (Failing, "warning: wandb has failed: ConnectionError: the server is gone (it has no step"),
+        (Hanging, "warning: wandb has not ended after 0 s and is given up (it has no step; --res"),
     ],
-    ids=["fails", "hangs", "missing"],
 )
-def test_a_run_does_not_notice_a_tracker_that_fails_or_hangs(
+def test_run_with_a_tracker_that_fails_or_hangs_trains_the_same(
     recipe: dict[str, Any],
     plain_run: Path,
-    command: list[str],
+    library: type[Recorder],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(trackers, "_COMMAND", command)
-    monkeypatch.setattr(trackers, "_SECONDS_UNSAID", 0.0 if command is _HANGS else 60.0)
-    monkeypatch.setattr(trackers, "_SECONDS", 0.0 if command is _HANGS else 60.0)
-    monkeypatch.setattr(trackers, "require_trackers", lambda _: None)
-    monkeypatch.setattr("firstlight.training.setup.require_trackers", lambda _: None)
-    started = []
-
-    class Started(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            started.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setitem(LIBRARIES, "wandb", library)
+    for limit in ("_SECONDS", "_SECONDS_UNSAID"):
+        monkeypatch.setattr(trackers, limit, 0.0 if library is Hanging else 60.0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     result = train(with_trackers(recipe, "wandb"), progress=True)
     assert figures(result.run_folder) == figures(plain_run)
     for name in ("model.safetensors", "optimizer.safetensors"):
         other = plain_run / "checkpoints" / result.checkpoint.name / name
         assert (result.checkpoint / name).read_bytes() == other.read_bytes()
-    # Said once, and no process stays.
     error = capsys.readouterr().err
     assert error.count("warning: wandb") == 1
     assert said in error
-    assert all(process.poll() is not None for process in started)
 
 
-def test_of_several_processes_the_main_one_alone_starts_trackers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Printing(Recorder):
+    """A tracker whose library prints messages."""
+
+    def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
+        print("stored")  # noqa: T201
+
+
+def print_nothing(_: str) -> None:
+    """Take a message."""
+
+
+def test_prints_of_a_tracker_library_go_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trackers, "_COMMAND", ["/nonexistent"])
+    monkeypatch.setitem(LIBRARIES, "wandb", Printing)
+    before = sys.stdout
+    with Trackers(["wandb"], tmp_path, {}, print_nothing, is_new=True, with_checkpoint=False):
+        print("result")  # noqa: T201
+    assert sys.stdout is before
+    out, err = capsys.readouterr()
+    assert (out, err) == ("result\n", "stored\n")
+
+
+def test_trackers_without_names_start_nothing(tmp_path: Path) -> None:
     with Trackers([], tmp_path, {}, pytest.fail, is_new=True, with_checkpoint=False):
         assert list(tmp_path.iterdir()) == []
 
@@ -243,27 +286,36 @@ def test_the_key_takes_the_one_of_earlier_recipes() -> None:
 
 # The libraries themselves, in their offline modes
 
-#: Put beside the libraries: it writes down every address that Python code connects to.
-_SITE = """
-import os, sys
-def hook(event, arguments):
+_connections: list[Any] | None = None
+
+
+def _note_connections(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook, which can't be removed: notes each address that Python code connects to."""
     place = arguments[1] if event == "socket.connect" else None
-    if event == "socket.getaddrinfo" or isinstance(place, tuple):
-        with open(os.environ["CONNECTIONS"], "a") as file:
-            file.write(repr(place or arguments) + "\\n")
-sys.addaudithook(hook)
-"""
+    if _connections is not None and (event == "socket.getaddrinfo" or isinstance(place, tuple)):
+        _connections.append(place or arguments)
+
+
+@contextlib.contextmanager
+def connections() -> Iterator[list[Any]]:
+    """The addresses to which Python code of this process connects."""
+    global _connections
+    sys.addaudithook(_note_connections)
+    _connections = []
+    try:
+        yield _connections
+    finally:
+        _connections = None
 
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for all that a library writes, and its list of connections in `connections`."""
-    (tmp_path / "sitecustomize.py").write_text(_SITE, encoding="utf-8")
+    """A folder for all that a library writes."""
     for name in [*os.environ]:
         if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("CONNECTIONS", str(tmp_path / "connections"))
+    # With it, trackio would ask the hub for the name of the user.
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     # A folder of files, which opens in a tenth of the time of MLflow's default.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "mlruns"))
@@ -292,14 +344,13 @@ def tracked_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
                 raise KeyboardInterrupt
             tracked.give_checkpoint(checkpoint)
 
-    with pytest.raises(KeyboardInterrupt):
-        start(7, is_new=True)
-    start(9, is_new=False)
-    log = (run / "trackers" / f"{name}.log").read_text(encoding="utf-8")
-    assert [text.split(":")[0] for text in said] == [name, name], log
-    asked = folder / "connections"
-    sent = asked.read_text(encoding="utf-8").splitlines() if asked.exists() else []
-    assert [one for one in sent if "127.0.0.1" not in one and "localhost" not in one] == []
+    with connections() as sent:
+        with pytest.raises(KeyboardInterrupt):
+            start(7, is_new=True)
+        start(9, is_new=False)
+    assert [text.split(":")[0] for text in said] == [name, name], said
+    away = [one for one in map(str, sent) if "127.0.0.1" not in one and "localhost" not in one]
+    assert away == []
     return run
 
 

@@ -784,6 +784,19 @@ def test_a_log_that_is_damaged_while_the_run_goes_on_does_not_end_it(
     assert train(other, resume=True).summary.step_seconds is not None
 
 
+def test_report_without_memory_does_not_fail_a_finished_run(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Path) -> None:
+        raise ImportError("libjpeg.so.62: failed to map segment from shared object")
+
+    monkeypatch.setattr("firstlight.training.loop.draw_report", fail)
+    result = train(recipe, progress=True)
+    assert result.checkpoint.is_dir()
+    said = "warning: out of memory (libjpeg.so.62: failed to map segment from shared object), and"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "spoiled, message",
     [

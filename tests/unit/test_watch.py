@@ -13,7 +13,7 @@ import pytest
 from firstlight.checkpoint.run_folder import held, is_held
 from firstlight.cli import watch
 from firstlight.cli.main import main
-from firstlight.training.course import Course
+from firstlight.training.progress import RunProgress
 
 
 def line(step: int) -> dict[str, Any]:
@@ -89,13 +89,13 @@ def test_a_run_that_goes_back_is_shown_from_its_beginning(
     run: Path, pauses: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[list[float]] = []
-    real = Course.step
+    real = RunProgress.step
 
-    def step(self: Course, record: dict[str, Any]) -> None:
+    def step(self: RunProgress, record: dict[str, Any]) -> None:
         real(self, record)
         shown.append(self.curve.means)
 
-    monkeypatch.setattr(Course, "step", step)
+    monkeypatch.setattr(RunProgress, "step", step)
     with held(run):
         pauses += [
             lambda: write(run, 1, 2, 3),
@@ -111,13 +111,13 @@ def test_the_share_of_a_run_in_minutes_follows_its_limit_of_steps(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares: list[float] = []
-    real = Course.step
+    real = RunProgress.step
 
-    def step(self: Course, record: dict[str, Any]) -> None:
+    def step(self: RunProgress, record: dict[str, Any]) -> None:
         real(self, record)
         shares.append(self.share)
 
-    monkeypatch.setattr(Course, "step", step)
+    monkeypatch.setattr(RunProgress, "step", step)
     (run / "recipe.yaml").write_text("schedule: {max_minutes: 30}\n", encoding="utf-8")
     length = {"max_minutes": 30.0, "predicted_steps": 900, "seconds_used": 0.0, "most_steps": 4}
     (run / "length.json").write_text(json.dumps(length), encoding="utf-8")
@@ -169,3 +169,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     for path, said in ((tmp_path, "is no run folder"), (tmp_path / "file", "is a file")):
         assert main(["watch", str(path)]) == 1
         assert said in capsys.readouterr().err
+
+
+def test_removed_dashboard_command_names_its_successors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["dashboard", "runs", "--port", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "tensorboard --logdir RUNS" in said
+    assert "trackio show" in said
+    assert said.count("\n") == 1

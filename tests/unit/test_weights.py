@@ -385,6 +385,18 @@ def test_a_file_cut_short_is_named(mode: LoadingMode, tmp_path: Path) -> None:
         load_model(folder, mode=mode)
 
 
+@pytest.mark.parametrize("length", [0, 1 << 40])
+def test_header_with_impossible_length_is_named_before_the_file_is_mapped(
+    length: int, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m", some_model(CONFIGS["llama"])) / WEIGHTS_NAME
+    with open(path, "wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(1 << 30)
+    with pytest.raises(ModelError, match=rf"{path}.*its header would be {length:,} bytes long"):
+        load_model(path.parent)
+
+
 def test_shards_are_listed_in_an_index_that_transformers_reads(tmp_path: Path) -> None:
     model = some_model(CONFIGS["llama"])
     folder = write(tmp_path / "m", model, max_shard_bytes=3000)

@@ -103,8 +103,8 @@ class GemmPlan:
         max_rounds: maximum number of rounds.
         turns: measurements of the products of COMPARED in a round. There are more of them, because
             the products are small and so are the differences between them.
-        pass_bytes: sizes in bytes of the arrays that `gemm_loops` reads; () on GPUs.
-        blocked_edge: rows and columns of the product that `gemm_loops` cuts into blocks; 0 on GPUs.
+        pass_bytes: sizes in bytes of the arrays that `gemm` reads; () on GPUs.
+        blocked_edge: rows and columns of the product that `gemm` cuts into blocks; 0 on GPUs.
     """
 
     sizes: tuple[int, ...]
@@ -311,7 +311,9 @@ def make_operands(
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
     """A function that multiplies once, in the product's layout, into C. In fp8, where only the
     layout "nt" works, it allocates the result."""
-    m, n, k = product.m, product.n, product.k
+    m = product.m
+    n = product.n
+    k = product.k
     a, b, c = operands
     left = a[: m * k].view(m, k) if product.layout[0] == "n" else a[: m * k].view(k, m).t()
     right = b[: k * n].view(k, n) if product.layout[1] == "n" else b[: k * n].view(n, k).t()

@@ -24,34 +24,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from firstlight.bench.methods_rows import (
-    ALONE,
-    LADDER,
-    PLAIN,
-    PROCESSES,
-    WRITTEN_OUT,
-    MethodOutcome,
-    MethodRow,
-    alone_rows,
-    changes_up_to,
-    ladder_rows,
-    larger_batch,
-    plain_recipe,
-    summarize,
-    why_skipped,
-)
 from firstlight.bench.options import Keep, MethodsBench, Result, require_known
-from firstlight.bench.runner import Found, take_turns
-from firstlight.bench.steps import StepsPlan, plan_steps, write_tokens
+from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.runner import Found, RowOutcome, take_turns
+from firstlight.bench.steps import StepsPlan, plan_steps, steps_title, write_tokens
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.hardware.fresh_process import (
@@ -61,9 +47,392 @@ from firstlight.hardware.fresh_process import (
     error_of,
     training_environment,
 )
-from firstlight.models import GPT2Config
+from firstlight.models import GPT2Config, ModelConfig
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.load import changed_recipe
+
+#: The tables' names: each method alone, and each added to those before it.
+ALONE, LADDER = "alone", "ladder"
+
+_TITLES = {ALONE: "each method alone", LADDER: "each method added to those above it"}
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """One method.
+
+    Attributes:
+        name: name in tables and for `--rows`.
+        changes: values of the recipe by key (`section.key`) that the method sets. A row of the
+            ladder has only its own, without those of the rows before it.
+        needs_gpu: the reason why CPUs skip the row; "" if they don't.
+        not_here: the reason why the row is skipped on any machine; "" if it isn't.
+        in_quick: False leaves out of `--quick` a row that starts slowly or resembles another row.
+        huge_pages: True lets torch take huge pages for large tensors; `firstlight train` does not.
+    """
+
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    needs_gpu: str = ""
+    not_here: str = ""
+    in_quick: bool = True
+    huge_pages: bool = False
+
+
+@dataclass
+class MethodOutcome(RowOutcome):
+    """Results of one recipe, which may be a row of both tables.
+
+    Attributes:
+        changes: values by key (`section.key`) that differ from the plain recipe.
+    """
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAIN = MethodRow("plain")
+
+#: Key in `MethodRow.changes` that is no key of a recipe: names of `written_out.PARTS`.
+WRITTEN_OUT = "bench.written_out"
+
+#: Likewise: number of processes, which share the threads of a CPU, or have one GPU each.
+PROCESSES = "bench.processes"
+
+
+def plain_recipe(
+    model: ModelConfig, device: str, seq_len: int, micro_batch_size: int
+) -> dict[str, Any]:
+    """Values of the recipe without any method, to which every row adds its changes.
+
+    Gradients are not clipped: an optimizer that updates inside the backward pass never has all of
+    them at once, and all rows must compute the same.
+    """
+    return {
+        "run": {"device": device},
+        "model": model.model_dump(),
+        "data": {"dir": "-", "seq_len": seq_len},
+        "batch": {"micro_batch_size": micro_batch_size, "gradient_accumulation_steps": 1},
+        "optimizer": {
+            "name": "adamw",
+            "implementation": "for-loop",
+            "learning_rate": 6e-4,
+            "max_grad_norm": 0.0,
+        },
+        "efficiency": {
+            "precision": "fp32",
+            "attention": "plain",
+            "compile": False,
+            "loss_chunk_tokens": 0,
+        },
+    }
+
+
+def accumulation(micro_batch_size: int) -> dict[str, Any]:
+    """Keys for a step of the same number of sequences in four micro-batches, or in micro-batches of
+    one sequence if the number is not divisible by four."""
+    micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
+    return {
+        "batch.micro_batch_size": micro,
+        "batch.gradient_accumulation_steps": micro_batch_size // micro,
+    }
+
+
+def larger_batch(micro_batch_size: int) -> dict[str, Any]:
+    """Keys for a step of twice the plain run's sequences, in one micro-batch."""
+    return {"batch.micro_batch_size": 2 * micro_batch_size, "batch.gradient_accumulation_steps": 1}
+
+
+def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
+    """Half the tokens of the smallest micro-batch of all rows: each then has two chunks or more."""
+    smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
+    return max(1, smallest * seq_len // 2)
+
+
+_IS_CPU = "needs a GPU: "
+
+
+def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[MethodRow]:
+    """Each method alone, the plain run first."""
+    compiled = {"efficiency.compile": True}
+    return [
+        PLAIN,
+        MethodRow("huge-pages", huge_pages=True),
+        MethodRow("accumulation", accumulation(micro_batch_size)),
+        MethodRow("checkpointing-full", {"efficiency.activation_checkpointing": "full"}),
+        MethodRow("checkpointing-selective", {"efficiency.activation_checkpointing": "selective"}),
+        MethodRow(
+            "offload",
+            {"efficiency.activation_offload": True},
+            _IS_CPU + "a CPU's activations lie in its memory already",
+        ),
+        MethodRow("tf32", {"efficiency.precision": "tf32"}, _IS_CPU + "CPUs have no TF32"),
+        MethodRow("bf16", {"efficiency.precision": "bf16"}),
+        MethodRow("bf16-params", {"efficiency.precision": "bf16_params"}),
+        MethodRow("fp16", {"efficiency.precision": "fp16"}),
+        MethodRow(
+            "fp8", {"efficiency.precision": "fp8"}, _IS_CPU + "CPUs have no fp8 matrix units"
+        ),
+        *_optimizer_rows(),
+        *_attention_rows(hardware),
+        MethodRow(
+            "chunked-loss",
+            {"efficiency.loss_chunk_tokens": _chunk_tokens(micro_batch_size, seq_len)},
+        ),
+        MethodRow("vocab-64", {"efficiency.vocab_multiple": 64}),
+        MethodRow("larger-batch", larger_batch(micro_batch_size)),
+        MethodRow("document-masking", {"data.document_masking": True}),
+        MethodRow("lora", {"lora.rank": 8}),
+        MethodRow("qlora", {"lora.rank": 8, "lora.quantize": "nf4"}, in_quick=False),
+        MethodRow("compile", compiled),
+        MethodRow(
+            "compile-regional", {**compiled, "efficiency.compile_regional": True}, in_quick=False
+        ),
+        MethodRow(
+            "compile-budget",
+            {**compiled, "efficiency.activation_checkpointing": "budget"},
+            in_quick=False,
+        ),
+        MethodRow(
+            "compile-cudagraphs",
+            {**compiled, "efficiency.compile_mode": "reduce-overhead"},
+            _IS_CPU + "CUDA graphs are CUDA's",
+        ),
+    ]
+
+
+def _optimizer_rows() -> list[MethodRow]:
+    def other(name: str, **keys: Any) -> dict[str, Any]:
+        # "auto" is the default, which the plain recipe replaces by "for-loop".
+        chosen = {"name": name, "implementation": "auto", **keys}
+        return {f"optimizer.{key}": value for key, value in chosen.items()}
+
+    return [
+        MethodRow("foreach", {"optimizer.implementation": "foreach"}, in_quick=False),
+        MethodRow("fused", {"optimizer.implementation": "fused"}),
+        MethodRow("adamw8bit", other("adamw8bit", eight_bit_library="bitsandbytes")),
+        MethodRow(
+            "adamw8bit-torchao", other("adamw8bit", eight_bit_library="torchao"), in_quick=False
+        ),
+        MethodRow(
+            "paged-adamw8bit",
+            other("paged_adamw8bit"),
+            _IS_CPU + "its pages move between a GPU's memory and the CPU's",
+        ),
+        MethodRow("adafactor", other("adafactor", learning_rate=1e-2)),
+        MethodRow("muon", other("muon")),
+        MethodRow("sgd", other("sgd", learning_rate=0.1)),
+        MethodRow("optimizer-in-backward", {"efficiency.optimizer_in_backward": True}),
+    ]
+
+
+def _attention_rows(hardware: Hardware) -> list[MethodRow]:
+    no_kernel = _IS_CPU + "CPUs have no such kernel"
+    # On GPUs the flash and cudnn kernels support 16-bit number formats only.
+    half = {"efficiency.precision": "bf16"} if hardware.device.type == "cuda" else {}
+    prefix = "bf16+" if half else ""
+    return [
+        MethodRow("sdpa", {"efficiency.attention": "sdpa"}),
+        MethodRow(prefix + "flash", {"efficiency.attention": "flash", **half}, in_quick=False),
+        MethodRow("math", {"efficiency.attention": "math"}, in_quick=False),
+        MethodRow("blockwise", {"efficiency.attention": "blockwise"}, in_quick=False),
+        MethodRow("efficient", {"efficiency.attention": "efficient"}, no_kernel),
+        MethodRow(prefix + "cudnn", {"efficiency.attention": "cudnn", **half}, no_kernel),
+        MethodRow("flex", {"efficiency.attention": "flex"}, no_kernel),
+    ]
+
+
+def ladder_rows(
+    micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True, processes: int = 1
+) -> list[MethodRow]:
+    """The rows of the ladder in the guide's order, each added to those before it.
+
+    Mixed precision is bf16 if the hardware multiplies it, fp16 on other GPUs. The rows that replace
+    a written out mask and written out layers are skipped for models other than GPT-2.
+
+    Args:
+        processes: number of processes of the row `+ddp`; 1 skips the row.
+    """
+    low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
+    both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
+    other = "" if is_gpt2 else "is of GPT-2's layers: this model has none of them written out"
+    shared = "two threads: torch has one" if hardware.device.type == "cpu" else "a second GPU"
+    return [
+        MethodRow("baseline", {WRITTEN_OUT: both, "data.pin_memory": False}),
+        MethodRow("+mask-on-the-fly", {WRITTEN_OUT: layers}, not_here=other),
+        MethodRow("+tf32", {"efficiency.precision": "tf32"}, _IS_CPU + "CPUs have no TF32"),
+        MethodRow("+fused-adamw", {"optimizer.implementation": "fused"}),
+        MethodRow(
+            "+pinned-memory",
+            {"data.pin_memory": True},
+            _IS_CPU + "a CPU's batches are copied nowhere",
+        ),
+        MethodRow(f"+{low}", {"efficiency.precision": low}),
+        MethodRow("+torch-classes", {WRITTEN_OUT: ()}, not_here=other),
+        MethodRow("+flash-attention", {"efficiency.attention": "sdpa"}),
+        MethodRow("+compile", {"efficiency.compile": True}),
+        MethodRow("+padded-vocabulary", {"efficiency.vocab_multiple": 64}),
+        MethodRow("+larger-batch", larger_batch(micro_batch_size)),
+        MethodRow(
+            "+ddp",
+            # Each process takes the GPU of its rank.
+            {"run.device": hardware.device.type, "distributed.engine": "ddp", PROCESSES: processes},
+            not_here="" if processes > 1 else f"needs {shared} here",
+        ),
+    ]
+
+
+def changes_up_to(
+    ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
+) -> dict[str, Any]:
+    """The changes of row `rung` and of all rows before it, except the rows named in `left_out`."""
+    changes: dict[str, Any] = {}
+    for row in ladder[: rung + 1]:
+        if row.name not in left_out or row is ladder[rung]:
+            changes |= row.changes
+    return changes
+
+
+def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
+    """The reason why a row is skipped on this machine; "" if it is measured."""
+    if row.not_here:
+        return row.not_here
+    if row.needs_gpu and hardware.device.type != "cuda":
+        return row.needs_gpu
+    # On NVIDIA's GPUs, bf16 and TF32 both came with compute capability 8.0.
+    if row.name == "+tf32" and not hardware.bf16:
+        return "needs a GPU of compute capability 8.0: this one has no TF32"
+    if row.huge_pages and hardware.device.type != "cpu":
+        return "is about the memory of CPUs"
+    if row.name.endswith("accumulation") and micro_batch_size == 1:
+        return "one row can't be cut: take a larger --micro-batch-size"
+    if row.changes.get("efficiency.precision") == "fp16" and hardware.device.type == "cpu":
+        operations: Any = torch.ops.mkldnn
+        if not operations._is_mkldnn_fp16_supported():
+            return "this CPU multiplies no fp16: a step would take minutes"
+    if quick and not row.in_quick:
+        return "left out by --quick"
+    return ""
+
+
+def summarize(
+    rows: Sequence[tuple[MethodRow, MethodOutcome | None]], head: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The medians of a table's rows and their ratios to its first row.
+
+    Args:
+        rows: rows with their outcomes; None if a row has no outcome yet.
+        head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
+
+    Returns:
+        For each row "name", "keys" (its changes), "huge_pages", "status" ("measured", "skipped",
+        "failed", "waiting") and the "reason" for it; of a measured row also:
+
+        - "micro_batch_size", "gradient_accumulation_steps" of each process, number of "processes"
+        - "samples_per_second" (sequences) of all processes: the median over all timed steps; the
+          extremes as "samples_per_second_min" and "_max"; and "tokens_per_second"
+        - "mfu": fraction of the machine's "matmul_flops", for each of its devices
+        - "peak_bytes" of the largest process, the median over the turns
+        - "speed_ratio", "memory_ratio" to the first row, "ratio_to_previous": speed to that of the
+          measured row before; None if the first row is not measured
+        - "final_loss" (median over the turns), "first_step_seconds" of the first turn, "runs"
+    """
+    result = [_summary(row, outcome, head) for row, outcome in rows]
+    if not result or result[0]["status"] != "measured":
+        return result
+    first = result[0]
+    before = first["samples_per_second"]
+    for row in result:
+        if row["status"] == "measured":
+            row["speed_ratio"] = row["samples_per_second"] / first["samples_per_second"]
+            row["memory_ratio"] = row["peak_bytes"] / first["peak_bytes"]
+            row["ratio_to_previous"] = row["samples_per_second"] / before
+            before = row["samples_per_second"]
+    return result
+
+
+def _summary(
+    row: MethodRow, outcome: MethodOutcome | None, head: Mapping[str, Any]
+) -> dict[str, Any]:
+    changes = dict(row.changes if outcome is None else outcome.changes)
+    entry: dict[str, Any] = {"name": row.name, "keys": changes, "huge_pages": row.huge_pages}
+    if outcome is None or not outcome.is_done:
+        return {**entry, "status": "waiting", "reason": "not measured yet"}
+    if not outcome.runs:
+        status = "skipped" if outcome.refused else "failed"
+        return {**entry, "status": status, "reason": outcome.problem}
+    micro = changes.get("batch.micro_batch_size", head["micro_batch_size"])
+    passes, processes = (
+        changes.get(key, 1) for key in ("batch.gradient_accumulation_steps", PROCESSES)
+    )
+    rates = [processes * micro * passes / seconds for seconds in outcome.values("step_seconds")]
+    # "matmul_flops" is the rate of one GPU, but of all threads of a CPU.
+    devices = 1 if head["machine"]["device"] == "cpu" else processes
+    tokens_per_second = statistics.median(rates) * head["seq_len"]
+    return {
+        **entry,
+        "status": "measured",
+        "reason": outcome.problem,
+        "micro_batch_size": micro,
+        "gradient_accumulation_steps": passes,
+        "processes": processes,
+        "samples_per_second": statistics.median(rates),
+        "samples_per_second_min": min(rates),
+        "samples_per_second_max": max(rates),
+        "tokens_per_second": tokens_per_second,
+        "mfu": tokens_per_second
+        * head["flops_per_token"]
+        / (devices * head["machine"]["matmul_flops"]),
+        "peak_bytes": outcome.median("peak_bytes"),
+        "speed_ratio": None,
+        "memory_ratio": None,
+        "ratio_to_previous": None,
+        "final_loss": statistics.median(run["losses"][-1] for run in outcome.runs),
+        "first_step_seconds": outcome.runs[0]["first_step_seconds"],
+        "runs": outcome.runs,
+    }
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """A PNG of the result of `bench_methods`: a row of panels (tokens/s, peak memory) per table.
+
+    Rows that failed are listed without a bar; skipped rows are left out.
+    """
+    grid = [
+        _panels(_TITLES[table], rows)
+        for table in (ALONE, LADDER)
+        if (rows := [row for row in result[table] if row["status"] in ("measured", "failed")])
+    ]
+    return draw_panels(steps_title(result), grid)
+
+
+def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Panels of speed and memory, with the first row's bars in another colour."""
+    names = [row["name"] for row in rows]
+    colors = ["tab:orange", *["tab:blue"] * (len(rows) - 1)]
+    rates = [row.get("tokens_per_second", 0.0) for row in rows]
+    spread = [
+        (rate, rate)
+        if not rate
+        else tuple(
+            rate * row[f"samples_per_second_{end}"] / row["samples_per_second"]
+            for end in ("min", "max")
+        )
+        for rate, row in zip(rates, rows, strict=True)
+    ]
+
+    def labels(key: str) -> list[str]:
+        return [
+            "failed" if row["status"] == "failed" else f"{row[key]:.2f}x" if row[key] else ""
+            for row in rows
+        ]
+
+    speed_label = "tokens/s (median; line: slowest to fastest step)"
+    peaks = [row.get("peak_bytes", 0) / 1e9 for row in rows]
+    return [
+        Panel(speed_label, names, rates, labels("speed_ratio"), colors, spread, title=title),
+        Panel("peak memory (GB)", names, peaks, labels("memory_ratio"), colors),
+    ]
+
 
 _MODULE = "firstlight.bench.steps"
 

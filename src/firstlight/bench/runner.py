@@ -4,15 +4,6 @@ A benchmark declares rows and a measurement: a module that takes a row's request
 object. A failure of a row's process (out of memory, a crash, its time limit) does not end the other
 rows, and the row is not tried again. Rows take turns (A B A B), so that other work of the machine
 affects all of them.
-
-`benchmarks gpu` runs its rows in calls of some minutes (`run_rows`):
-
-- The rows of all parts are measured in the order of their `value`. Rows of the same value take
-  turns: all first turns come before the second turns. Turns after the first come with the rows of
-  the next value, unless the value is 1.
-- A row that would not end in time is left for the next call; later rows that fit into the time are
-  measured.
-- results.json is replaced after every measurement: the next call continues from there.
 """
 
 from __future__ import annotations
@@ -22,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from firstlight.bench.options import Keep, Result
 from firstlight.console import progress_bar
 
 #: Types of errors after which a row counts as skipped ("refused"), not as failed.
@@ -116,38 +106,3 @@ def take_turns(
                     outcome.add(measure(name))
                     on_turn()
                 progress.advance(task)
-
-
-def run_bench(
-    title: str,
-    names: Sequence[str],
-    turns: int,
-    measure: Callable[[str], Found],
-    summarize: Callable[[Mapping[str, RowOutcome]], Result],
-    on_run: Keep,
-    before_turn: Callable[[], None] = lambda: None,
-    outcomes: Mapping[str, RowOutcome] | None = None,
-) -> Result:
-    """Measure all rows of a benchmark; see `take_turns`.
-
-    Args:
-        title, names, turns, measure, before_turn: see `take_turns`.
-        summarize: function from the outcomes so far to the result.
-        on_run: function that is called with the result so far after every measurement.
-        outcomes: outcomes of an earlier call by name; None begins with an empty outcome per row.
-
-    Returns:
-        The result of `summarize`, with "complete".
-    """
-    found = {name: RowOutcome() for name in names} if outcomes is None else outcomes
-
-    def result(complete: bool) -> Result:
-        return {**summarize(found), "complete": complete}
-
-    def keep() -> None:
-        on_run(result(False))
-
-    take_turns(title, names, turns, found.__getitem__, measure, keep, before_turn)
-    done = result(True)
-    on_run(done)
-    return done

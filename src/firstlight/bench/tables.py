@@ -7,7 +7,7 @@ Python, with the names of `UNITS` as further format specifications.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from firstlight.console import human_bytes
@@ -48,13 +48,3 @@ def cell(template: str, row: Mapping[str, Any]) -> str:
 def cells(templates: str, row: Mapping[str, Any]) -> list[str]:
     """The cells of a row, from templates that are separated by " | "."""
     return [cell(template, row) for template in templates.split(" | ")]
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown; the first column is aligned left, the others right."""
-    lines = ["| " + " | ".join(header) + " |"]
-    lines.append("|---|" + "---:|" * (len(header) - 1))
-    for row in rows:
-        cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

@@ -2,16 +2,86 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from firstlight.bench.options import GemmBench, Keep, MethodsBench, Result
-from firstlight.cli import bench_tables as tables
-from firstlight.cli.bench_options import STEPS_OPTIONS, bench_options, out_option, publish
-from firstlight.cli.output import with_json
+from firstlight.bench.tables import UNITS, cell, cells
+from firstlight.cli.options import config_options, path_option
+from firstlight.cli.output import counted, show, show_table, with_json
+from firstlight.files.atomic import write_file, write_json
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+#: Options from a class of `firstlight.bench.options`; see `config_options`.
+bench_options = functools.partial(config_options, only_on=True)
+
+#: Options of the benchmarks that train for some steps, before their own.
+STEPS_OPTIONS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
+
+
+def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
+    """The option --out, the folder of the results.
+
+    Args:
+        name: name of the files, without suffix.
+        default: default folder; None writes no files.
+    """
+    return path_option(
+        "--out",
+        default=default,
+        show_default=True,
+        help=f"Write {name}.json and {name}.png into this folder.",
+    )
+
+
+def publish(
+    name: str,
+    out: Path | None,
+    measure: Callable[[Keep], object],
+    show_result: Callable[[Result], None],
+    draw: Callable[[Result], bytes | dict[str, bytes]],
+) -> Result:
+    """Measure, print the tables, and write the files. If `measure` is interrupted, the result so
+    far is printed and written.
+
+    Args:
+        name: name of the files in `out`, without suffix; the JSON file is written again after every
+            measurement.
+        out: folder of the files; None writes none.
+        measure: function that measures, and calls its argument with the result so far.
+        show_result: function that prints the tables of a result.
+        draw: function from a result to a PNG file, or to several by their names.
+
+    Returns:
+        The last result.
+    """
+    result: Result = {}
+
+    def keep(so_far: Result) -> None:
+        result.update(so_far)
+        if out is not None:
+            write_json(out / f"{name}.json", so_far)
+
+    try:
+        measure(keep)
+    finally:
+        if result:
+            show_result(result)
+        if result and out is not None:
+            picture = draw(result)
+            drawn = {f"{name}.png": picture} if isinstance(picture, bytes) else picture
+            for file, content in drawn.items():
+                write_file(out / file, content)
+            show(f"written: {', '.join(str(out / file) for file in (f'{name}.json', *drawn))}")
+    return result
+
 
 #: Benchmarks that are in a checkout only.
 _IN_CHECKOUT = (
@@ -64,11 +134,10 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     source of Python's standard library. methods.json is rewritten after every run, so an
     interrupted benchmark keeps its measurements.
     """
-    from firstlight.bench.methods import bench_methods
-    from firstlight.bench.methods_rows import draw
+    from firstlight.bench.methods import bench_methods, draw
 
     measure = partial(bench_methods, MethodsBench(**options))
-    return publish("methods", out, measure, tables.show_methods, draw)
+    return publish("methods", out, measure, show_methods, draw)
 
 
 @bench_group.command("gemm")
@@ -94,4 +163,170 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
             if run.result()["rows"]:
                 keep(run.result())
 
-    return publish("gemm", out, measure, tables.show_gemm, draw)
+    return publish("gemm", out, measure, show_gemm, draw)
+
+
+# The tables.
+
+
+def show_line(template: str, result: Result) -> None:
+    """Print a line from a template and a result."""
+    show(cell(template, result))
+
+
+def show_cells(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table from its header and the templates of its cells, if it has rows."""
+    if rows:
+        show_table([header.split(" | "), *(cells(templates, row) for row in rows)])
+
+
+def show_reasons(rows: Sequence[Result]) -> None:
+    """Print the reasons of the rows that have no figures."""
+    for row in rows:
+        if row["reason"]:
+            show(f"{row['name']}: {row.get('status', 'failed')}: {row['reason']}")
+
+
+def show_steps_head(result: Result) -> None:
+    """Print the line above the tables of a benchmark that trains for some steps."""
+    show_line(
+        "{model}, {parameters:,} parameters, {micro_batch_size} x {seq_len} tokens a step; "
+        "{machine[name]}, {machine[threads]} threads; medians of {repeats} x {steps} steps",
+        result,
+    )
+
+
+def show_methods(result: Result) -> None:
+    """Show the result of `bench methods`."""
+    machine = result["machine"]
+    show_steps_head(result)
+    show(
+        f"MFU is of {machine['matmul_flops'] / 1e12:,.2f} TFLOP/s, this machine's "
+        f"{machine['matmul_dtype']} matrix products; speed and memory are to the first row, on "
+        "the CPU above the memory after the imports; the final loss is that of step "
+        f"{result['warmup_steps'] + result['steps']}, on the same rows but for the larger batch; "
+        "the first step is the compiler's"
+    )
+    header = (
+        "samples/s | (min-max) | tokens/s | MFU | peak memory | speed | memory | final loss"
+        " | first step"
+    )
+    templates = (
+        "{name} ({micro_batch_size}x{gradient_accumulation_steps}{more})"
+        " | {samples_per_second:,.2f}"
+        " | ({samples_per_second_min:,.2f}-{samples_per_second_max:,.2f})"
+        " | {tokens_per_second:,.0f} | {mfu:.1%} | {peak_bytes:bytes} | {speed_ratio:.2f}x"
+        " | {memory_ratio:.2f}x | {final_loss:.4f} | {first_step_seconds:.1f} s"
+    )
+    for table, title in (
+        ("alone", "each method alone"),
+        ("ladder", "the ladder: each added to those above"),
+    ):
+        if table == "ladder":
+            header += " | to the rung before"
+            templates += " | {ratio_to_previous:.2f}x"
+        measured = [
+            {**row, "more": f", {row['processes']} processes" if row["processes"] > 1 else ""}
+            for row in result[table]
+            if row["status"] == "measured"
+        ]
+        if measured:
+            show()
+            show_cells(f"{title} | {header}", templates, measured)
+        show_reasons(result[table])
+
+
+def show_gemm(result: Result) -> None:
+    """Show the result of `bench gemm`."""
+    machine = result["machine"]
+    load = machine["load_at_start"]
+    show(
+        f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}; medians of "
+        f"{counted(result['rounds'], 'round')} (lowest to highest)"
+        + ("" if result["complete"] else "; interrupted: not all was measured")
+    )
+    # The load is an average over a minute: a lower one may come from a command that has just ended.
+    if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
+        show(f"the load was {load:.1f} at the start: other work takes part of these rates")
+    dtypes = list(result["ceilings"])
+    ceilings = [UNITS["tera"](rate) for rate in result["ceilings"].values()]
+    show_table([("TFLOP/s", *dtypes), ("ceiling (best seen of a large one)", *ceilings)])
+    model = f"{result['model']}, {result['tokens']:,} tokens: share of the ceiling"
+    step = f"all products of a step of {result['step_tokens']:,} tokens take, at these rates"
+    rate = "{flops_per_second:tera} ({lowest:tera}-{highest:tera})"
+    ratio = "{time_ratio:.2f} ({rate_ratio:.2f}) [{lowest:.2f}-{highest:.2f}]"
+    parts = (
+        ("size", "square", "{name}", rate),
+        ("model", model, "{name} {m} x {n} x {k} {layout}", rate + " {share_of_ceiling:4.0%}"),
+        (
+            "step",
+            step,
+            "weights as {weights}, vocabulary {vocabulary}",
+            "{seconds:.3g} s, {share_of_ceiling:.0%} of the ceiling",
+        ),
+    )
+    for key, title, *templates in parts:
+        found = result["rows"] if key in ("size", "model") else result[key]
+        found = [row for row in found if row.get("part", key) == key]
+        _show_by_dtype(title, found, dtypes, templates)
+    padded = "{group} {from} -> {to}{all}, work {work_ratio:.3f}"
+    paddings = [
+        {**row, "all": f" (to {', '.join(map(str, row['multiples']))})" if row["multiples"] else ""}
+        for row in result["padding"]
+    ]
+    _show_by_dtype("padded: time (rate) against unpadded", paddings, dtypes, (padded, ratio))
+    for key, title in (
+        ("tile", "N around a tile: time (rate) against 256"),
+        ("wave", "tiles: time (rate) against one a multiprocessor"),
+    ):
+        _show_by_dtype(title, result[key], dtypes, ("{to}, work {work_ratio:.3f}", ratio))
+    if result["loops"]:
+        _show_loops(result["loops"])
+
+
+def _show_loops(loops: Result) -> None:
+    """Print the rates of passes over arrays and of a product in blocks, and waves of products."""
+    binary = UNITS["binary"]
+    caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
+    title = "one thread reads" + (f" (caches: {caches})" if caches else "")
+    waves, spread = loops["waves"], "({lowest:giga}-{highest:giga})"
+    show()
+    show_cells(
+        f"{title} | GB/s", "{bytes:binary} | {bytes_per_second:giga} " + spread, loops["passes"]
+    )
+    show()
+    show_cells(
+        f"one thread multiplies fp32, {loops['edge']} square | GFLOP/s",
+        "{cut} of {block} | {flops_per_second:giga} " + spread,
+        loops["blocks"],
+    )
+    show()
+    show_cells(
+        f"products of {waves['edge']} square at once, {waves['threads']} threads"
+        " | time / time of one",
+        "{products} | {time_ratio:.2f} ({lowest:.2f}-{highest:.2f})",
+        waves["rows"],
+    )
+
+
+def _show_by_dtype(
+    title: str, found: Sequence[Result], dtypes: Sequence[str], templates: Sequence[str]
+) -> None:
+    """Print a table with a column for each number format.
+
+    Args:
+        title: header of the first column.
+        found: results, each of one number format ("dtype").
+        dtypes: number formats.
+        templates: template of a row's name, and template of its cells.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    for one in found:
+        name, rate = (cell(template, one) for template in templates)
+        rows.setdefault(name, {})[one["dtype"]] = rate
+    if rows:
+        show()
+        show_table(
+            [(title, *dtypes)]
+            + [(name, *(row.get(dtype, "") for dtype in dtypes)) for name, row in rows.items()]
+        )

@@ -189,7 +189,7 @@ def _by_position(
     )
     if picture is not None:
         from firstlight.files.atomic import write_file
-        from firstlight.report.pictures import position_picture
+        from firstlight.report.charts import position_picture
 
         write_file(picture, position_picture(found, contexts))
         say(f"picture: {picture}")

@@ -314,7 +314,7 @@ def _api_key(file: Path | None) -> bytes | None:
 
 def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool) -> None:
     scheduler = service.scheduler
-    say(f"serving {service.name} at {url}/v1 (Ctrl-C ends it)")
+    say(f"serving {options.model_name} at {url}/v1 (Ctrl-C ends it)")
     say(
         f"at most {options.max_batch_size} texts of {scheduler.max_tokens:,} tokens at a time, "
         f"keys and values: {human_bytes(service.cache_bytes)}; {options.max_queue} more may wait"
@@ -324,7 +324,7 @@ def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool
     if as_json:
         content = {
             "url": url,
-            "model": service.name,
+            "model": options.model_name,
             "max_batch_size": options.max_batch_size,
             "max_context_tokens": scheduler.max_tokens,
             "cache_bytes": service.cache_bytes,

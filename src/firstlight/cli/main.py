@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -33,7 +34,7 @@ from firstlight.cli.train import train_command
 from firstlight.cli.tune import tune_command
 from firstlight.cli.watch import dashboard_command, watch_command
 from firstlight.console import visible
-from firstlight.errors import FirstlightError, describe_os_error
+from firstlight.errors import FirstlightError, describe_os_error, lacks_memory
 from firstlight.hardware import environment
 
 #: Verbs that decode tokens, and need the environment variables for it.
@@ -52,8 +53,20 @@ _LESS_MEMORY = {
     "serve": "lower --max-context-tokens or --max-batch-size, or load the model with --dtype int8",
 }
 
+#: How to continue after Ctrl-C, by verb.
+_AFTER_INTERRUPTION = {
+    "train": ": the same command starts again, and with --resume it continues from the newest "
+    "checkpoint, if one was saved",
+}
+
+#: Bytes of address space that the import of torch takes. With less, C++ code aborts the process.
+_LEAST_ADDRESSES = 600_000_000
+
 #: Prefix of the file names of importlib's own frames.
 _IMPORT_MACHINERY = "<frozen importlib"
+#: Part of the file names of torch's internal modules. C++ code calls functions in them, such as
+#: `find_torch_dispatch_rule` for fake tensors, and aborts the process if one raises an exception.
+_TORCH_INTERNALS = f"{os.sep}torch{os.sep}_"
 
 #: Seconds after which a signal that arrived during an import is raised again.
 _SOON = 0.001
@@ -80,8 +93,9 @@ def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
     Ignored signals (nohup) stay ignored. In other threads than the main one, nothing changes.
 
     The exception of a signal that arrives during an import is raised after the import. C++ code
-    that imports modules swallows exceptions, and a half-initialised module would stay. An import
-    that takes long, such as that of torch, ends with the process.
+    that imports modules swallows exceptions, and a half-initialised module would stay. The same
+    holds for torch's internal modules, whose callers in C++ would abort the process. An import that
+    takes long, such as that of torch, ends with the process.
 
     Args:
         as_json: when the process ends in an import, also print the error as a JSON object.
@@ -93,7 +107,7 @@ def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal waiting
         # Without our handler for SIGALRM, another part of the program uses the timer.
-        if signal.SIGALRM in before and _is_importing(frame):
+        if signal.SIGALRM in before and _swallows_exceptions(frame):
             now = time.monotonic()
             first = waiting[1] if waiting is not None else now
             if now - first > _LONGEST_WAIT:
@@ -150,9 +164,14 @@ def _end_now(number: int, as_json: bool) -> None:
     os._exit(128 + number)
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _swallows_exceptions(frame: FrameType | None) -> bool:
+    """True in an import or in torch's internals, where no handler may raise an exception."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_IMPORT_MACHINERY):
+        name = frame.f_code.co_filename
+        if name.startswith(_IMPORT_MACHINERY):
+            return True
+        # All of a backward pass is within `Tensor.backward` of _tensor.py.
+        if _TORCH_INTERNALS in name and not name.endswith("_tensor.py"):
             return True
         frame = frame.f_back
     return False
@@ -267,6 +286,12 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     """Run the command line; returns the exit code, see `main`."""
     environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
+    if 0 < _address_limit() < _LEAST_ADDRESSES and not {"-h", "--help"} & set(arguments):
+        message = (
+            f"the shell limits the address space to {_address_limit() / 1e9:.2f} GB (ulimit -v), "
+            f"and torch alone takes {_LEAST_ADDRESSES / 1e9:.1f} GB: raise it"
+        )
+        return _fail(message, "MemoryError", 1, as_json)
     try:
         with cleaning_up_when_terminated(as_json=as_json):
             exit_code: int | None = command.main(
@@ -286,30 +311,37 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", "Interrupted", 130, as_json)
+        again = _AFTER_INTERRUPTION.get(next(iter(arguments), ""), "")
+        return _fail(f"interrupted{again}", "Interrupted", 130, as_json)
     except Terminated as signal_:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
         # The reader of stdout has ended (`| head`). Nothing is printed, not even when closing.
         discard_stdout()
         return 1
-    except OSError as error:
-        return _fail(describe_os_error(error), "StorageError", 1, as_json)
-    except MemoryError:
-        return _fail(_out_of_memory(arguments), "MemoryError", 1, as_json)
-    except RuntimeError as error:
-        # torch's out-of-memory errors, by their texts: torch may not be imported here.
-        words = ("out of memory", "can't allocate memory", "not enough memory")
-        if not any(part in str(error).lower() for part in words):
+    except (MemoryError, OSError, RuntimeError, ImportError, SystemError) as error:
+        if lacks_memory(error) or (_address_limit() and not isinstance(error, OSError)):
+            return _fail(_out_of_memory(arguments, error), "MemoryError", 1, as_json)
+        if not isinstance(error, OSError):
             raise
-        return _fail(_out_of_memory(arguments), "MemoryError", 1, as_json)
+        return _fail(describe_os_error(error), "StorageError", 1, as_json)
     return exit_code or 0
 
 
-def _out_of_memory(arguments: Sequence[str]) -> str:
+def _address_limit() -> int:
+    """The limit of this process's address space in bytes (`ulimit -v`), 0 without a limit. Where
+    there is one, libraries that get no memory fail with errors of any text."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return 0 if limit == resource.RLIM_INFINITY else limit
+
+
+def _out_of_memory(arguments: Sequence[str], error: BaseException) -> str:
     """The message for a command that ran out of memory."""
     advice = _LESS_MEMORY.get(next(iter(arguments), ""), "stop other programs, or use less data")
-    return f"out of memory: {advice}"
+    if limit := _address_limit():
+        advice = f"raise the shell's limit of {limit / 1e9:.2f} GB (ulimit -v), or {advice}"
+    reason = " ".join(str(error).split())
+    return f"out of memory: {advice}" + (f" ({reason[-200:]})" if reason else "")
 
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:

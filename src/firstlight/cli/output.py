@@ -14,7 +14,7 @@ import click
 from firstlight.console import say, visible
 
 if TYPE_CHECKING:
-    from firstlight.report.findings import Finding
+    from firstlight.report.summary import Finding
 
 P = ParamSpec("P")
 _EXIT_CODE = "firstlight.exit_code"

@@ -120,7 +120,7 @@ def prepare_command(
     """Turn a corpus into token shards in --out.
 
     INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
-    .tsv (each may end in .gz, .bz2 or .zst, too) or .parquet, the word `stdlib`, or
+    .tsv (each may end in .gz, .bz2, .xz or .zst, too) or .parquet, the word `stdlib`, or
     hf:NAME[:CONFIG[:SPLIT]], whose split is "train" if none is named (hf:NAME::validation). A text
     file is one document, as is each line of a JSONL file and each row of a table; <|endoftext|> and
     similar separators end a document within them. Text is UTF-8, or UTF-16 or UTF-32 with a

@@ -39,11 +39,11 @@ def train_command(
     """Train a byte-level BPE tokenizer on a corpus and write tokenizer.json into --out.
 
     INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
-    .tsv (each may end in .gz, .bz2 or .zst, too) or .parquet, the word `stdlib`, or
+    .tsv (each may end in .gz, .bz2, .xz or .zst, too) or .parquet, the word `stdlib`, or
     hf:NAME[:CONFIG[:SPLIT]].
     """
     from firstlight.data.cleaning import ChangeCounts, change_lines
-    from firstlight.data.records import read_documents
+    from firstlight.data.records import read_documents, with_words
     from firstlight.data.sources import find_sources
     from firstlight.files.atomic import new_folder, require_free
     from firstlight.tokenizer import train_tokenizer
@@ -53,7 +53,8 @@ def train_command(
     counts = {"documents": 0, "rejected": 0, "text_bytes": 0}
     rejections: list[str] = []
     changes = ChangeCounts()
-    texts = _count_texts(read_documents(sources, text_key), counts, rejections, changes)
+    records = with_words(read_documents(sources, text_key))
+    texts = _count_texts(records, counts, rejections, changes)
     with new_folder(out) as folder:
         tokenizer = train_tokenizer(texts, vocab_size)
         tokenizer.save_pretrained(folder)

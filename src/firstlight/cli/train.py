@@ -18,7 +18,7 @@ from firstlight.cli.options import count_option, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show_rows, with_json
 from firstlight.cli.train_texts import TEXT_OPTIONS, takes_texts, text_options, train_texts_command
 from firstlight.console import say
-from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError, nearest
+from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
@@ -179,6 +179,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     exit code is 75, and --resume continues the run. A second signal ends it at once. A file
     `save-now` in the run folder asks for a checkpoint. The exit code of a diverged run is 76.
     """
+    from firstlight.data.sources import missing_input, special_input, special_kind
+
     paths, overrides = split_paths(arguments)
     if options["cooldown"] is None:
         if not paths:
@@ -188,10 +190,11 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
             )
         if takes_texts(paths):
             return _train_on_texts(paths, overrides, options)
-        _check_that_input_exists(paths)
+        for name in paths:
+            is_recipe = Path(name).suffix.lower() in (".yaml", ".yml")
+            if not is_recipe and not Path(name).expanduser().exists():
+                raise ConfigError(missing_input(name))
     path, overrides = split_arguments(arguments, "train", is_run=options["cooldown"] is not None)
-    from firstlight.data.sources import special_input, special_kind
-
     for name in TEXT_OPTIONS:
         if options.pop(name) not in (None, False, ()):
             if kind := special_kind(Path(path).expanduser()):
@@ -199,29 +202,6 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
             option = name.removesuffix("s" if name == "val_inputs" else "").replace("_", "-")
             raise ConfigError(f"--{option} is for texts: leave it out with {path}")
     return _train_recipe(path, overrides, **options)
-
-
-def _check_that_input_exists(paths: Sequence[str]) -> None:
-    """Check the paths.
-
-    Raises:
-        ConfigError: a path does not exist, and is not named like a recipe.
-    """
-    from firstlight.data.sources import special_input, special_kind, url_input
-
-    for name in paths:
-        path = Path(name)
-        if path.suffix.lower() in (".yaml", ".yml") or path.expanduser().exists():
-            continue
-        if "://" in name:
-            raise ConfigError(url_input(name))
-        if kind := special_kind(path.expanduser()):
-            raise ConfigError(special_input(name, kind))
-        siblings = [str(sibling) for sibling in path.expanduser().parent.glob("*")]
-        raise ConfigError(
-            f"{path} does not exist{nearest(str(path), siblings)}: name files or folders of texts, "
-            "`stdlib`, hf:NAME, or a recipe (.yaml)"
-        )
 
 
 def _train_on_texts(
@@ -292,7 +272,7 @@ def _train_recipe(
 def _end_stopped(result: TrainResult, command: str) -> None:
     """Set the exit code of a stopped run, which `command` resumes, or of a diverged run."""
     if result.stopped_by is not None:
-        say(f"stopped by {result.stopped_by} and saved: go on with {command}")
+        say(f"stopped by {result.stopped_by} and saved: continue with {command}")
         end_with(STOPPED_EXIT_CODE)
     else:
         end_with(DIVERGED_EXIT_CODE)

@@ -1,4 +1,4 @@
-"""`firstlight watch` and `firstlight dashboard`: views of runs that other processes carry out."""
+"""`firstlight watch`: the view of a run that another process carries out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.console import say
-from firstlight.errors import nearest
+from firstlight.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from firstlight.training.course import Course
-    from firstlight.training.progress import TrainingProgress
+    from firstlight.training.progress import RunProgress, TrainingProgress
     from firstlight.training.tracker_libraries import Step
 
 #: Seconds between two readings of the run folder.
@@ -68,27 +67,20 @@ def watch_command(run: Path) -> None:
         _watch(run.expanduser())
 
 
-@click.command("dashboard")
-@click.argument("runs", nargs=-1, required=True, metavar="RUNS...", type=click.Path(path_type=Path))
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=6070,
-    show_default=True,
-    help="Port on this machine; 0 takes a free one.",
+@click.command(
+    "dashboard",
+    hidden=True,
+    context_settings={"ignore_unknown_options": True},
+    add_help_option=False,
 )
-def dashboard_command(runs: tuple[Path, ...], port: int) -> None:
-    """Show runs side by side on a page that updates while they train.
-
-    RUNS are run folders, or folders of run folders. Only this machine can open the page, which
-    loads nothing from other hosts. Ctrl-C ends it.
-    """
-    from firstlight.report.dashboard import Dashboard, serve
-
-    with serve(Dashboard([run.expanduser() for run in runs]), port) as server:
-        say(f"dashboard: http://127.0.0.1:{server.server_port} (Ctrl-C ends it)")
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def dashboard_command(arguments: tuple[str, ...]) -> None:
+    """Refuse the removed command with the names of its successors."""
+    raise ConfigError(
+        "firstlight dashboard was removed: train with --run.trackers '[tensorboard]' and run "
+        "`tensorboard --logdir RUNS`, or use the tracker trackio (`trackio show`); `firstlight "
+        "report RUN RUN` still writes the page that compares runs"
+    )
 
 
 def _watch(folder: Path) -> None:
@@ -99,24 +91,22 @@ def _watch(folder: Path) -> None:
         CheckpointError: a file of the run is damaged.
     """
     from firstlight.checkpoint.run_folder import is_held
-    from firstlight.report.follow import StepFollower
-    from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, planned_length
-    from firstlight.training.course import Course
-    from firstlight.training.progress import TrainingProgress
+    from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, StepFollower, planned_length
+    from firstlight.training.progress import RunProgress, TrainingProgress
 
     _wait_for_run(folder)
     shown = _Shown()
     shown.steps, minutes, shown.limit = planned_length(folder)
-    course = Course(
+    progress = RunProgress(
         lambda: max(shown.steps or 0, shown.step), 0, minutes, shown.clock, lambda: shown.limit
     )
     follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
-    with contextlib.closing(follower), TrainingProgress(course, shown=True) as progress:
+    with contextlib.closing(follower), TrainingProgress(progress, shown=True) as view:
         goes_on = True
         while goes_on:
             # Asked before the lines are read: if the run has ended, all of its lines are then read.
             goes_on = is_held(folder)
-            _show(follower.new(), shown, course, progress)
+            _show(follower.new(), shown, progress, view)
             if goes_on:
                 shown.steps, _, shown.limit = planned_length(folder)
                 _pause()
@@ -125,26 +115,28 @@ def _watch(folder: Path) -> None:
     say(f"the run {'is complete' if is_whole else 'has ended'}: step {shown.step:,}{of}")
 
 
-def _show(found: Sequence[Step], shown: _Shown, course: Course, progress: TrainingProgress) -> None:
+def _show(
+    found: Sequence[Step], shown: _Shown, progress: RunProgress, view: TrainingProgress
+) -> None:
     """Show new steps and the newest sampled texts.
 
     Args:
         found: (line of metrics.jsonl, sampled texts) of each new step.
         shown: the state of the view, which is updated.
-        course: times of the run, which are restarted if the run was resumed.
-        progress: the view.
+        progress: times of the run, which are restarted if the run was resumed.
+        view: the view.
     """
     for record, _ in found:
         if record["step"] <= shown.step and shown.step:
             # The run was resumed from a checkpoint, and its log is read again from the beginning.
-            course.restart()
+            progress.restart()
             shown.seconds = 0.0
         shown.add(record)
         if record.keys() >= _SHOWN:
-            progress.step(record)
+            view.step(record)
     texts = next((texts for _, texts in reversed(found) if texts), [])
     for text in texts:
-        progress.sample(text["step"], str(text.get("prompt")), str(text.get("text")))
+        view.sample(text["step"], str(text.get("prompt")), str(text.get("text")))
 
 
 def _wait_for_run(folder: Path) -> None:

@@ -31,7 +31,6 @@ from firstlight.data.conversations import (
 from firstlight.data.examples import ORIGINS_NAME, open_split
 from firstlight.data.opening import optional
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
-from firstlight.data.remote import cache_folder, held
 from firstlight.data.shards import LABELLED_VERSION, MANIFEST_NAME, read_manifest
 from firstlight.data.sources import DataSource, neutral_name, unread_files, write_sources
 from firstlight.data.writer import CorpusWriter, require_one_split, require_replaceable
@@ -44,6 +43,7 @@ from firstlight.errors import (
     first_line,
 )
 from firstlight.files.atomic import make_folder, new_folder, remove_file, remove_folder, sha256_of
+from firstlight.files.cache import cache_folder, held
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_labels import (

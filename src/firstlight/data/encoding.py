@@ -1,20 +1,31 @@
-"""Encoding of the pieces of documents on one machine, in order, in this process or several others.
+"""Encoding of the pieces of documents, in order: in this process, in several others on this machine
+(`encode_in_order`), or on a Ray cluster (`ray_encoder`).
 
 A process that is killed is replaced, and its batch is encoded again.
+
+The process that calls `prepare` reads the documents and writes the shards; a Ray cluster does the
+encoding, which is nearly all of the work. So files need to be visible on one machine only, and
+failures of other machines can't change the written files: if a process or node is killed, Ray
+encodes its blocks again, even blocks whose ids were ready and are lost with the node. Each node
+needs firstlight with its extra `ray`, and the same release of `tokenizers`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import multiprocessing
 import os
+import platform
 import signal
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +33,9 @@ import psutil
 import tokenizers
 
 from firstlight.console import say
+from firstlight.data.opening import optional
 from firstlight.data.shards import TokenArray, token_dtype
-from firstlight.errors import DataError
+from firstlight.errors import ConfigError, DataError
 from firstlight.tokenizer import Tokenizer
 
 
@@ -56,6 +68,18 @@ _BATCH_CHARACTERS = 1 << 20
 _ATTEMPTS = 3
 #: Time without the tokens of a batch after which stopped processes are looked for.
 _SECONDS_TO_ANSWER = 60.0
+#: Characters of a block that a task of a Ray cluster encodes, about: half a second or more of work.
+_BLOCK_CHARACTERS = 1 << 22
+#: Blocks that are sent to a Ray cluster ahead of the ids that are written: this number for each
+#: processor, but not more than `_MAX_BLOCKS` (a gigabyte of text).
+_BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 256
+#: Timeout for connecting to the address of a Ray cluster.
+_SECONDS_TO_CONNECT = 10.0
+_PURPOSE = "preparing with engine ray"
+_NO_CLIENT = (
+    "preparing does not run through a Ray Client (ray://): prepare on a machine of the cluster, "
+    "with --ray-address auto, or have it run there with `ray job submit`"
+)
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
@@ -285,7 +309,7 @@ def _work(end: Connection) -> None:
     # The terminal sends Ctrl-C's SIGINT to every process; only the parent may react to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
-        tokenizer = tokenizer_from_json(end.recv())
+        tokenizer = _tokenizer_from_json(end.recv())
         while True:
             texts = end.recv()
             end.send(_answer(texts, tokenizer))
@@ -305,7 +329,8 @@ def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArr
         )
 
 
-def tokenizer_from_json(content: str) -> Tokenizer:
+@functools.lru_cache(maxsize=1)
+def _tokenizer_from_json(content: str) -> Tokenizer:
     """A tokenizer for encoding texts, from `Tokenizer.backend.to_str()`: without bos, eos and chat
     template."""
     return Tokenizer(tokenizers.Tokenizer.from_str(content))
@@ -317,3 +342,164 @@ def _exit_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+# A Ray cluster
+
+
+@contextlib.contextmanager
+def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
+    """Connect to a Ray cluster until the end of the block; the value is the function that encodes.
+
+    Args:
+        tokenizer: the tokenizer.
+        address: HOST:PORT of a cluster that this machine belongs to, "auto" (a cluster that runs
+            on this machine) or "local" (a cluster that is started here and ends with the block).
+            None leaves the choice to Ray (`RAY_ADDRESS`, otherwise "auto", otherwise "local"). If
+            the caller is already connected, address must be None, and the connection is kept.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        ConfigError: there is no cluster at the address, or it can't be used.
+    """
+    ray = optional("ray", _PURPOSE, "ray")
+    with _quiet(), _connected(ray, address):
+        yield functools.partial(_encode_on_ray, tokenizer=tokenizer, ray=ray)
+
+
+@contextlib.contextmanager
+def _connected(ray: Any, address: str | None) -> Iterator[None]:
+    if ray.is_initialized():
+        if address is not None:
+            raise ConfigError(
+                "this process is connected to a ray cluster already: leave ray_address out to "
+                "use it, or call ray.shutdown() first"
+            )
+        if ray.util.client.ray.is_connected():
+            raise ConfigError(_NO_CLIENT)
+        yield
+        return
+    try:
+        _connect(ray, address)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS") or address
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError(_NO_CLIENT)
+    try:
+        if address is not None and address not in ("auto", "local"):
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ValueError("it is not auto, local or HOST:PORT")
+            # A quick check, because Ray would wait minutes for an address without a cluster.
+            place = (host.strip("[]"), int(port))
+            socket.create_connection(place, timeout=_SECONDS_TO_CONNECT).close()
+        with _signal_handlers_kept():
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    # Ray raises a cluster's problems as errors of many unrelated classes.
+    except Exception as error:
+        raise ConfigError(
+            f"no ray cluster can be used at '{address or 'local'}' ({_reason(error)}): start "
+            "one with `ray start --head`, or have one for this run with --ray-address local"
+        ) from error
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Restore the SIGTERM handler that `ray.init` replaces: Ray's handler would end the process at
+    any moment, without a chance to clean up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Disable Ray's usage statistics for a cluster started in the block, and its messages about
+    failed blocks after the first, unless the user has set the environment variables."""
+    names = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+    added = {name: value for name, value in names.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) -> Encoded:
+    """Each piece with its tokens, in the order of the pieces."""
+    reference = ray.put(tokenizer.backend.to_str())
+    task = ray.remote(_encode_block)
+    #: The blocks that are being encoded, each with the reference to its result.
+    waiting: deque[tuple[list[TextPiece], Any]] = deque()
+    try:
+        for block in batches(pieces, _BLOCK_CHARACTERS):
+            texts = [piece.text for piece in block]
+            waiting.append((block, task.remote(texts, reference, tokenizers.__version__)))
+            # The size of a cluster may change.
+            processors = int(ray.cluster_resources().get("CPU", 1))
+            if len(waiting) >= max(1, min(_BLOCKS_PER_CPU * processors, _MAX_BLOCKS)):
+                yield from _oldest(waiting, ray)
+        while waiting:
+            yield from _oldest(waiting, ray)
+    finally:
+        for _, result in waiting:
+            ray.cancel(result)
+        # Their errors are Ray's to report as soon as nothing refers to them.
+        waiting.clear()
+
+
+def _oldest(
+    waiting: deque[tuple[list[TextPiece], Any]], ray: Any
+) -> Iterator[tuple[TextPiece, TokenArray]]:
+    """Wait for the oldest block, and remove it: each of its pieces with its tokens."""
+    block, reference = waiting[0]
+    try:
+        is_good, result = ray.get(reference)
+    # The cluster, and tasks on nodes that lack a package, fail with errors of many classes.
+    except Exception as error:
+        raise DataError(
+            f"the ray cluster failed ({_reason(error)}): see that its nodes run, and have "
+            "firstlight[ray] and memory for one more process on each processor"
+        ) from error
+    if not is_good:
+        raise result
+    waiting.popleft()
+    return zip(block, result, strict=True)
+
+
+def _encode_block(
+    texts: list[str], tokenizer_json: str, release: str
+) -> tuple[bool, list[TokenArray] | DataError]:
+    """Encode a block on a node: see `_answer`.
+
+    Args:
+        texts: the block.
+        tokenizer_json: the result of `Tokenizer.backend.to_str()`.
+        release: the required release of `tokenizers`.
+    """
+    if tokenizers.__version__ != release:
+        return False, DataError(
+            f"node {platform.node()} has tokenizers {tokenizers.__version__}, this machine "
+            f"{release}, which may split texts otherwise: install the same release on all nodes"
+        )
+    return _answer(texts, _tokenizer_from_json(tokenizer_json))
+
+
+def _reason(error: Exception) -> str:
+    """One line with the cause of an error. Ray's errors are tracebacks of another process, in which
+    the original exception comes first."""
+    first = str(error).partition("The above exception was the direct cause")[0]
+    lines = [line.strip() for line in first.splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

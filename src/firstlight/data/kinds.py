@@ -29,10 +29,14 @@ class FileKind(NamedTuple):
         name: name of the kind with its article, for messages.
         remedy: advice on how to get a text file, with the placeholders {file} (the file), {text} (a
             text file beside it), {lines} (a JSONL file) and {folder} (a folder beside it).
+        endings: endings of such files.
+        first_bytes: pattern of the first bytes of such files; b"" if the bytes don't show the kind.
     """
 
     name: str
     remedy: str
+    endings: str = ""
+    first_bytes: bytes = b""
 
     def advice(self, path: Path) -> str:
         """The remedy for the file `path`, with paths quoted for a shell."""
@@ -45,125 +49,88 @@ class FileKind(NamedTuple):
         return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
 
 
-_PDF = FileKind("a PDF document", "make text of it with pdftotext {file} {text}")
-_DOCX, _ODT, _EPUB, _HTML, _RTF = (
-    FileKind(name, f"make text of it with pandoc -f {form} {{file}} -t plain -o {{text}}")
-    for name, form in (
-        ("a Word document", "docx"),
-        ("an OpenDocument text", "odt"),
-        ("an e-book", "epub"),
-        ("a web page", "html"),
-        ("a document in rich text format", "rtf"),
-    )
-)
-_SHEET = FileKind(
-    "a spreadsheet",
-    "save it as CSV in a spreadsheet program, and name the column of the text with --text-key",
-)
-_SLIDES = FileKind("a presentation", "save it as PDF, and make text of that with pdftotext")
-_OLD_OFFICE = FileKind(
-    "a document of an older Office program",
-    "make text of it with soffice --headless --convert-to txt {file}",
-)
-_ZIP, _TAR, _7Z, _RAR = (
-    FileKind(name, f"unpack it with {command}, and name that folder")
-    for name, command in (
-        ("a ZIP archive", "unzip {file} -d {folder}"),
-        ("a tar archive", "mkdir {folder} && tar -xf {file} -C {folder}"),
-        ("a 7z archive", "7z x {file} -o{folder}"),
-        ("a RAR archive", "unrar x {file} {folder}/"),
-    )
-)
-_GZIP, _BZIP2, _ZSTD, _XZ = (
-    FileKind("a compressed file", f"unpack it with {tool} -dc < {{file}} > {{text}}")
-    for tool in ("gzip", "bzip2", "zstd", "xz")
-)
-_IMAGE = FileKind("an image", "leave it out, or have its letters read by tesseract {file} {folder}")
-_SOUND = FileKind("a recording", "leave it out, or write down first what is spoken in it")
-_SQLITE = FileKind(
-    "an SQLite database",
-    "export its text with sqlite3 -header -csv {file} 'select COLUMN as text from TABLE' > OUT.csv",
-)
-_PARQUET = FileKind("a Parquet table", "let its name end in .parquet")
-_ARRAY, _PROGRAM, _BINARY = (
-    FileKind(name, "leave it out") for name in ("a file of numbers", "a program", "a binary file")
-)
+_TEXT_BY = "make text of it with "
+_PANDOC = f"{_TEXT_BY}pandoc -f %s {{file}} -t plain -o {{text}}"
+_SHEET = "save it as CSV in a spreadsheet program, and name the column of the text with --text-key"
+_SLIDES = "save it as PDF, and make text of that with pdftotext"
+_UNPACKED_BY = "unpack it with %s, and name that folder"
+_COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
+#: First bytes of a ZIP file with an OpenDocument of some kind, and with a folder of some name.
+_OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
+_FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
+
+_PDF = FileKind("a PDF document", f"{_TEXT_BY}pdftotext {{file}} {{text}}", ".pdf", rb"%PDF-")
+_BINARY = FileKind("a binary file", "leave it out")
 #: The kind of text files with any ending that is not of another kind.
 OTHER_TEXT = FileKind("text", "")
-_NOTEBOOK = FileKind("a notebook", "make text of it with jupyter nbconvert --to markdown {file}")
+#: Kinds of files; a file is of the first one whose pattern matches.
+_KINDS = (
+    _PDF,
+    FileKind("a notebook", f"{_TEXT_BY}jupyter nbconvert --to markdown {{file}}", ".ipynb"),
+    FileKind("an e-book", _PANDOC % "epub", ".epub", rb"PK\x03\x04.*mimetypeapplication/epub"),
+    FileKind("an OpenDocument text", _PANDOC % "odt", ".odt", _OPEN_DOCUMENT + b"text"),
+    FileKind("a spreadsheet", _SHEET, ".ods", _OPEN_DOCUMENT + b"spreadsheet"),
+    FileKind("a presentation", _SLIDES, ".odp", _OPEN_DOCUMENT + b"presentation"),
+    FileKind("a Word document", _PANDOC % "docx", ".docx .docm", _FOLDER + b"word/"),
+    FileKind("a spreadsheet", _SHEET, ".xlsx .xls .xlsm", _FOLDER + b"xl/"),
+    FileKind("a presentation", _SLIDES, ".pptx .ppt", _FOLDER + b"ppt/"),
+    FileKind("a web page", _PANDOC % "html", ".html .htm .xhtml"),
+    FileKind("a document in rich text format", _PANDOC % "rtf", ".rtf"),
+    FileKind(
+        "a document of an older Office program",
+        f"{_TEXT_BY}soffice --headless --convert-to txt {{file}}",
+        ".doc",
+        rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+    ),
+    FileKind("a ZIP archive", _UNPACKED_BY % "unzip {file} -d {folder}", ".zip", rb"PK\x03\x04"),
+    FileKind(
+        "a tar archive",
+        _UNPACKED_BY % "mkdir {folder} && tar -xf {file} -C {folder}",
+        ".tar .tgz .tbz2 .txz .tar.gz .tar.bz2 .tar.xz .tar.zst",
+        rb".{257}ustar",
+    ),
+    FileKind(
+        "a 7z archive", _UNPACKED_BY % "7z x {file} -o{folder}", ".7z", rb"7z\xbc\xaf\x27\x1c"
+    ),
+    FileKind("a RAR archive", _UNPACKED_BY % "unrar x {file} {folder}/", ".rar", rb"Rar!\x1a\x07"),
+    FileKind(_COMPRESSED, _PIPED_BY % "gzip", ".gz", rb"\x1f\x8b"),
+    FileKind(_COMPRESSED, _PIPED_BY % "bzip2", ".bz2", rb"BZh"),
+    FileKind(_COMPRESSED, _PIPED_BY % "zstd", ".zst", rb"\x28\xb5\x2f\xfd"),
+    FileKind(_COMPRESSED, _PIPED_BY % "xz", ".xz", rb"\xfd7zXZ\x00"),
+    FileKind(
+        "an image",
+        "leave it out, or have its letters read by tesseract {file} {folder}",
+        ".png .jpg .jpeg .gif .webp .tif .tiff .bmp .heic .ico",
+        rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|.{8}WEBP|II\*\x00|MM\x00\*",
+    ),
+    FileKind(
+        "a recording",
+        "leave it out, or write down first what is spoken in it",
+        ".mp3 .wav .ogg .flac .m4a .mp4 .mkv .avi .mov .webm",
+        rb".{8}WAVE|ID3|OggS|fLaC|.{4}ftyp",
+    ),
+    FileKind(
+        "an SQLite database",
+        "export its text with sqlite3 -header -csv {file} 'select COLUMN as text from TABLE' > "
+        "OUT.csv",
+        ".sqlite .sqlite3",
+        rb"SQLite format 3\x00",
+    ),
+    FileKind("a Parquet table", "let its name end in .parquet", "", rb"PAR1"),
+    FileKind(
+        "a file of numbers",
+        "leave it out",
+        ".npy .npz .pt .pth .safetensors .gguf .h5",
+        rb"\x93NUMPY|\x89HDF",
+    ),
+    FileKind("a program", "leave it out", ".exe .dll .so .o .pyc .class", rb"\x7fELF|MZ"),
+)
 _LINES = FileKind("JSON with one record a line", "let its name end in .jsonl")
 _JSON = FileKind(
     "JSON, of which texts are read one a line",
     "make a file of lines with jq -c '.[]' {file} > OUT.jsonl",
 )
-
-#: (offset, bytes at this offset, kind). For a ZIP file, `_IN_ZIP` is searched, too.
-_SIGNATURES = (
-    (0, b"%PDF-", _PDF),
-    (0, b"PK\x03\x04", _ZIP),
-    (0, b"\x1f\x8b", _GZIP),
-    (0, b"BZh", _BZIP2),
-    (0, b"\x28\xb5\x2f\xfd", _ZSTD),
-    (0, b"\xfd7zXZ\x00", _XZ),
-    (0, b"7z\xbc\xaf\x27\x1c", _7Z),
-    (0, b"Rar!\x1a\x07", _RAR),
-    (257, b"ustar", _TAR),
-    (0, b"\x89PNG\r\n", _IMAGE),
-    (0, b"\xff\xd8\xff", _IMAGE),
-    (0, b"GIF8", _IMAGE),
-    (8, b"WEBP", _IMAGE),
-    (0, b"II*\x00", _IMAGE),
-    (0, b"MM\x00*", _IMAGE),
-    (8, b"WAVE", _SOUND),
-    (0, b"ID3", _SOUND),
-    (0, b"OggS", _SOUND),
-    (0, b"fLaC", _SOUND),
-    (4, b"ftyp", _SOUND),
-    (0, b"SQLite format 3\x00", _SQLITE),
-    (0, b"PAR1", _PARQUET),
-    (0, b"\x93NUMPY", _ARRAY),
-    (0, b"\x89HDF", _ARRAY),
-    (0, b"\x7fELF", _PROGRAM),
-    (0, b"MZ", _PROGRAM),
-    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _OLD_OFFICE),
-)
-#: (pattern of the first entries of a ZIP file, the kind of such a file).
-_IN_ZIP = (
-    (rb"mimetypeapplication/epub", _EPUB),
-    (rb"mimetypeapplication/vnd\.oasis\.opendocument\.text", _ODT),
-    (rb"mimetypeapplication/vnd\.oasis\.opendocument\.spreadsheet", _SHEET),
-    (rb"mimetypeapplication/vnd\.oasis\.opendocument\.presentation", _SLIDES),
-    (rb"PK\x03\x04.{26}word/", _DOCX),
-    (rb"PK\x03\x04.{26}xl/", _SHEET),
-    (rb"PK\x03\x04.{26}ppt/", _SLIDES),
-)
-
-_ENDINGS = {
-    _PDF: ".pdf",
-    _NOTEBOOK: ".ipynb",
-    _DOCX: ".docx .docm",
-    _ODT: ".odt",
-    _EPUB: ".epub",
-    _HTML: ".html .htm .xhtml",
-    _RTF: ".rtf",
-    _SHEET: ".xlsx .xls .xlsm .ods",
-    _SLIDES: ".pptx .ppt .odp",
-    _OLD_OFFICE: ".doc",
-    _ZIP: ".zip",
-    _TAR: ".tar .tgz .tbz2 .txz .tar.gz .tar.bz2 .tar.xz .tar.zst",
-    _7Z: ".7z",
-    _RAR: ".rar",
-    _GZIP: ".gz",
-    _BZIP2: ".bz2",
-    _ZSTD: ".zst",
-    _XZ: ".xz",
-    _IMAGE: ".png .jpg .jpeg .gif .webp .tif .tiff .bmp .heic .ico",
-    _SOUND: ".mp3 .wav .ogg .flac .m4a .mp4 .mkv .avi .mov .webm",
-    _SQLITE: ".sqlite .sqlite3",
-    _ARRAY: ".npy .npz .pt .pth .safetensors .gguf .h5",
-    _PROGRAM: ".exe .dll .so .o .pyc .class",
-}
-_BY_ENDING = {ending: kind for kind, names in _ENDINGS.items() for ending in names.split()}
+_BY_ENDING = {ending: kind for kind in _KINDS for ending in kind.endings.split()}
 
 #: End of a jq program: conversations whose roles take turns and that end with an answer.
 _UNTIL_ANSWER = (
@@ -225,11 +192,8 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
     # A text may begin with the letters of a signature; it has no control characters.
     if not _control_characters(head):
         return None
-    for offset, signature, kind in _SIGNATURES:
-        if head.startswith(signature, offset):
-            inner = (one for name, one in _IN_ZIP if kind is _ZIP and re.search(name, head, re.S))
-            return next(inner, kind)
-    return None
+    kinds = (kind for kind in _KINDS if kind.first_bytes)
+    return next((kind for kind in kinds if re.match(kind.first_bytes, head, re.DOTALL)), None)
 
 
 def is_binary(head: bytes) -> bool:

@@ -206,7 +206,9 @@ class TokenLoader:
         assert workers >= 0
         assert prefetch > 0
         dataset.require_row(seq_len)
-        self.dataset, self.seq_len, self.seed = dataset, seq_len, seed
+        self.dataset = dataset
+        self.seq_len = seq_len
+        self.seed = seed
         self.micro_batch_size, self.document_masking = micro_batch_size, document_masking
         self.rank, self.global_rows = rank, micro_batch_size * world_size
         self.prefetch, self.pin_memory = prefetch, pin_memory

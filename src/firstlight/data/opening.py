@@ -1,8 +1,9 @@
 """Opening of text files: decompression and decoding.
 
 UTF-8, and UTF-16 and UTF-32 with a byte-order mark (BOM), are read; the BOM is never part of the
-text. A file in any other encoding is refused with the command that converts it. The command names
-the encoding if it can be detected (`likely_encoding`).
+text. A file in any other encoding is refused with the command that converts it, because a wrong
+guess would change a text without notice. The command names the encoding if it can be detected
+(`likely_encoding`).
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import functools
 import gzip
 import importlib
 import io
+import lzma
 import re
 import shlex
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
-from firstlight.data.encodings import likely_encoding
 from firstlight.data.kinds import HEAD_BYTES, binary_file, is_binary, kind_by_bytes
 from firstlight.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from charset_normalizer import CharsetMatch
 
 #: A file may unpack to the larger of this number of bytes and this multiple of its own size. Text
 #: has 3 to 10 times its compressed bytes, log files up to 50 times.
@@ -48,6 +53,7 @@ _MARKS = (
 _PROGRAMS = {
     ".gz": ("gzip -dc", "gzip"),
     ".bz2": ("bzip2 -dc", "bzip2"),
+    ".xz": ("xz -dc", "xz"),
     ".zst": ("zstd -dc", "zstd"),
 }
 
@@ -69,7 +75,7 @@ def head_of(path: Path) -> bytes:
     """The first `HEAD_BYTES` bytes of a file, decompressed.
 
     Raises:
-        OSError, EOFError, zlib.error: the file can't be read or decompressed.
+        OSError, EOFError: the file can't be read or decompressed.
     """
     with open_compressed(path) as file:
         return file.read(HEAD_BYTES)
@@ -88,54 +94,109 @@ def encoding_of(head: bytes, path: Path) -> str:
         return marked
     if (kind := kind_by_bytes(head)) is not None:
         raise EncodingProblem("binary", binary_file(path, kind))
-    if (found := _without_mark(head)) is not None:
-        raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
-    if is_binary(head):
-        if (found := _without_zeros(head)) is not None:
-            raise EncodingProblem("bad_utf8", f"the file is {found.upper()}{_advice(path, found)}")
+    # UTF-16 and UTF-32 have many zeros, or other bytes that texts in UTF-8 don't have.
+    looks_binary = is_binary(head)
+    if looks_binary or 4 * head.count(0) > len(head):
+        matches = _matches(head[: len(head) // 4 * 4], _WIDE) or _matches(head, _WIDE)
+        if matches:
+            found = _iconv_name(matches[0].encoding)
+            raise EncodingProblem("bad_utf8", f"the file is {found}{_advice(path, found)}")
+    if looks_binary:
         raise EncodingProblem("binary", binary_file(path))
     return "utf-8-sig"
 
 
-def _without_mark(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 without a BOM, detected from the zero bytes of its ASCII characters; None if
-    the bytes show neither."""
-    for width, names in ((4, ("utf-32le", "utf-32be")), (2, ("utf-16le", "utf-16be"))):
-        size = len(head) // width
-        zeros = [head[place::width].count(0) for place in range(width)]
-        if size < 2:
-            continue
-        # An ASCII character's own byte is the first one in little-endian, the last in big-endian.
-        # Every other byte must be zero in a third of the characters, and ten times as often as the
-        # own byte.
-        for name, others, own in (
-            (names[0], zeros[1:], zeros[0]),
-            (names[1], zeros[:-1], zeros[-1]),
-        ):
-            if min(others) > max(size // 3, 10 * own):
-                return name
-    return None
-
-
-#: Characters of texts that are not in the Latin alphabet, from Greek to Thai and of East Asia.
-_USUAL = re.compile(
-    r"[\t\n\r -~\u0370-\u0e7f\u2010-\u2026\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef]"
+#: Python's names of the encodings that are looked for: those of 16 and 32 bits, those of other
+#: alphabets than the Latin one, and those of the Latin one.
+_WIDE = ("utf_32_le", "utf_32_be", "utf_16_le", "utf_16_be")
+_NOT_LATIN = tuple(
+    "cp932 euc_jp gb18030 big5 cp949 cp1251 koi8_r cp866 cp1253 cp1255 cp1256 cp874".split()
 )
-#: Those of them that any hundred characters of such a text have: spaces, or kana, Hangul and East
-#: Asian punctuation.
-_FREQUENT = re.compile(r"[ \u3000-\u30ff\uac00-\ud7af\uff00-\uffef]")
+_LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 mac_roman iso8859_2".split())
+#: Fewest bytes outside ASCII by which an encoding is told, and by how much other encodings must be
+#: worse in charset-normalizer's measure of disorder.
+_LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
+#: Bytes of ASCII before the first other byte of a file that are looked at, too.
+_CONTEXT_BYTES = 1000
+#: Bytes in Windows-1252 of the non-ASCII characters of German, French, Spanish, Portuguese,
+#: Italian, Dutch and Scandinavian texts. Letters whose byte is another letter in Windows-1250 or
+#: Windows-1254 are left out.
+_WESTERN = set(
+    "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
+        "cp1252"
+    )
+)
+#: The declaration of a Python file's encoding (PEP 263), in its first or second line.
+_DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 
-def _without_zeros(head: bytes) -> str | None:
-    """UTF-16 without a BOM of a text whose few ASCII characters don't show it; None if it is
-    something else."""
-    size = len(head) // 2
-    for name in ("utf-16le", "utf-16be"):
-        text = head[: 2 * size].decode(name, "ignore")
-        usual, frequent = (len(one.findall(text)) for one in (_USUAL, _FREQUENT))
-        if usual >= 0.95 * size and frequent >= 0.01 * size:
-            return name
-    return None
+@functools.lru_cache(maxsize=8)
+def likely_encoding(path: Path) -> str | None:
+    """iconv's name of the encoding of a text file that is not valid UTF-8; None if it is uncertain.
+
+    Detected are the encoding that a Python file declares, UTF-8 with a few invalid bytes, the usual
+    encodings of other alphabets than the Latin one, and Windows-1252 (which includes ISO-8859-1).
+    """
+    with open_compressed(path) as file:
+        head = content = file.read(HEAD_BYTES)
+        while content.isascii() and (block := file.read(HEAD_BYTES)):
+            content = content[-_CONTEXT_BYTES:] + block
+        content += file.read(HEAD_BYTES)
+    declared = _DECLARED.match(head)
+    if declared is not None and (name := _known(declared[1].decode("ascii", "replace"))):
+        return _iconv_name(name)
+    text = content.decode("utf-8", "replace")
+    if sum(character > "\x7f" for character in text) > 3 * text.count("\ufffd"):
+        return "UTF-8"
+    # Without the last line, which may be cut inside a character.
+    content = content[: content.rfind(b"\n") + 1] or content
+    high = [byte for byte in content if byte > 0x7F]
+    matches = _matches(content, (*_NOT_LATIN, *_LATIN)) if len(high) >= _LEAST_BYTES else []
+    if matches and (best := matches[0]).encoding in _NOT_LATIN:
+        others = [match for match in matches if str(match) != str(best)]
+        is_clear = all(match.chaos >= best.chaos + _LEAST_DISTANCE for match in others)
+        return _iconv_name(best.encoding) if is_clear else None
+    return _western(content, high)
+
+
+def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]:
+    """The encodings in which a content is text, best first."""
+    from charset_normalizer import from_bytes
+
+    found = from_bytes(
+        content, cp_isolation=list(encodings), preemptive_behaviour=False, enable_fallback=False
+    )
+    return list(found)
+
+
+def _iconv_name(encoding: str) -> str:
+    """iconv's name of an encoding, from Python's: UTF-16LE from utf_16_le."""
+    return re.sub("_([LB]E)$", r"\1", encoding.upper()).replace("_", "-")
+
+
+def _known(name: str) -> str | None:
+    """Python's name of a declared encoding; None if the encoding is unknown, or is UTF or ASCII,
+    which can't be true of a text that is not valid UTF-8."""
+    try:
+        found = codecs.lookup(name).name
+    except LookupError:
+        return None
+    return None if found.startswith("utf") or found == "ascii" else found
+
+
+def _western(content: bytes, high: Sequence[int]) -> str | None:
+    """Windows-1252, detected from single accented letters among unaccented letters: for French and
+    German, charset-normalizer prefers Windows-1250.
+
+    Args:
+        content: the text.
+        high: its bytes outside ASCII.
+    """
+    letters = len(re.findall(rb"[A-Za-z]", content))
+    is_alone = len(high) < letters / 2 + 1 and not re.search(rb"[\x80-\xff]{4}", content)
+    # Inside a word, these bytes are letters in MS-DOS code pages and in Mac OS Roman.
+    is_inside = re.search(rb"[a-z][\x80-\x91\x93-\x9b\x9d-\x9f][a-z]", content)
+    return "WINDOWS-1252" if is_alone and not is_inside and set(high) <= _WESTERN else None
 
 
 def decoded(content: bytes, path: Path) -> str:
@@ -166,9 +227,8 @@ def decoded_utf8(content: bytes, path: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        advice = _advice(path, likely_encoding(content[: 1 << 20]))
-        detail = f"byte 0x{content[error.start]:02x} is not UTF-8{advice}"
-        raise EncodingProblem("bad_utf8", detail, line) from error
+        problem = bad_byte(content[error.start], path)
+        raise EncodingProblem("bad_utf8", problem, line) from error
 
 
 def largest_document(path: Path) -> int:
@@ -268,17 +328,12 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
 def bad_byte(byte: int, path: Path) -> str:
     """The message about a byte of a file that is not UTF-8, with the command that converts the
     file."""
-    return f"byte 0x{byte:02x} is not UTF-8{_advice(path, _likely_encoding_of(path))}"
-
-
-@functools.lru_cache(maxsize=8)
-def _likely_encoding_of(path: Path) -> str | None:
-    return likely_encoding(head_of(path))
+    return f"byte 0x{byte:02x} is not UTF-8{_advice(path, likely_encoding(path))}"
 
 
 def _advice(path: Path, encoding: str | None) -> str:
     """The command that converts a file to UTF-8, as the end of a message."""
-    name = "ENCODING" if encoding is None else encoding.upper()
+    name = encoding or "ENCODING"
     # "-c" drops the invalid bytes of a file that is UTF-8 otherwise.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
     read, write = shlex.quote(str(path)), shlex.quote(str(_converted(path)))
@@ -303,16 +358,17 @@ def _converted(path: Path) -> Path:
 
 
 def open_compressed(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed according to its ending (.gz, .bz2, .zst).
+    """Open a file for reading, decompressed according to its ending (.gz, .bz2, .xz, .zst).
 
     Raises:
-        OSError: the file can't be opened; or, from a later read, it unpacks to far more than text
-            does (see `require_unpacked_size`).
+        OSError: the file can't be opened; or, from a later read, it is damaged, or unpacks to far
+            more than text does (see `require_unpacked_size`).
+        EOFError: from a later read, the file is truncated.
         MissingDependencyError: the package for .zst is not installed.
     """
     suffix = path.suffix.lower()
     zstandard = optional("zstandard", f"reading {path}") if suffix == ".zst" else None
-    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open}
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     file = openers.get(suffix, open)(path, "rb")
     if suffix not in _PROGRAMS:
         return cast("IO[bytes]", file)
@@ -353,10 +409,13 @@ def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
     """`chunks`, the decompressed content of the file at `path`, limited by
     `require_unpacked_size`."""
     total = 0
-    for chunk in chunks:
-        total += len(chunk) + _LINE_BYTES * chunk.count(b"\n")
-        require_unpacked_size(path, total)
-        yield chunk
+    try:
+        for chunk in chunks:
+            total += len(chunk) + _LINE_BYTES * chunk.count(b"\n")
+            require_unpacked_size(path, total)
+            yield chunk
+    except (zlib.error, lzma.LZMAError) as error:
+        raise OSError(str(error)) from error
 
 
 def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
@@ -402,6 +461,23 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
         raise OSError(str(error)) from error
     if frame is not None:
         raise EOFError("the compressed file is cut short")
+
+
+#: Bytes that are compressed at a time: xz takes a fifth of a second for these of a genome.
+_COMPRESSED_BYTES = 1 << 16
+
+
+class Compressor(Protocol):
+    """A compressor of zlib or lzma."""
+
+    def compress(self, data: bytes, /) -> bytes: ...
+
+
+def compress(compressor: Compressor, data: bytes) -> int:
+    """Compress data in small parts, because a signal is handled only between two calls of zlib or
+    lzma; return the number of compressed bytes, without those that `compressor` still holds."""
+    starts = range(0, len(data), _COMPRESSED_BYTES)
+    return sum(len(compressor.compress(data[at : at + _COMPRESSED_BYTES])) for at in starts)
 
 
 def optional(package: str, purpose: str, extra: str = "data") -> Any:

@@ -2,6 +2,9 @@
 
 The result depends on the inputs, the tokenizer and the options, not on the engine or the number of
 processes: documents are encoded by any free process, and written in the order they were read.
+
+`random:TOKENS[:SEED]` in place of texts prepares random tokens, for measurements of speed and
+memory. They are written as a prepared folder, so every command for one accepts them.
 """
 
 from __future__ import annotations
@@ -19,15 +22,21 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 from rich.progress import TextColumn
 
-from firstlight.console import progress_bar, say
-from firstlight.data import ray_engine
+from firstlight.console import parse_count, progress_bar, say
 from firstlight.data.cleaning import ChangeCounts
 from firstlight.data.conversations import BadRecordError
-from firstlight.data.cutting import compress, cut_tail, within_tokens
-from firstlight.data.encoding import Encode, Encoded, TextPiece, encode, encode_in_order
-from firstlight.data.random_tokens import prepare_random, requested_tokens
+from firstlight.data.encoding import (
+    Encode,
+    Encoded,
+    TextPiece,
+    encode,
+    encode_in_order,
+    ray_encoder,
+)
+from firstlight.data.opening import compress
 from firstlight.data.records import (
     REASONS,
     Record,
@@ -35,6 +44,7 @@ from firstlight.data.records import (
     mark_of,
     nothing_read,
     read_documents,
+    with_words,
 )
 from firstlight.data.shards import TokenArray
 from firstlight.data.sources import (
@@ -63,6 +73,10 @@ _SMALL_CORPUS_BYTES = 16 << 20
 #: Most characters that `look_ahead` holds in memory. If they are fewer than 1/fraction documents,
 #: the corpus counts as one of few documents.
 _LOOKAHEAD_CHARACTERS = 1 << 28
+#: Beginning of the input that means random tokens.
+_RANDOM_PREFIX = "random:"
+#: Random tokens of a document, its separators included; the last one of a split may be shorter.
+_DOCUMENT_TOKENS = 1024
 
 
 def prepare(
@@ -189,7 +203,7 @@ def _encoder(
     max_tokens: int | None,
 ) -> AbstractContextManager[Encode]:
     if engine == "ray":
-        return ray_engine.encoder(tokenizer, ray_address)
+        return ray_encoder(tokenizer, ray_address)
     if workers is None:
         small = sum(source.size for source in sources) < _SMALL_CORPUS_BYTES
         workers = 1 if small else usable_cpus()
@@ -251,7 +265,9 @@ class _Preparation:
     """
 
     def __init__(self, writer: CorpusWriter, chosen: _Selection) -> None:
-        self.writer, self.tokenizer, self.dtype = writer, writer.tokenizer, writer.dtype
+        self.writer = writer
+        self.tokenizer = writer.tokenizer
+        self.dtype = writer.dtype
         self.fraction, self.split_of = chosen.fraction, chosen.split_of
         self.max_documents, self.max_tokens = chosen.max_documents, chosen.max_tokens
         self.has_val_inputs = False
@@ -293,7 +309,7 @@ class _Preparation:
         compressor = zlib.compressobj(9, wbits=31)
         with (
             progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
-            closing(read_documents(sources, text_key)) as records,
+            closing(with_words(read_documents(sources, text_key))) as records,
             closing(read_documents(held_out, text_key)) as others,
             closing(self._accepted(records, self.max_documents)) as documents,
             closing(self._accepted(others if held_out else ())) as validation,
@@ -339,7 +355,10 @@ class _Preparation:
             "cleaned": self.changes.record() or None,
         }
         return self.writer.finish(
-            *(self.written, self.fraction, self.split_by, unread),
+            self.written,
+            self.fraction,
+            self.split_by,
+            unread,
             gzip_bytes=self.gzip_bytes,
             **{name: value for name, value in further.items() if value is not None},
         )
@@ -387,7 +406,10 @@ class _Preparation:
         pieces = to_the_end()
         if self.max_tokens is not None:
             pieces = within_tokens(
-                *(pieces, self.max_tokens, self.fraction, self.separators),
+                pieces,
+                self.max_tokens,
+                self.fraction,
+                self.separators,
                 lambda text: encode([text], self.tokenizer)[0],
             )
         for piece, tokens in pieces:
@@ -470,3 +492,213 @@ class _Preparation:
         return np.concatenate(
             [np.array(before, self.dtype), *parts, np.array(after, self.dtype)], dtype=self.dtype
         )
+
+
+# Parts of documents
+
+
+def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
+    """(the text without its last `fraction`, that last part), cut after a line if one ends near.
+
+    Args:
+        text: the text.
+        fraction: share of the text's characters, from 0 to 1.
+    """
+    position = math.floor(len(text) * (1 - fraction))
+    # The search for a line end goes back until the second part would have twice its length.
+    line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1
+    position = line_end or position
+    return text[:position], text[position:]
+
+
+def within_tokens(
+    encoded: Iterable[tuple[TextPiece, TokenArray]],
+    max_tokens: int,
+    val_fraction: Fraction,
+    separators: int,
+    encode: Callable[[str], TokenArray],
+) -> Iterator[tuple[TextPiece, TokenArray]]:
+    """The pieces that fit into `max_tokens`; iteration ends once both splits are full.
+
+    Args:
+        encoded: each piece with its tokens, in order.
+        max_tokens: largest number of tokens of both splits together, separators included.
+        val_fraction: share of `max_tokens` for the validation split; with 0, that split has no
+            limit.
+        separators: number of separator tokens (bos, eos) that each document gets.
+        encode: the tokens of a text.
+
+    Yields:
+        (piece, tokens). The document that exceeds the limit of its split is cut at the limit, and
+        the piece with the cut has `last` set. Later documents of the split are left out.
+
+    Raises:
+        ConfigError: `max_tokens` leaves no room for text beside the separators of one document.
+    """
+    held_out = round(max_tokens * val_fraction)
+    left = {"train": max_tokens - held_out, "val": held_out}
+    open_splits = {split for split in left if left[split] > separators}
+    if not open_splits:
+        raise ConfigError(f"max_tokens {max_tokens} has no room for text: give more")
+    for piece, tokens in encoded:
+        split = piece.split
+        if split == "val" and not val_fraction:
+            yield piece, tokens
+            continue
+        if split not in open_splits:
+            continue
+        room = left[split] - separators
+        if len(tokens) > room:
+            text = longest_prefix(piece.text, room, len(tokens), lambda text: len(encode(text)))
+            piece, tokens = piece._replace(text=text, last=True), encode(text)
+            open_splits.remove(split)
+        if piece.text or not piece.first:
+            yield piece, tokens
+        left[split] -= len(tokens) + (separators if piece.last else 0)
+        if piece.last and left[split] <= separators:
+            open_splits.discard(split)
+        if not open_splits:
+            return
+
+
+def longest_prefix(text: str, room: int, tokens: int, count: Callable[[str], int]) -> str:
+    """The longest prefix of a text, in whole characters, with at most `room` tokens.
+
+    The prefix can have a few tokens fewer than `room`: the next character may be several tokens, or
+    may change how the characters before it are merged. It is found by bisection, as if more
+    characters never had fewer tokens.
+
+    Args:
+        text: the text.
+        room: largest number of tokens of the prefix, fewer than the text has.
+        tokens: number of tokens of the text.
+        count: a function that gives the number of tokens of a text.
+    """
+    # Starting from an estimate finds a short prefix without encoding all of a long text again.
+    fits, too_long = 0, len(text)
+    guess = room * len(text) // tokens + 16
+    while guess < too_long:
+        if count(text[:guess]) > room:
+            too_long = guess
+            break
+        fits, guess = guess, 2 * guess
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if count(text[:middle]) > room:
+            too_long = middle
+        else:
+            fits = middle
+    return text[:fits]
+
+
+# Random tokens
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """A request for random tokens.
+
+    Attributes:
+        name: the input as the user wrote it.
+        tokens: number of tokens of both splits together, separators included.
+        seed: seed of the random generator.
+    """
+
+    name: str
+    tokens: int
+    seed: int
+
+
+def requested_tokens(inputs: Sequence[object]) -> RandomTokens | None:
+    """The random tokens that the inputs request; None if they request none.
+
+    Raises:
+        InputError: random tokens are combined with other inputs, or their number or seed is not a
+            number.
+    """
+    name = next((str(one) for one in inputs if str(one).startswith(_RANDOM_PREFIX)), None)
+    if name is None:
+        return None
+    if len(inputs) > 1:
+        raise InputError(f"{name} can't be mixed with other inputs: prepare it alone")
+    number, _, seed = name.removeprefix(_RANDOM_PREFIX).partition(":")
+    try:
+        tokens = int(parse_count(number))
+        if tokens < 1 or not (seed or "0").isdecimal():
+            raise ConfigError("no number")
+    except ConfigError as error:
+        raise InputError(
+            f"{name} is not random:TOKENS[:SEED]: write for instance random:10M or random:10M:7"
+        ) from error
+    return RandomTokens(name, tokens, int(seed or "0"))
+
+
+def prepare_random(
+    drawn: RandomTokens,
+    tokenizer: Tokenizer,
+    out: Path,
+    val_fraction: Fraction,
+    overwrite: bool,
+    shard_tokens: int,
+) -> dict[str, Any]:
+    """Write shards of uniformly random tokens, in documents of 1,024 tokens; return the manifest.
+
+    The manifest's bytes of text are the sum of the bytes of each token alone. Control tokens occur
+    only between documents.
+
+    Args:
+        drawn: number of tokens, and seed.
+        tokenizer: the tokenizer, from whose vocabulary the tokens are drawn.
+        out: the folder to write.
+        val_fraction: share of the tokens that is held out for validation.
+        overwrite: replace `out` if it exists.
+        shard_tokens: tokens after which the next shard begins.
+
+    Raises:
+        StorageError: the disk is full or not writable.
+        InputError: the tokenizer has only control tokens.
+    """
+    vocabulary = set(tokenizer.backend.get_vocab(with_added_tokens=True).values())
+    plain = np.array(sorted(vocabulary - tokenizer.special_token_ids), np.int64)
+    if not len(plain):
+        raise InputError("the tokenizer has no tokens of text: take another one")
+    sizes = np.zeros(tokenizer.vocab_size, np.int64)
+    sizes[plain] = [len(tokenizer.decode([token]).encode()) for token in plain.tolist()]
+    held_out = round(drawn.tokens * val_fraction)
+    with new_folder(out, replace=overwrite, synced=True) as folder:
+        writer = CorpusWriter(folder, tokenizer, shard_tokens)
+        with writer.open():
+            for number, (split, count) in enumerate(
+                (("train", drawn.tokens - held_out), ("val", held_out))
+            ):
+                generator = np.random.default_rng([drawn.seed, number])
+                for document in _random_documents(count, plain, tokenizer, generator):
+                    text_bytes = int(sizes[document].sum())
+                    writer.write(split, document.astype(writer.dtype), text_bytes=text_bytes)
+        written = sum(count["documents"] for count in writer.counts.values())
+        split_by = "document" if held_out else "none"
+        return writer.finish(written, val_fraction, split_by, [], random_seed=drawn.seed)
+
+
+def _random_documents(
+    count: int,
+    plain: npt.NDArray[np.int64],
+    tokenizer: Tokenizer,
+    generator: np.random.Generator,
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Documents that have `count` tokens together: token ids, int64 [tokens of the document].
+
+    Args:
+        count: number of tokens, separators included.
+        plain: ids of the vocabulary's tokens that are not control tokens, int64 [ids].
+        tokenizer: the tokenizer, for the ids of the separators.
+        generator: the random generator, advanced by each document.
+    """
+    before = [tokenizer.bos_token_id] if tokenizer.add_bos else []
+    after = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    while count:
+        length = min(count, _DOCUMENT_TOKENS)
+        inner = max(length - len(before) - len(after), 0)
+        text = plain[generator.integers(len(plain), size=inner)]
+        yield np.concatenate([before, text, after]).astype(np.int64)[:length]
+        count -= length

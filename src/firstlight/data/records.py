@@ -15,13 +15,13 @@ import hashlib
 import itertools
 import json
 import math
-import re
-import zlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
+
+import pydantic_core
 
 from firstlight.data.cleaning import cleaned, split_documents
 from firstlight.data.conversations import BadRecordError
@@ -39,24 +39,19 @@ from firstlight.data.opening import (
     read_at_most,
     utf8_stream,
 )
-from firstlight.data.parquet import read_parquet
 from firstlight.data.sources import (
-    COMPRESSIONS,
     LINES_SUFFIXES,
-    TABLE_FILE_SUFFIXES,
+    TABLE_SUFFIXES,
     DataSource,
+    compressed,
     find_sources,
     holds_one_document,
     is_code,
 )
-from firstlight.data.tables import read_table, without_text
+from firstlight.data.tables import read_parquet, read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
 
-RECORD_SUFFIXES = (
-    *LINES_SUFFIXES,
-    *(".json" + compression for compression in COMPRESSIONS),
-    ".parquet",
-)
+RECORD_SUFFIXES = (*LINES_SUFFIXES, *compressed(".json"), ".parquet")
 
 #: Longest line of a JSONL file of records, and largest JSON file. A longer line is rejected without
 #: being read into memory; a larger JSON file, which would be read as a whole, is refused.
@@ -69,6 +64,9 @@ _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 _JSON_HEAD_BYTES = 1 << 20
 #: Bytes that a rejected document counts against `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
+#: Fraction of a text that consists of its common characters. Nothing is learned from a text with
+#: only one of them.
+COMMON_SHARE = 0.999
 
 #: Number of first records in which the kind of a source is looked for: some may be damaged.
 _TOLD_BY = 10
@@ -173,7 +171,9 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
             yield Record(source.name, number, row, is_line=False)
         return
     assert source.path is not None
-    path, name, ending = source.path, source.name, source.path.name.lower()
+    path = source.path
+    name = source.name
+    ending = source.path.name.lower()
     try:
         if ending.endswith(".parquet"):
             for line, found in read_parquet(path, name, text_key):
@@ -185,7 +185,7 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
                 yield from _read_lines(file, path, name, text_key)
             elif text_key is None:
                 yield from _read_list(file, path, name)
-            elif ending.endswith(TABLE_FILE_SUFFIXES):
+            elif ending.endswith(TABLE_SUFFIXES):
                 # The reader ends before the file is closed, even if its caller stops earlier.
                 with closing(read_table(file, path, text_key)) as rows:
                     for line, found in rows:
@@ -195,7 +195,7 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
                 yield from _read_text(file, path, source, text_key)
     except OSError as error:
         raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
-    except (EOFError, zlib.error) as error:
+    except EOFError as error:
         raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
 
 
@@ -203,57 +203,34 @@ def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
     """The value of `prepare --kind` that reads a source, detected from the fields of its first
     records; None for texts, and for a source that can't be read. Of a long JSON file, only the
     first MiB is read."""
-    damage = (OSError, EOFError, zlib.error, EncodingProblem)
+    damage = (OSError, EOFError, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
         path = source.path
         if path is not None and not path.name.lower().endswith((*LINES_SUFFIXES, ".parquet")):
             with open_compressed(path) as file:
                 head = file.read(_JSON_HEAD_BYTES)
             if len(head) == _JSON_HEAD_BYTES:
-                text = head.decode(encoding_of(head, path), "ignore").lstrip()
                 if exported_chats(head[:HEAD_BYTES]) is not None:
                     return None
-                return conversation_kind(_first_fields(text))
+                return _kind_of(_first_values(head.decode(encoding_of(head, path), "ignore")))
         with closing(read_records([source])) as records:
-            for record in itertools.islice(records, _TOLD_BY):
-                if isinstance(record.value, dict):
-                    return conversation_kind([str(key) for key in record.value])
+            return _kind_of(record.value for record in itertools.islice(records, _TOLD_BY))
     return None
 
 
-def _first_fields(text: str) -> list[str]:
-    """The fields of the only object, or the first one in a list, in JSON whose text may be
-    truncated; [] if there is no object among its first values."""
-    fields: list[str] = []
-    read = json.JSONDecoder().raw_decode
-    with contextlib.suppress(ValueError, RecursionError):
-        place = 0 if text.startswith("{") else _past(text, "[", 0)
-        for _ in range(_TOLD_BY):
-            if text.startswith("{", place):
-                break
-            _, place = read(text, place)
-            place = _past(text, ",", place)
-        place = _past(text, "{", place)
-        while True:
-            field, place = read(text, place)
-            place = _past(text, ":", place)
-            fields.append(str(field))
-            _, place = read(text, place)
-            # After the last field, "}" in place of "," raises the ValueError that ends the loop.
-            place = _past(text, ",", place)
-    return fields
+def _kind_of(values: Iterable[Any]) -> Literal["chat", "preference"] | None:
+    """The kind of the first object among the first records of a source."""
+    first = next((value for value in values if isinstance(value, dict)), {})
+    return conversation_kind([str(key) for key in first])
 
 
-def _past(text: str, mark: str, place: int) -> int:
-    """The position after the punctuation mark at `place` and the white space around the mark.
-
-    Raises:
-        ValueError: there is another character at `place`.
-    """
-    found = re.compile(rf"\s*{re.escape(mark)}\s*").match(text, place)
-    if found is None:
-        raise ValueError(f"no {mark} at character {place}")
-    return found.end()
+def _first_values(text: str) -> list[Any]:
+    """The only object, or the first values of a list, of JSON whose text may be truncated."""
+    try:
+        found = pydantic_core.from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return []
+    return found[:_TOLD_BY] if isinstance(found, list) else [found]
 
 
 def read_documents(
@@ -280,6 +257,34 @@ def read_documents(
                         left -= len(document.value.encode("utf-8"))
                 if left <= 0:
                     break
+
+
+def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
+    """The documents, read to the end only if they have more than one repeated character. Once they
+    do, no more characters are counted.
+
+    Raises:
+        InputError: 99.9 % of the text or more is one character.
+    """
+    character = ""
+    count = 0
+    total = 0
+    for document in documents:
+        if document.error is None and count >= COMMON_SHARE * total:
+            character = character or document.value[len(document.value) // 2]
+            count += document.value.count(character)
+            total += len(document.value)
+        yield document
+    if total and count >= COMMON_SHARE * total:
+        raise InputError(one_character(character, count / total))
+
+
+def one_character(character: str, share: float) -> str:
+    """The message about texts of which almost all is one repeated character."""
+    return (
+        f"{share:.1%} of the text is the one character {character!r}, from which nothing is "
+        "learned: give text with words"
+    )
 
 
 def mark_of(source: DataSource) -> tuple[int, int, int] | None:

@@ -5,38 +5,35 @@ hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials a
 configured as for the protocol's own program (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
 HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
 
-The cache is $FIRSTLIGHT_CACHE, otherwise $XDG_CACHE_HOME/firstlight, otherwise
-~/.cache/firstlight. In its folder data/, each corpus has a folder named by the hash of URL and
-manifest, so a corpus that was prepared again has another folder. A file appears there complete,
-with the size and SHA-256 of the manifest, or not at all. A correct file is not downloaded again.
+In the folder data/ of the cache (see `files.cache`), each corpus has a folder named by the hash of
+URL and manifest, so a corpus that was prepared again has another folder. A file appears there
+complete, with the size and SHA-256 of the manifest, or not at all. A correct file is not downloaded
+again. fsspec's own cache (`filecache::`) keeps damaged and truncated files without a message.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib
-import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from rich.progress import DownloadColumn, TransferSpeedColumn
 
-from firstlight.console import progress_bar, say
+from firstlight.console import progress_bar
 from firstlight.data.shards import MANIFEST_NAME, read_manifest
 from firstlight.errors import (
     DataError,
     MissingDependencyError,
     StorageError,
     TokenizerError,
-    describe_os_error,
     first_line,
 )
 from firstlight.files.atomic import (
@@ -48,6 +45,7 @@ from firstlight.files.atomic import (
     storage_errors,
     write_file,
 )
+from firstlight.files.cache import cache_folder, held
 from firstlight.tokenizer import Tokenizer
 
 _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -82,13 +80,6 @@ _Entry: TypeAlias = dict[str, Any]
 def is_url(location: str | Path) -> bool:
     """True if `location` is a URL, False if it is the path of a folder."""
     return _URL.match(str(location)) is not None
-
-
-def cache_folder() -> Path:
-    """The cache's folder: see the module's docstring."""
-    if own := os.environ.get("FIRSTLIGHT_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"
 
 
 def local_folder(
@@ -147,7 +138,10 @@ class _Store:
     are those of `system.open`."""
 
     def __init__(self, url: str, system: Any, root: str, options: dict[str, Any]) -> None:
-        self.url, self._system, self._root, self._options = url, system, root, options
+        self.url = url
+        self._system = system
+        self._root = root
+        self._options = options
 
     def parts(self, name: str) -> Generator[bytes, None, None]:
         """The bytes of a file, in chunks of at most 1 MiB.
@@ -348,7 +342,9 @@ def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None
     Raises:
         DataError, _TransferError: see `_Store.parts`; or the shard differs from the manifest.
     """
-    digest, received, shard = hashlib.sha256(), 0, f"{store.url}/{file['file']}"
+    digest = hashlib.sha256()
+    received = 0
+    shard = f"{store.url}/{file['file']}"
     with (
         replacing(folder / file["file"]) as target,
         contextlib.closing(store.parts(file["file"])) as parts,
@@ -365,32 +361,3 @@ def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None
             raise _TransferError(f"{shard} has {more} its {file['bytes']:,} bytes")
         if digest.hexdigest() != file["sha256"]:
             raise _TransferError(f"{shard} is damaged: its sha256 is not the manifest's")
-
-
-@contextlib.contextmanager
-def held(path: Path, work: str, progress: bool) -> Iterator[None]:
-    """Hold a lock of the cache, after waiting for any other process that holds it.
-
-    The lock is released at the end of the block, and by the kernel if the process ends (`flock`).
-
-    Args:
-        path: the lock file, which is created if necessary and never deleted.
-        work: the work under the lock, for the message "waiting for another process, which is ...".
-        progress: print this message while waiting.
-
-    Raises:
-        StorageError: the lock's file can't be made or locked.
-    """
-    with storage_errors(path):
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = open(os.open(path, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                say(f"waiting for another process, which is {work}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise StorageError(f"{path} can't be locked: {describe_os_error(error)}") from error
-        yield

@@ -201,7 +201,7 @@ class BlockFile:
     def _changed(self, problem: str) -> DataError:
         return DataError(
             f"{self.path} was {problem} while it was in use: restore it or prepare the corpus "
-            "again, then go on with --resume"
+            "again, then continue with --resume"
         )
 
 
@@ -299,7 +299,9 @@ class Shard:
         Raises:
             DataError: the offsets are damaged.
         """
-        held, ascending, ends = [], True, []
+        held = []
+        ascending = True
+        ends = []
         for start in range(0, self.num_documents + 1, _OFFSETS_AT_ONCE):
             part = self.offsets(start, start + _OFFSETS_AT_ONCE + 1)
             ascending = ascending and bool((part[1:] >= part[:-1]).all())

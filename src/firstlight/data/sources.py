@@ -30,28 +30,25 @@ TEXT_SUFFIXES = (
     *".txt .md .text .markdown .rst .adoc .org .tex .log .srt".split(),
     *_CODE_SUFFIXES,
 )
-TABLE_SUFFIXES = (".csv", ".tsv")
-COMPRESSIONS = ("", ".gz", ".zst", ".bz2")
-#: Endings of files with one record per line.
-LINES_SUFFIXES = tuple(
-    suffix + compression for suffix in (".jsonl", ".ndjson") for compression in COMPRESSIONS
-)
-SUFFIXES = (
-    *(
-        suffix + compression
-        for suffix in (*TEXT_SUFFIXES, *TABLE_SUFFIXES)
-        for compression in COMPRESSIONS
-    ),
-    *LINES_SUFFIXES,
-    ".parquet",
-)
-TABLE_FILE_SUFFIXES = tuple(suffix + end for suffix in TABLE_SUFFIXES for end in COMPRESSIONS)
+COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
+
+
+def compressed(*suffixes: str) -> tuple[str, ...]:
+    """Endings with those of compressed files after them."""
+    return tuple(suffix + compression for suffix in suffixes for compression in COMPRESSIONS)
+
+
+#: Endings of files with one record per line, and of tables.
+LINES_SUFFIXES, TABLE_SUFFIXES = compressed(".jsonl", ".ndjson"), compressed(".csv", ".tsv")
+#: Endings of files that hold several documents.
+_MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
+SUFFIXES = (*compressed(*TEXT_SUFFIXES), *_MANY_DOCUMENTS)
 #: The kinds of files that are read as texts, and as records, for messages.
 READ_KINDS = (
-    "text and code with any ending or none, .jsonl, .ndjson, .csv, .tsv (each may end in .gz, .bz2 "
-    "or .zst, too) and .parquet"
+    "text and code with any ending or none, .jsonl, .ndjson, .csv, .tsv (each may end in .gz, "
+    ".bz2, .xz or .zst, too) and .parquet"
 )
-_RECORD_KINDS = ".jsonl, .ndjson, .json (each may end in .gz, .bz2 or .zst, too) and .parquet"
+_RECORD_KINDS = ".jsonl, .ndjson, .json (each may end in .gz, .bz2, .xz or .zst, too) and .parquet"
 #: File in a prepared corpus with the names of the corpus's inputs.
 SOURCES_NAME = "sources.json"
 #: The input that means the source code of the running Python's standard library.
@@ -70,8 +67,6 @@ _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "di
 _UNPACKED = 3.0
 #: Largest text file that `limited_sources` takes whole or not at all.
 _WHOLE_BYTES = 1 << 20
-#: Endings of files that hold several documents.
-_MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_FILE_SUFFIXES, ".parquet")
 
 
 @dataclass(frozen=True)
@@ -176,18 +171,27 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
         if not _is_read(path, suffixes):
             raise InputError(_unread(path, suffixes))
         return [DataSource(name=item, path=path)]
-    if kind := special_kind(path):
-        raise InputError(special_input(item, kind))
     if any(character in item for character in "*?["):
         names = [name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
         files = [path for path in map(Path, sorted(names)) if _is_read(path, suffixes)]
         if not files:
             raise InputError(f"{item} matches no {_kinds(suffixes)}")
         return [DataSource(name=str(file), path=file) for file in files]
+    raise InputError(missing_input(item))
+
+
+def missing_input(item: str) -> str:
+    """The message about an input that is neither a file nor a folder, nor another kind of input."""
+    path = Path(item).expanduser()
+    if kind := special_kind(path):
+        return special_input(item, kind)
     if "://" in item:
-        raise InputError(url_input(item))
+        return url_input(item)
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise InputError(f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}")
+    return (
+        f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}: name files, folders, "
+        "globs, `stdlib` or `hf:NAME`"
+    )
 
 
 def url_input(item: str) -> str:
@@ -431,7 +435,9 @@ def _key(source: DataSource) -> str:
 
 def is_code(source: DataSource) -> bool:
     """True if a source is a file of source code."""
-    name = source.name.lower().removesuffix(".gz").removesuffix(".zst").removesuffix(".bz2")
+    name = source.name.lower()
+    stem, dot, ending = name.rpartition(".")
+    name = stem if dot + ending in COMPRESSIONS else name
     return source.path is not None and name.endswith(_CODE_SUFFIXES)
 
 

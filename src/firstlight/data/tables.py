@@ -1,4 +1,11 @@
-"""Reader of CSV and TSV files: each row is one document."""
+"""Readers of tables: CSV and TSV (`read_table`), where each row is a text, and Parquet
+(`read_parquet`), where each row is one object. The memory that reading takes is bounded.
+
+Parquet can store a value that many rows share once: in a column's dictionary of values, or as a
+common prefix of texts (DELTA_BYTE_ARRAY). So a small file can hold more text than fits into memory.
+Texts are therefore read as dictionaries (pyarrow's `read_dictionary`), whose rows share values in
+memory, too; of columns whose encoding does not allow that, fewer rows are read at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import io
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from firstlight.data.conversations import BadRecordError
 from firstlight.data.kinds import conversation_text
@@ -15,12 +22,22 @@ from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
     largest_document,
+    optional,
+    require_unpacked_size,
     utf8_stream,
 )
-from firstlight.errors import nearest
+from firstlight.errors import InputError, first_line, nearest
 
 #: Delimiters of .csv files. Spreadsheets write semicolons in locales whose decimal mark is a comma.
 _DELIMITERS = (",", ";", "\t")
+#: Most rows of a Parquet file that are read at a time.
+_BATCH_ROWS = 1024
+#: The rows of a batch of more bytes than this are converted to objects one at a time.
+_BATCH_BYTES = 1 << 24
+#: Most bytes of a column in a batch in which each row has its own copy of a value.
+_COPIED_BYTES = 1 << 26
+#: Bytes that a row, and an element of a list, count at least: in the file, they may take none.
+_ROW_BYTES, _PLACE_BYTES = 16, 4
 
 
 def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
@@ -177,3 +194,141 @@ def _undecoded(text: str) -> int | None:
         return None
     found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)
     return None if found is None else ord(found) - 0xDC00
+
+
+# Parquet
+
+
+def read_parquet(
+    path: Path, origin: str, text_key: str | None
+) -> Iterator[tuple[int, Any | BadRecordError]]:
+    """The rows of a Parquet file as objects.
+
+    Args:
+        path: the file.
+        origin: the file's name in messages.
+        text_key: the column that is read; None reads all columns.
+
+    Yields:
+        (number of the row, counted from 1; the row as {column: value}, or the reason why it is
+        rejected).
+
+    Raises:
+        InputError: the file is damaged.
+        OSError: the file can't be read, or unpacks to far more than text does (see
+            `require_unpacked_size`).
+        MissingDependencyError: pyarrow is not installed.
+    """
+    parquet = optional("pyarrow.parquet", f"reading {path}")
+    arrow = optional("pyarrow", f"reading {path}")
+    number = 0
+    try:
+        footer = parquet.read_metadata(path)
+        groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+        stored = sum(group.total_byte_size for group in groups)
+        require_unpacked_size(path, max(stored, _ROW_BYTES * footer.num_rows))
+        names = footer.schema.to_arrow_schema().names
+        if text_key is not None and text_key not in names:
+            yield 1, without_text(names, text_key, "column")
+            return
+        columns = None if text_key is None else [text_key]
+        most_rows, shared = _plan(path, footer, columns)
+        with parquet.ParquetFile(path, read_dictionary=shared) as file:
+            total = 0
+            for batch in file.iter_batches(batch_size=most_rows, columns=columns):
+                size = sum(_value_bytes(column, arrow) for column in batch.columns)
+                total += size
+                require_unpacked_size(path, total)
+                rows = 1 if size > _BATCH_BYTES else most_rows
+                for first in range(0, batch.num_rows, rows):
+                    for value in _batch_rows(batch.slice(first, rows)):
+                        number += 1
+                        yield number, value
+    except arrow.ArrowException as error:
+        raise InputError(
+            f"{origin} is not a readable Parquet file: {first_line(error)}: replace it, or leave "
+            "it out"
+        ) from error
+
+
+def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:
+    """The way to read a file in bounded memory.
+
+    Args:
+        path: the file.
+        footer: the file's metadata (`pyarrow.parquet.FileMetaData`).
+        columns: the columns that are read; None reads all columns.
+
+    Returns:
+        (number of rows that are read at a time, paths of the columns whose rows share values in
+        memory)
+
+    Raises:
+        InputError: no limit on the memory of a column can be given.
+        OSError: a column unpacks to far more than text does.
+    """
+    rows, shared = _BATCH_ROWS, []
+    for index in range(footer.num_columns):
+        leaf = footer.schema.column(index)
+        if columns is not None and leaf.path.partition(".")[0] not in columns:
+            continue
+        chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
+        values = max((chunk.num_values for chunk in chunks), default=0)
+        encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
+        if leaf.physical_type != "BYTE_ARRAY":
+            longest = _width(leaf)
+        elif "DELTA" not in encodings:  # pyarrow has no dictionaries for DELTA encodings
+            longest = 0
+            shared.append(leaf.path)
+        elif "DELTA_BYTE_ARRAY" in encodings:
+            longest = max(chunk.total_uncompressed_size for chunk in chunks)
+        else:
+            longest = 0
+        if leaf.max_repetition_level == 0:
+            rows = max(1, min(rows, _COPIED_BYTES // max(longest, 1)))
+        # A row may hold any number of values of a nested column, so a limit on rows does not help.
+        elif leaf.physical_type != "BYTE_ARRAY" or values * longest <= _COPIED_BYTES:
+            require_unpacked_size(path, values * max(longest, _PLACE_BYTES))
+        else:
+            raise InputError(
+                f"column {leaf.path} of {path} is stored as {encodings}, in which a small file can "
+                "take any memory: write it with other encodings"
+            )
+    return rows, shared
+
+
+def _width(leaf: Any) -> int:
+    """Bytes of a value of a column (`leaf`, a `ColumnSchema`) that does not hold texts."""
+    if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return int(leaf.length)
+    return 12 if leaf.physical_type == "INT96" else 8
+
+
+def _batch_rows(batch: Any) -> list[Any]:
+    """The rows of a batch as objects; a BadRecordError in place of a row with invalid UTF-8."""
+    arrow = optional("pyarrow", "reading Parquet")
+    # Converting dictionaries of texts takes much longer than converting texts.
+    for index, column in enumerate(batch.columns):
+        if arrow.types.is_dictionary(column.type):
+            batch = batch.set_column(index, batch.schema.names[index], column.dictionary_decode())
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [BadRecordError("bad_utf8", str(error))]
+        rows = [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
+    return rows
+
+
+def _value_bytes(column: Any, arrow: Any) -> int:
+    """Bytes of a column's values. A text that rows share is counted once for each row."""
+    kind = column.type
+    if arrow.types.is_dictionary(kind):
+        compute = optional("pyarrow.compute", "reading Parquet")
+        sizes = compute.binary_length(column.dictionary)
+        return compute.sum(sizes.take(column.indices).cast("int64")).as_py() or 0
+    if arrow.types.is_struct(kind):
+        return sum(_value_bytes(inner, arrow) for inner in column.flatten())
+    if arrow.types.is_nested(kind):
+        return _value_bytes(column.flatten(), arrow)
+    return int(column.nbytes)

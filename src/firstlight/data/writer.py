@@ -90,7 +90,9 @@ class ShardWriter:
         labelled: bool = False,
     ) -> None:
         self.shards: list[dict[str, Any]] = []
-        self._folder, self._split, self._dtype = folder, split, dtype
+        self._folder = folder
+        self._split = split
+        self._dtype = dtype
         self._shard_tokens = shard_tokens
         self._loss_mask: bytearray | None = bytearray() if labelled else None
         self._file: OutputFile | None = None
@@ -135,7 +137,9 @@ class ShardWriter:
     def _close_shard(self) -> None:
         if self._file is None:
             return
-        file, tokens, documents = self._file, self._offsets[-1], len(self._offsets) - 1
+        file = self._file
+        tokens = self._offsets[-1]
+        documents = len(self._offsets) - 1
         with self._stack:
             file.write(bytes(-file.size % 8))  # the offsets begin at a multiple of 8
             file.write(np.asarray(self._offsets, dtype="<u8").tobytes())

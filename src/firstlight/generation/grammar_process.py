@@ -1,19 +1,12 @@
-"""A process that computes which tokens a JSON Schema allows next. `structured` runs it as a script.
+"""The tokens that a JSON Schema allows next, computed by llguidance.
 
-It is a separate process because llguidance has no bound on time and memory for an arbitrary schema,
-and work that takes too much can only be stopped from outside. It imports nothing of firstlight, so
-that it starts in a fraction of a second.
-
-Protocol: requests come from stdin, one line of JSON each. The first request is the vocabulary (see
-`Matchers`) with the limit `memory` in bytes; for the others, see `Matchers.answer`. Each answer to
-stdout is a line of JSON, followed by as many bytes as its entry `mask` says.
+`structured` has this done in child processes (see `files.limits`), because llguidance has no bound
+on time and memory for an arbitrary schema.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from typing import Any
 
 #: One space at most between the parts of an object or array, so that a model can't write endless
@@ -75,15 +68,15 @@ class Matchers:
     """llguidance's matchers of the texts that follow a schema, by the number of the text.
 
     Args:
-        request: the first request: `tokens` and `special` (see `_Vocabulary`), and `ends`, ids that
-            end a text.
+        tokens, special: see `_Vocabulary`.
+        ends: ids that end a text.
     """
 
-    def __init__(self, request: dict[str, Any]) -> None:
+    def __init__(self, tokens: list[str], special: list[int], ends: list[int]) -> None:
         import llguidance
 
-        vocabulary = _Vocabulary(request["tokens"], request["special"])
-        ends = [vocabulary.eos_token_id, *request["ends"]]
+        vocabulary = _Vocabulary(tokens, special)
+        ends = [vocabulary.eos_token_id, *ends]
         count = len(vocabulary.tokens)
         self._library: Any = llguidance
         self._tokenizer = llguidance.LLTokenizer(
@@ -94,7 +87,7 @@ class Matchers:
         )
         self._matchers: dict[int, Any] = {}
 
-    def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request.
 
         Args:
@@ -103,11 +96,18 @@ class Matchers:
                 tokens to try at random; and `forget`, numbers of texts that have ended.
 
         Returns:
-            `{"complete": bool}` or `{"error": str}`, and the mask of the allowed next tokens, one
-            bit for each id, the lowest bit of a byte first; empty if no token can follow.
+            `{"error": str}`, or `{"complete": bool, "mask": str}`. The mask of the allowed next
+            tokens, in hexadecimal, has one bit for each id, the lowest bit of a byte first; it is
+            empty if no token can follow.
         """
         for number in request.get("forget", ()):
             self._matchers.pop(number, None)
+        try:
+            return self._answer(request)
+        except (ValueError, RuntimeError) as error:
+            return {"error": str(error)}
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         number, tokens = request["text"], request["tokens"]
         if "schema" in request:
             self._matchers[number] = self._opened(request["schema"])
@@ -123,12 +123,12 @@ class Matchers:
             mask = b"" if matcher.is_stopped() else matcher.compute_bitmask()
         if matcher.is_error():
             del self._matchers[number]
-            return {"error": matcher.get_error()}, b""
+            return {"error": matcher.get_error()}
         stopped = matcher.is_stopped()
         # Stopped without being complete: no text satisfies the schema.
         if stopped and not matcher.is_accepting():
-            return {"error": "nothing satisfies the schema"}, b""
-        return {"complete": stopped}, b"" if stopped else mask
+            return {"error": "nothing satisfies the schema"}
+        return {"complete": stopped, "mask": "" if stopped else mask.hex()}
 
     def _opened(self, schema: str) -> Any:
         """Create the matcher of a schema."""
@@ -136,36 +136,3 @@ class Matchers:
         grammar = library.LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
         limits = library.LLParserLimits(**_LIMITS)
         return library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-
-
-def _limit_memory(more: int) -> None:
-    """Limit this process' memory to what it has now plus `more` bytes; no limit on Windows."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    with open("/proc/self/statm" if sys.platform == "linux" else "/dev/null") as file:
-        pages = file.read().split()
-    used = int(pages[0]) * resource.getpagesize() if pages else 2**32
-    resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
-
-
-def main() -> None:
-    """Answer requests until stdin is closed."""
-    requests, answers = sys.stdin.buffer, open(1, "wb", closefd=False)  # noqa: SIM115
-    first = json.loads(requests.readline())
-    matchers = Matchers(first)
-    _limit_memory(first["memory"])
-    answers.write(b"{}\n")
-    answers.flush()
-    for line in requests:
-        try:
-            found, mask = matchers.answer(json.loads(line))
-        except (ValueError, RuntimeError) as error:
-            found, mask = {"error": str(error)}, b""
-        answers.write(json.dumps({**found, "mask": len(mask)}).encode() + b"\n" + mask)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,28 +12,21 @@ import functools
 import importlib.util
 import itertools
 import json
-import os
-import select
-import subprocess
-import sys
 import threading
-import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from firstlight.errors import FirstlightError, MissingDependencyError
+from firstlight.files.limits import LimitedProcess, LimitExceededError
 
-#: Limits: seconds of processor time to try a new schema, seconds of processor time for a token, and
-#: seconds of wall-clock time for either (on a busy machine).
-_SCHEMA_SECONDS, _TOKEN_SECONDS, _LONGEST_SECONDS = 1.0, 1.0, 20.0
+#: Limits: seconds of processor time to try a new schema, and for a token.
+_SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
 #: Limit of a process' memory, in bytes beyond what it has with the vocabulary loaded.
 _MEMORY = 256 * 2**20
 #: Greatest number of characters of a schema, and number of tokens that are tried with a new schema.
@@ -140,7 +133,9 @@ class _SchemaConstraint:
     """
 
     def __init__(self, process: _Process, number: int, schema: str) -> None:
-        self._process, self._number, self._schema = process, number, schema
+        self._process = process
+        self._number = number
+        self._schema = schema
         self._tokens: list[int] = []
         self._mask: bytes | None = None
         #: Number of the start of the process that knows the text; 0 if none does.
@@ -172,54 +167,44 @@ class _SchemaConstraint:
                 # after the schema of another text had taken too much.
                 request |= {"schema": self._schema, "tokens": self._tokens}
                 self._known_in = self._process.start()
-            found, self._mask = self._process.ask(request, _TOKEN_SECONDS)
-        return bool(found["complete"])
+            complete, self._mask = self._process.ask(request, _TOKEN_SECONDS)
+        return complete
 
 
 class _Process:
-    """A `grammar_process`, which is killed if a request takes too much, and then started again.
+    """A process that follows texts: see `grammar_process`.
 
     Args:
         vocabulary: tokens of the model.
 
     Attributes:
-        lock: lock that is held during a request.
+        close: end the process.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.lock = threading.RLock()
-        self._vocabulary = vocabulary
-        self._process: subprocess.Popen[bytes] | None = None
-        self._starts = 0
+        tokens = [*(token.hex() for token in vocabulary.tokens), b"<end>".hex()]
+        special = [*vocabulary.special, len(vocabulary.tokens)]
+        self._limited = LimitedProcess(
+            "firstlight.generation.grammar_process:Matchers",
+            (tokens, special, list(vocabulary.ends)),
+            memory=_MEMORY,
+        )
+        self.close = self._limited.close
         self._forgotten: list[int] = []
-        self._closed = False
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Lock that is held during a request."""
+        return self._limited.lock
 
     def start(self) -> int:
         """Start the process if it does not run; return the number of starts so far."""
-        with self.lock:
-            if self._process is None and not self._closed:
-                script = Path(__file__).with_name("grammar_process.py")
-                # -P keeps the script's folder off `sys.path`, where its modules would hide others.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", str(script)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-                self._starts += 1
-                vocabulary = self._vocabulary
-                first = {
-                    "tokens": [*(token.hex() for token in vocabulary.tokens), b"<end>".hex()],
-                    "special": [*vocabulary.special, len(vocabulary.tokens)],
-                    "ends": list(vocabulary.ends),
-                    "memory": _MEMORY,
-                }
-                self._exchange(first, _LONGEST_SECONDS)
-            return self._starts
+        with _schema_limits():
+            return self._limited.start()
 
-    def ask(self, request: dict[str, Any], seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Send a request; return the answer and its mask (see `grammar_process`).
+    def ask(self, request: dict[str, Any], seconds: float) -> tuple[bool, bytes]:
+        """Send a request; return whether the text is complete, and the mask of the tokens that may
+        follow (see `grammar_process`).
 
         Args:
             request: the request.
@@ -228,99 +213,24 @@ class _Process:
         Raises:
             SchemaError: the schema is not understood, or takes too much time or memory.
         """
-        with self.lock:
-            self.start()
+        with self.lock, _schema_limits():
             forgotten, self._forgotten = self._forgotten, []
-            found, mask = self._exchange({**request, "forget": forgotten}, seconds)
+            found = self._limited.call({**request, "forget": forgotten}, seconds=seconds)
         if "error" in found:
             reason = " ".join(str(found["error"]).replace("<non-verbose/>", "").split())
             raise SchemaError(f"the schema can't be followed: {reason[:_LONGEST_ERROR]}")
-        return found, mask
+        return found["complete"], bytes.fromhex(found["mask"])
 
     def forget(self, number: int) -> None:
         """Note that a text has ended; the process learns it with the next request."""
         self._forgotten.append(number)
 
-    def close(self) -> None:
-        """End the process; it is not started again."""
-        with self.lock:
-            self._closed = True
-            self._end()
 
-    def _exchange(self, request: dict[str, Any], seconds: float) -> tuple[dict[str, Any], bytes]:
-        process = self._process
-        try:
-            if process is None:
-                raise EOFError
-            assert process.stdin is not None
-            reader = _Reader(process, seconds)
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            found = json.loads(reader.line())
-            return found, reader.exactly(found.get("mask", 0))
-        except (OSError, EOFError, psutil.Error):
-            self._end()
-            raise SchemaError(
-                "the schema takes too much time or memory to follow: simplify it"
-            ) from None
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                with contextlib.suppress(OSError):  # closing writes what is buffered
-                    pipe.close()
-            self._process = None
-
-
-class _Reader:
-    """Reads one answer of a process, with a limit of processor time and of wall-clock time
-    (`_LONGEST_SECONDS`).
-
-    Args:
-        process: the process, before it gets the request.
-        seconds: limit of processor time.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
-        assert process.stdout is not None
-        self._file = process.stdout.fileno()
-        self._watched = psutil.Process(process.pid)
-        self._busy_until = self._busy() + seconds
-        self._until = time.monotonic() + _LONGEST_SECONDS
-        self._poll = select.poll()
-        self._poll.register(self._file, select.POLLIN | select.POLLHUP)
-        self._held = b""
-
-    def _busy(self) -> float:
-        times = self._watched.cpu_times()
-        return float(times.user + times.system)
-
-    def line(self) -> bytes:
-        """Read up to the next newline, which is left out.
-
-        Raises:
-            TimeoutError: a limit is exceeded.
-            EOFError: the process has ended.
-        """
-        while b"\n" not in self._held:
-            self._more()
-        found, _, self._held = self._held.partition(b"\n")
-        return found
-
-    def exactly(self, count: int) -> bytes:
-        """Read `count` bytes; raises like `line`."""
-        while len(self._held) < count:
-            self._more()
-        return self._held
-
-    def _more(self) -> None:
-        while not self._poll.poll(100):
-            if time.monotonic() > self._until or self._busy() > self._busy_until:
-                raise TimeoutError
-        content = os.read(self._file, 2**20)
-        if not content:
-            raise EOFError
-        self._held += content
+@contextlib.contextmanager
+def _schema_limits() -> Iterator[None]:
+    try:
+        yield
+    except LimitExceededError:
+        raise SchemaError(
+            "the schema takes too much time or memory to follow: simplify it"
+        ) from None

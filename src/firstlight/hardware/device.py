@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, lacks_memory
 from firstlight.hardware.gpus import find_gpu
 from firstlight.hardware.resident import peak_resident_bytes
 
@@ -210,14 +210,7 @@ def synchronize(device: torch.device) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an error says that there was not enough memory, on any device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        words in text
-        # "_ALLOC_FAILED" is from the error codes of cuBLAS and cuDNN.
-        for words in ("can't allocate memory", "out of memory", "bad_alloc", "_ALLOC_FAILED")
-    )
+    return isinstance(error, torch.OutOfMemoryError) or lacks_memory(error)
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -8,14 +8,13 @@ user are kept, and the other choices take them into account.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.optim.new_model import RATE_WIDTH
-from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import (
     Choice,
     Choices,
@@ -25,7 +24,10 @@ from firstlight.pipeline.chosen import (
     given_unit,
     known_rate,
 )
-from firstlight.pipeline.facts import (
+from firstlight.pipeline.scan import CorpusFacts
+from firstlight.pipeline.shapes import HEADS, candidate_shapes, head_count
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import (
     Length,
     MachineFacts,
     ModelSize,
@@ -34,12 +36,12 @@ from firstlight.pipeline.facts import (
     longer_text,
     vocabulary_for,
 )
-from firstlight.pipeline.scan import CorpusFacts
-from firstlight.pipeline.shapes import HEADS, candidate_shapes, head_count
-
-#: Fewest steps of a run: for shorter ones the batch is made smaller, because warm-up and decay of
-#: the learning rate need some steps.
-_FEWEST_STEPS = 100
+from firstlight.planner.advise.model import (
+    batch_and_rate,
+    batch_tokens,
+    best_model,
+    tokens_in_time,
+)
 
 
 def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
@@ -56,7 +58,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
     # 256 tokens for bytes, one for each common character, and as many for their combinations.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
-        size = min(1 << math.ceil(math.log2(signs)), settings.VOCABULARIES[-1][1])
+        size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
         reason = f"the text has {facts.common_characters:,} common characters"
     return Choice("model.vocab_size", size, reason)
 
@@ -74,6 +76,14 @@ class _Candidate:
     def flops(self) -> float:
         return self.shape.flops_per_token
 
+    @property
+    def layer_parameters(self) -> float:
+        return self.shape.layer_parameters
+
+    @property
+    def seconds(self) -> float:
+        return self.run.tokens / self.run.rate
+
 
 def choose(
     text: TextFacts,
@@ -89,7 +99,7 @@ def choose(
         machine: the machine to train on.
         length: length of the run as time, tokens or steps.
         fixed: values given by the user, by `section.key`.
-        size: a name of `settings.SIZES`, or a number of parameters such as "10M"; None chooses the
+        size: a name of `defaults.SIZES`, or a number of parameters such as "10M"; None chooses the
             size.
 
     Raises:
@@ -148,36 +158,12 @@ def _best_of_all(
             f"{rounded(candidates[0].shape.parameters)} parameters take more memory than "
             f"{machine.name} has free: choose a smaller --size"
         )
-    most = settings.MOST_PARAMETERS_A_TOKEN * text.train_tokens
-    general = [one for one in fitting if one.shape.layer_parameters <= most] or fitting[:1]
-    return _best(general, text, machine, length, fixed), len(candidates)
 
+    def in_time(seconds: float) -> list[_Candidate]:
+        time = Length(seconds)
+        return [_candidate(one.shape, text, machine, time, fixed) for one in fitting]
 
-def _best(
-    candidates: Sequence[_Candidate],
-    text: TextFacts,
-    machine: MachineFacts,
-    length: Length,
-    fixed: Mapping[str, Any],
-) -> _Candidate:
-    """The best of the candidates.
-
-    For a given time, this is the largest model whose expected loss is within
-    `settings.INDIFFERENT` of the lowest. For a given number of tokens or steps, the largest model
-    would always have the lowest loss. So it is the largest model that would also be chosen if the
-    time that it needs for these tokens were given.
-    """
-    if length.seconds is not None:
-        most = (1 + settings.INDIFFERENT) * min(one.bits for one in candidates)
-        return max((one for one in candidates if one.bits <= most), key=lambda one: one.flops)
-    best = candidates[0]
-    for one in candidates[1:]:
-        time = Length(one.run.tokens / one.run.rate)
-        rivals = [_candidate(other.shape, text, machine, time, fixed) for other in candidates]
-        if _best(rivals, text, machine, time, fixed).flops < one.flops:
-            break
-        best = one
-    return best
+    return best_model(fitting, text, length.seconds is not None, in_time), len(candidates)
 
 
 def _candidate(
@@ -195,40 +181,27 @@ def _candidate(
     def tokens_at(rate: float) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
-        most: float = fixed.get("schedule.epochs", settings.MOST_EPOCHS) * text.train_tokens
-        return min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
+        return tokens_in_time(rate, length.seconds, text, fixed.get("schedule.epochs"))
 
-    rate = machine.tokens_per_second(shape.flops_per_token)
-    # The batch follows from the run's tokens, these from the speed, and the speed from the batch.
-    # As the batch grows with the root of the tokens, the second round hardly changes it.
-    for _ in range(2):
-        batch = given or -(-_batch_tokens(tokens_at(rate), shape.seq_len) // unit) * unit
-        rate = machine.tokens_per_second(shape.flops_per_token, batch)
+    batch, rate = batch_and_rate(
+        lambda step: machine.tokens_per_second(shape.flops_per_token, step),
+        tokens_at,
+        lambda tokens: given or -(-batch_tokens(tokens, shape.seq_len) // unit) * unit,
+    )
     tokens = tokens_at(rate)
     steps = length.steps or max(round(tokens / batch), 1)
     run = RunFacts(steps, batch, shape.seq_len, rate)
     # A given batch may be a multiple of the short sequences only.
-    context = fixed.get("model.max_position_embeddings", settings.LONG_SEQ_LEN)
+    context = fixed.get("model.max_position_embeddings", defaults.LONG_SEQ_LEN)
     tokens_given = fixed.get("batch.global_batch_tokens", 0)
-    fits = tokens_given % (settings.LONG_SEQ_LEN * unit // shape.seq_len) == 0
-    fits = fits and context >= settings.LONG_SEQ_LEN
-    is_short = shape.seq_len < settings.LONG_SEQ_LEN and "data.seq_len" not in fixed
-    if is_short and fits and run.tokens >= settings.LONG_RUN_TOKENS:
-        longer = replace(shape, seq_len=settings.LONG_SEQ_LEN)
+    fits = tokens_given % (defaults.LONG_SEQ_LEN * unit // shape.seq_len) == 0
+    fits = fits and context >= defaults.LONG_SEQ_LEN
+    is_short = shape.seq_len < defaults.LONG_SEQ_LEN and "data.seq_len" not in fixed
+    if is_short and fits and run.tokens >= defaults.LONG_RUN_TOKENS:
+        longer = replace(shape, seq_len=defaults.LONG_SEQ_LEN)
         return _candidate(longer, text, machine, length, fixed)
     bits = expected_bits(shape.layer_parameters, run.tokens * text.bytes_per_token, text)
     return _Candidate(shape, run, bits)
-
-
-def _batch_tokens(tokens: float, seq_len: int) -> int:
-    """Tokens of a step: a power of two that grows with the root of the run's tokens, smaller if the
-    run would have fewer than `_FEWEST_STEPS` steps."""
-    wanted = settings.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / settings.BATCH_AT_TOKENS)
-    wanted = min(max(wanted, settings.BATCH_TOKENS), settings.MOST_BATCH_TOKENS)
-    batch = 1 << round(math.log2(wanted))
-    while batch > seq_len and 0 < tokens < _FEWEST_STEPS * batch:
-        batch //= 2
-    return max(batch, seq_len)
 
 
 def _reason_of_width(
@@ -236,7 +209,7 @@ def _reason_of_width(
 ) -> str:
     """The reason for the best candidate's width, chosen among a number of candidates."""
     if size is not None:
-        return "the given size" if size in settings.SIZES else f"the size nearest to {size}"
+        return "the given size" if size in defaults.SIZES else f"the size nearest to {size}"
     if candidates == 1:
         return "the only width that fits what is given"
     reason = f"the least expected loss for {rounded(best.flops * best.run.tokens)} FLOPs"
@@ -253,7 +226,7 @@ def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> I
         reason: the reason for its width.
         fixed: values given by the user, by `section.key`.
     """
-    layout = {key: value for key, value in settings.LAYOUT.items() if key.startswith("model.")}
+    layout = {key: value for key, value in defaults.LAYOUT.items() if key.startswith("model.")}
     reasons = {
         "model.model_type": "Llama's layout with norms on queries and keys: stable at high rates",
         "model.tie_word_embeddings": "a head of its own learns faster at these sizes",
@@ -264,7 +237,7 @@ def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> I
     yield Choice("model.hidden_size", shape.hidden_size, reason)
     yield Choice("model.num_hidden_layers", shape.num_hidden_layers, "depth for this width")
     heads = head_count(shape.hidden_size, fixed)
-    yield Choice("model.num_attention_heads", heads, f"heads of {settings.HEAD_DIM}")
+    yield Choice("model.num_attention_heads", heads, f"heads of {defaults.HEAD_DIM}")
     if fixed.get("model.model_type", layout["model.model_type"]) == layout["model.model_type"]:
         yield Choice("model.intermediate_size", shape.intermediate_size, "8/3 of the width")
     yield Choice("model.max_position_embeddings", shape.seq_len, "the length of a sequence")
@@ -299,7 +272,7 @@ def _rates_of_others(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Cho
     from firstlight.optim.registry import OPTIMIZERS
 
     name, is_given = str(fixed["optimizer.name"]), "optimizer.learning_rate" in fixed
-    rate = known_rate(settings.RATES, name, fixed)
+    rate = known_rate(defaults.RATES, name, fixed)
     yield Choice("optimizer.learning_rate", rate, f"usual for {name} and a small model")
     if name == "lion":
         yield Choice("optimizer.betas", [0.9, 0.99], "Lion's")
@@ -313,16 +286,16 @@ def _uses_muon(fixed: Mapping[str, Any]) -> bool:
 
 
 def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings.LAYOUT` without the keys that don't fit the user's optimizer and schedule."""
+    """`defaults.LAYOUT` without the keys that don't fit the user's optimizer and schedule."""
     kind = fixed.get("schedule.kind", "wsd")
     unfit = {"schedule.decay_fraction"} if kind != "wsd" else set[str]()
     if kind == "constant":
         unfit.add("schedule.min_lr_ratio")
     if not _uses_muon(fixed):
-        unfit |= {key for key in settings.LAYOUT if key.startswith("optimizer.")}
+        unfit |= {key for key in defaults.LAYOUT if key.startswith("optimizer.")}
     if fixed.get("model.tie_word_embeddings"):
         unfit.add("init.head_std")
-    return {key: value for key, value in settings.LAYOUT.items() if key not in unfit}
+    return {key: value for key, value in defaults.LAYOUT.items() if key not in unfit}
 
 
 def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
@@ -333,7 +306,7 @@ def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choi
     model's width. If the user has given one of them, it is meant for this model: then all are
     converted here, and tuned_width is the model's width.
     """
-    rates = {key: settings.LAYOUT[key] for key in _FOLLOWING_RATES}
+    rates = {key: defaults.LAYOUT[key] for key in _FOLLOWING_RATES}
     reason = "the rates are for this width, and follow that of the model"
     width = RATE_WIDTH
     if not rates.keys().isdisjoint(fixed):
@@ -371,15 +344,15 @@ def _length_choices(
     epochs = run.tokens / max(text.train_tokens, 1.0)
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
-        reason, most = "of the training; measured steps decide their number", settings.MOST_EPOCHS
-        if run.seconds < settings.EARLY * length.seconds:
+        reason, most = "of the training; measured steps decide their number", defaults.MOST_EPOCHS
+        if run.seconds < defaults.EARLY * length.seconds:
             reason = "of the training at most: the passes over the text end it before"
         else:
-            most /= settings.EARLY  # so that steps that are faster than measured fill the time
+            most /= defaults.EARLY  # so that steps that are faster than measured fill the time
         yield Choice("schedule.max_minutes", minutes, reason)
         # Also far below the limit of epochs: a machine that was busy when its speed was measured
         # may be several times as fast in the run.
-        if epochs > settings.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
+        if epochs > defaults.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
             reason = "passes over the text at most: more would help little, or harm"
             yield Choice("schedule.epochs", most, reason)
     else:
@@ -392,15 +365,15 @@ def _length_choices(
         schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
-    decay = settings.WEIGHT_DECAY
+    decay = defaults.WEIGHT_DECAY
     reason = f"the text is read {epochs:.2g} times: little is learned by heart"
-    if epochs > settings.GOOD_EPOCHS:
+    if epochs > defaults.GOOD_EPOCHS:
         most = (
-            settings.REPEATED_WEIGHT_DECAY if _uses_muon(fixed) else settings.REPEATED_ADAMW_DECAY
+            defaults.REPEATED_WEIGHT_DECAY if _uses_muon(fixed) else defaults.REPEATED_ADAMW_DECAY
         )
-        size = best.shape.layer_parameters / text.train_tokens / settings.REPEATED_PARAMETERS
+        size = best.shape.layer_parameters / text.train_tokens / defaults.REPEATED_PARAMETERS
         decay = max(decay, float(f"{most * min(size, 1.0):.2g}"))
-        is_more = decay > settings.WEIGHT_DECAY
+        is_more = decay > defaults.WEIGHT_DECAY
         why = (
             "weights are kept smaller" if is_more else "the model is too small to know it by heart"
         )
@@ -427,19 +400,19 @@ def _advice(
         keeps_vocabulary: True keeps the vocabulary size for other text.
     """
     size = text.train_tokens * text.bytes_per_token
-    if size < settings.LITTLE_TEXT:
+    if size < defaults.LITTLE_TEXT:
         return (
             f"{rounded(size)} bytes are too few to learn a language from: the model will repeat "
             "pieces of the text; a megabyte gives words and sentences of its own"
         )
     epochs = best.run.tokens / text.train_tokens
-    if epochs <= settings.GOOD_EPOCHS:
+    if epochs <= defaults.GOOD_EPOCHS:
         return ""
-    plenty = longer_text(text, settings.MORE_TEXT, keeps_vocabulary=keeps_vocabulary)
+    plenty = longer_text(text, defaults.MORE_TEXT, keeps_vocabulary=keeps_vocabulary)
     other = with_text(plenty)
     gain = 1 - other.bits / best.bits
     # No more than the other run would read.
-    factor = min(settings.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
+    factor = min(defaults.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
     whole = size + text.val_tokens * text.bytes_per_token
     return (
         f"the text is read {epochs:.2g} times; {rounded(factor * whole)} bytes of such text in "

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from firstlight.errors import ConfigError
-from firstlight.pipeline import settings
-from firstlight.pipeline.facts import MachineFacts, TextFacts
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import MachineFacts, TextFacts
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ def expected_range(
         fixed: values given by the user, by `section.key`.
     """
     key = "optimizer.name"
-    if fixed.get(key, settings.LAYOUT[key]) != settings.LAYOUT[key]:
+    if fixed.get(key, defaults.LAYOUT[key]) != defaults.LAYOUT[key]:
         return None
-    low, high = settings.UNUSUAL_RANGE if text.is_unusual else settings.EXPECTED_RANGE
+    low, high = defaults.UNUSUAL_RANGE if text.is_unusual else defaults.EXPECTED_RANGE
     # Text that repeats itself is easier than its n-grams tell, and xz finds the repetitions.
     lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
     # Guessing a byte costs 8 bits.
@@ -195,7 +195,7 @@ class RunFacts:
     @property
     def seconds(self) -> float:
         """Expected seconds of the training loop, evaluations included."""
-        return self.tokens / self.rate / (1 - settings.EVALUATION_SHARE)
+        return self.tokens / self.rate / (1 - defaults.EVALUATION_SHARE)
 
     def choices(
         self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
@@ -220,7 +220,7 @@ class RunFacts:
             fixed: values given by the user, by `section.key`.
         """
         rows = self.batch_tokens // self.seq_len
-        busy = max(settings.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
+        busy = max(defaults.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
         micro = min(rows, 1 << int(math.log2(busy)))
         if is_given := "batch.gradient_accumulation_steps" in fixed:
             micro = max(rows // _given_passes(fixed), 1)
@@ -253,17 +253,17 @@ class RunFacts:
             machine: the machine to train on.
             val_tokens: tokens of the validation split.
         """
-        is_long = self.tokens / self.rate >= settings.COMPILE_SECONDS
+        is_long = self.tokens / self.rate >= defaults.COMPILE_SECONDS
         compiles = machine.kind == "cuda" and machine.compiles and is_long
         cost = "compiling would cost more than it gains"
         why = "half a minute of compiling is repaid" if compiles else cost
         yield Choice("efficiency.compile", compiles, why)
-        count = settings.EVALUATIONS
+        count = defaults.EVALUATIONS
         every = max(math.ceil(self.steps / count), 1)
         yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
         # The other third of the evaluations' time is for sample texts.
-        share = settings.EVALUATION_SHARE * 2 / 3
-        tokens = share * self.tokens * settings.EVALUATION_SPEED / count
+        share = defaults.EVALUATION_SHARE * 2 / 3
+        tokens = share * self.tokens * defaults.EVALUATION_SPEED / count
         rows = max(int(tokens / self.seq_len), 16)
         if rows * self.seq_len >= val_tokens:
             yield Choice("evaluation.max_rows", 0, "all that is held out")

@@ -17,8 +17,8 @@ from firstlight.data.sources import DataSource
 from firstlight.errors import FirstlightError
 from firstlight.pipeline.inputs import file_names
 from firstlight.pipeline.request import Request
-from firstlight.pipeline.settings import USUAL_SHARE
 from firstlight.pipeline.tuning_choices import TuningData
+from firstlight.planner.advise.defaults import USUAL_SHARE
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import required_tokens

@@ -17,13 +17,12 @@ from firstlight.data.kinds import START_FROM
 from firstlight.data.records import kind_of_records
 from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline.chosen import Choice
-from firstlight.pipeline.facts import TextFacts, estimated_text
 from firstlight.pipeline.inputs import conversations_in, other_files_line
 from firstlight.pipeline.plan import RunPlan, reading_line, scan_texts
 from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.pipeline.request import Request
 from firstlight.pipeline.run_folder import RunCall
-from firstlight.pipeline.scan import Scan
+from firstlight.pipeline.scan import Scan, estimated_text
 from firstlight.pipeline.tuning_choices import (
     Method,
     StartingModel,
@@ -32,6 +31,7 @@ from firstlight.pipeline.tuning_choices import (
     row_of,
 )
 from firstlight.pipeline.tuning_plan import TuningPlan
+from firstlight.planner.advise.law import TextFacts
 
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
@@ -105,7 +105,7 @@ class FineTuning:
             from firstlight.pipeline.conversations import Conversations
 
             self._chats = Conversations(
-                *(request, found, self._folder, self._tokenizer, tell), progress=progress
+                request, found, self._folder, self._tokenizer, tell, progress=progress
             )
             self._data, key = self._chats.facts, self._chats.train.folder.name
         else:
@@ -142,10 +142,18 @@ class FineTuning:
         size = 0.0 if self._scan is None else self._scan.facts.total_bytes
         length = request.training_length(size)
         choices = choose_tuning(
-            *(self._data, self._model, method, speed, epoch, held, row, length, fixed)
+            self._data, self._model, method, speed, epoch, held, row, length, fixed
         )
         return TuningPlan(
-            *(request, machine, speed, self._data, self._model, method, epoch, held, row),
+            request,
+            machine,
+            speed,
+            self._data,
+            self._model,
+            method,
+            epoch,
+            held,
+            row,
             None if self._chats is None else self._chats.template,
             choices,
             recipe,

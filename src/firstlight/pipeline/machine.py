@@ -1,233 +1,29 @@
-"""The machine to train on: its speed for some models, and the memory of runs.
-
-The speed is measured on this machine's CPU, and for new models on its GPU. That of other machines,
-and of fine-tuning on a GPU, is predicted.
-"""
+"""The memory of runs on a machine, the micro-batch that fits into it, and the speed of fine-tuning,
+which is timed on this machine's CPU and predicted for GPUs."""
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from firstlight.data.loader import Batch
-from firstlight.errors import ConfigError
-from firstlight.hardware.device import (
-    Hardware,
-    free_memory_bytes,
-    is_out_of_memory,
-    synchronize,
-)
+from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import cores_are_busy
-from firstlight.models import empty_model
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.facts import Length, MachineFacts, ModelSize
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length, MachineFacts
+from firstlight.planner.advise.speed import MEASURED, PREDICTED, predicted_rate, timed_rate
 from firstlight.planner.plan.automatic import forecast_run
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
-from firstlight.planner.plan.machine import Machine, find_machine, resolve_for, with_changes
+from firstlight.planner.plan.machine import Machine, resolve_for, with_changes
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.training.forecast import Forecast
-from firstlight.training.program import TrainingProgram
-from firstlight.training.starting_model import attach
-
-#: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, or
-#: predicted, and their vocabulary size.
-_TIMED_SHAPES = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
-_PREDICTED_SHAPES = ((192, 4), (512, 8), (1024, 16))
-_VOCABULARY = 4096
-#: Tokens of a measured step on a CPU. With half of them, a token takes up to 1.4 times as long,
-#: because of the update's share.
-_TIMED_TOKENS = settings.BATCH_TOKENS
-#: (free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger model take
-#: 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
-_TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
-#: Seconds of measured steps, by kind of device, and their least number, after a first step that
-#: allocates memory. The fastest one counts, since other programs and the second step's memory only
-#: make a step slower.
-_TIMED_SECONDS, _FEWEST_TIMED = {"cpu": 1.0, "cuda": 0.5}, 3
-#: Origins of a speed, as they are shown.
-_MEASURED, _PREDICTED = "measured here", "predicted by the planner"
-
-
-def machine_facts(gpu: str | None = None, device: str = "auto") -> tuple[Machine, MachineFacts]:
-    """A machine and its speed for new models.
-
-    Args:
-        gpu: name of a GPU of another machine; None is this machine.
-        device: `run.device` of a run on this machine.
-
-    Raises:
-        ConfigError: the GPU, its speed or the device is unknown.
-    """
-    machine = find_machine(gpu, device=device)
-    kind = machine.target.kind
-    timed_tokens = _timed_tokens(machine)
-    is_busy = kind == "cpu" and cores_are_busy()
-    try:
-        rates, steps = _speeds(machine, timed_tokens)
-    except RuntimeError as error:
-        # Another program has taken memory of the GPU that was free.
-        if kind != "cuda" or not is_out_of_memory(error):
-            raise
-        if machine.gpu is None:
-            problem = "has too little free memory to measure its speed"
-            raise ConfigError(f"{machine.name} {problem}: end what else uses it") from None
-        timed_tokens = 0
-        rates, steps = _speeds(machine, timed_tokens)
-    if kind == "cuda" and machine.is_here:
-        # The memory of the measured models, of which some are in reference cycles.
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    # If a smaller model is slower than a larger one, because of kernel launches or noise, it gets
-    # the larger one's rate: `MachineFacts` needs rates that don't rise with size.
-    rates = [
-        (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
-    ]
-    usable, origin = machine.usable_bytes, _MEASURED if timed_tokens else _PREDICTED
-    return machine, MachineFacts(
-        machine.name, kind, rates, usable, origin, machine.compiles, steps, is_busy
-    )
-
-
-def _speeds(
-    machine: Machine, timed_tokens: int
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """The speed of a machine for some models.
-
-    Args:
-        timed_tokens: tokens of a measured step; 0 if the speed is predicted.
-
-    Returns:
-        Two lists with a pair for each model: (FLOPs of a token, tokens per second), and for a GPU
-        (FLOPs of a token, seconds of a step of few tokens).
-    """
-    kind = machine.target.kind
-    seq_len = 256 if kind == "cpu" else 512
-    many = timed_tokens or settings.MICRO_BATCH_TOKENS[kind]
-    # On a GPU, a step of few tokens takes the time of starting its kernels.
-    step_tokens = (many,) if kind == "cpu" else (many, seq_len)
-    rates, steps = [], []
-    for shape in _TIMED_SHAPES[kind] if timed_tokens else _PREDICTED_SHAPES:
-        size = ModelSize(*shape, _VOCABULARY, seq_len)
-        recipes = [resolve_for(_speed_recipe(size, tokens), machine) for tokens in step_tokens]
-        if timed_tokens:
-            rate, *few = timed_rates(recipes[0], machine, step_tokens)
-        else:
-            rate, *few = (_predicted_rate(recipe, machine) for recipe in recipes)
-        rates.append((size.flops_per_token, rate))
-        steps += [(size.flops_per_token, seq_len / one) for one in few]
-    return rates, steps
-
-
-def _timed_tokens(machine: Machine) -> int:
-    """The tokens of a measured step of many tokens; 0 if the machine's speed is not measured: it is
-    another machine, its memory is taken, or it is an Apple GPU."""
-    kind = machine.target.kind
-    if not machine.is_here or kind not in _TIMED_SHAPES:
-        return 0
-    if kind == "cpu":
-        return _TIMED_TOKENS
-    free = free_memory_bytes(machine.hardware.device)
-    return next((tokens for size, tokens in _TOKENS_OF_MEMORY if free >= size), 0)
-
-
-def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
-    """A recipe of a new model with the usual layout, for finding its speed in steps of one
-    micro-batch of `tokens` tokens."""
-    values: dict[str, Any] = {
-        "data": {"dir": "unused", "seq_len": shape.seq_len},
-        "batch": {"micro_batch_size": tokens // shape.seq_len},
-        "efficiency": {"compile": False},
-        "schedule": {"max_steps": 1000},
-        "evaluation": {"sample_prompts": []},
-    }
-    given = {
-        **settings.LAYOUT,
-        "model.vocab_size": shape.vocab_size,
-        "model.hidden_size": shape.hidden_size,
-        "model.num_hidden_layers": shape.num_hidden_layers,
-        "model.num_attention_heads": shape.hidden_size // settings.HEAD_DIM,
-        "model.intermediate_size": shape.intermediate_size,
-        "model.max_position_embeddings": shape.seq_len,
-    }
-    return parse_recipe(nested(values, given), "the recipe of a speed")
-
-
-def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections `values` (section -> key -> value) with additional values by `section.key`."""
-    found = {section: dict(keys) for section, keys in values.items()}
-    for name, value in more.items():
-        section, _, key = name.partition(".")
-        found.setdefault(section, {})[key] = value
-    return found
-
-
-def timed_rates(
-    recipe: ResolvedRecipe, machine: Machine, step_tokens: Sequence[int] = (_TIMED_TOKENS,)
-) -> list[float]:
-    """Measure the training speed of a recipe's model by some steps on random tokens.
-
-    Args:
-        recipe: the recipe of a run with one process.
-        machine: this machine.
-        step_tokens: numbers of tokens of a step.
-
-    Returns:
-        Tokens per second in steps of each of these numbers.
-    """
-    hardware, seq_len = machine.hardware, recipe.data.seq_len
-    model = empty_model(recipe.model)
-    model.init_weights(torch.Generator().manual_seed(0), recipe.init)
-    attach(model, recipe, hardware)
-    program = TrainingProgram(recipe, model, hardware)
-
-    def seconds_of(batch: Batch) -> float:
-        begun = time.perf_counter()
-        program.step([batch], 0.1)
-        synchronize(hardware.device)
-        return time.perf_counter() - begun
-
-    rates = []
-    for number in step_tokens:
-        rows = max(number // seq_len, 1)
-        tokens = torch.randint(recipe.model.vocab_size, (rows, seq_len + 1)).to(hardware.device)
-        documents = torch.zeros((rows, seq_len), dtype=torch.int32, device=hardware.device)
-        batch = Batch(
-            tokens[:, :-1].contiguous(),
-            tokens[:, 1:].contiguous(),
-            rows * seq_len,
-            documents if recipe.data.document_masking else None,
-        )
-        seconds_of(batch)
-        seconds: list[float] = []
-        while len(seconds) < _FEWEST_TIMED or sum(seconds) < _TIMED_SECONDS[hardware.device.type]:
-            seconds.append(seconds_of(batch))
-        rates.append(batch.num_valid / min(seconds))
-    return rates
-
-
-def _predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Tokens per second of a recipe on a GPU.
-
-    Raises:
-        ConfigError: the GPU's speed is unknown.
-    """
-    found = Estimator(measures=False).estimate(Candidate(recipe, machine, evaluates=False))
-    if found.tokens_per_second is None:
-        raise ConfigError(f"the speed of {machine.name} is not known: name another --gpu")
-    return found.tokens_per_second.expected
 
 
 def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
     """The expected memory of a run with its evaluations, and for a GPU its speed."""
-    return Estimator(measures=False).estimate(Candidate(recipe, machine))
+    return Estimator().estimate(Candidate(recipe, machine))
 
 
 def _parameters(recipe: ResolvedRecipe) -> int:
@@ -301,13 +97,13 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
     steps = []
     is_busy = kind == "cpu" and cores_are_busy()
+    rows = max(defaults.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
+    busy, few = (with_changes(recipe, {"batch.micro_batch_size": n}) for n in (rows, 1))
     if kind == "cpu":
-        (rate,), origin = timed_rates(recipe, machine), _MEASURED
+        rate, origin = timed_rate(busy, machine), MEASURED
     else:
-        rows = max(settings.MICRO_BATCH_TOKENS[kind] // seq_len, 1)
-        busy, few = (with_changes(recipe, {"batch.micro_batch_size": n}) for n in (rows, 1))
-        rate, origin = _predicted_rate(busy, machine), _PREDICTED
-        steps = [(flops, seq_len / _predicted_rate(few, machine))]
+        rate, origin = predicted_rate(busy, machine), PREDICTED
+        steps = [(flops, seq_len / predicted_rate(few, machine))]
     usable = machine.usable_bytes
     return MachineFacts(
         machine.name, kind, [(flops, rate)], usable, origin, machine.compiles, steps, is_busy
@@ -378,7 +174,7 @@ def fitted_recipe(
         choices = choices.with_value("schedule.max_minutes", minutes)
     # A compiled run is faster than what was measured, without compiling.
     compiles = resolved.efficiency.compile
-    if forecast is not None and speed.origin == _MEASURED and not compiles:
+    if forecast is not None and speed.origin == MEASURED and not compiles:
         rate = choices.tokens_per_second
         forecast = replace(forecast, tokens_per_second=(0.7 * rate, rate, 1.3 * rate))
     recipe = parse_recipe(values, "the chosen recipe", overrides)

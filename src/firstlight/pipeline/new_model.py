@@ -14,7 +14,6 @@ from firstlight.console import rounded, time_text
 from firstlight.errors import ConfigError, RunReplacedError
 from firstlight.pipeline.choices import choose
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.facts import Length, TextFacts
 from firstlight.pipeline.plan import RunPlan, TextPlan, plan_texts, scan_texts
 from firstlight.pipeline.preparation import (
     Preparation,
@@ -25,14 +24,15 @@ from firstlight.pipeline.preparation import (
 from firstlight.pipeline.request import Request
 from firstlight.pipeline.run_folder import RunCall
 from firstlight.pipeline.scan import CorpusFacts
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length, TextFacts
 
 if TYPE_CHECKING:
     from firstlight.pipeline.machine import FittedRecipe
     from firstlight.training.loop import TrainResult
 
-#: Seconds of a run's first steps, after which its speed is compared with the measured one, and the
-#: ratio of the two from which the model is chosen again.
-_FIRST_SECONDS, _OTHER_SPEED = 10.0, 1.5
+#: Seconds of a run's first steps, after which its speed is compared with the measured one.
+_FIRST_SECONDS = 10.0
 #: First steps, which allocate memory.
 _SLOW_STEPS = 2
 
@@ -101,8 +101,9 @@ class NewModel:
 
         fitted = self._fitted(plan, data, call)
         plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
-        for line in () if chosen_again else plan.lines():
-            call.tell(line)
+        if not chosen_again:
+            for line in plan.lines():
+                call.tell(line)
         call.write_recipe(fitted.resolved, plan.choices, plan.request)
         call.remember(begun=True, expected=plan.choices.bits_per_byte)
         return train(
@@ -182,7 +183,7 @@ class _FirstSteps:
         self._is_done = True
         reached = statistics.median(self._rates[_SLOW_STEPS:])
         factor = reached / self._plan.choices.tokens_per_second
-        if max(factor, 1 / factor) > _OTHER_SPEED:
+        if max(factor, 1 / factor) > defaults.OTHER_SPEED:
             self._choose_again(reached, factor, record["elapsed_seconds"])
 
     def _choose_again(self, reached: float, factor: float, used: float) -> None:
@@ -237,8 +238,7 @@ def _forget_first_steps(folder: Path) -> None:
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder
-    from firstlight.report.length import LENGTH_NAME
-    from firstlight.report.records import METRICS_NAME
+    from firstlight.report.records import LENGTH_NAME, METRICS_NAME
 
     if (folder / CHECKPOINTS).exists():
         remove_folder(folder / CHECKPOINTS)

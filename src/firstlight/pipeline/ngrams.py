@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from firstlight.data.cutting import compress
-from firstlight.pipeline import settings
+from firstlight.data.opening import compress
 from firstlight.pipeline.held_out import HeldOut
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Hardness
 
 #: Characters of a piece of the sample, and the most that the sample keeps.
 _PIECE, _KEPT = 1 << 13, 5 << 19
@@ -42,32 +43,13 @@ class _Piece:
     end: int
 
 
-@dataclass(frozen=True)
-class Hardness:
-    """How hard a text is to learn.
-
-    Attributes:
-        xz_bits_per_byte: bits per byte of the sample's training text, compressed by xz.
-        ngram_bits_per_character: bits that an n-gram model of the sample's training text, with
-            contexts of three characters, needs for a character of its held-out text; at least
-            `settings.LEAST_NGRAM_BITS`.
-        long_ngram_ratio: bits per character of a model with contexts of eight characters, divided
-            by `ngram_bits_per_character`.
-        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz, of the
-            sample or, once the text is prepared, of all of it; 8 if unknown.
-    """
-
-    xz_bits_per_byte: float
-    ngram_bits_per_character: float
-    long_ngram_ratio: float
-    held_out_xz_bits_per_byte: float = 8.0
-
-
 class TextSample:
     """A sample of a corpus in pieces, spread evenly over it."""
 
     def __init__(self) -> None:
-        self._every, self._seen, self._characters = 1, 0, 0
+        self._every = 1
+        self._seen = 0
+        self._characters = 0
         self._pieces: list[_Piece] = []
 
     def add(self, digest: bytes, text: str, end: int) -> None:
@@ -110,10 +92,10 @@ class TextSample:
         known, wanted = _shuffled(train)[:_TRAINED], _shuffled(test)[:_TESTED]
         xz = xz_bits_per_byte((known or wanted).encode("utf-8"))
         if not known or not wanted:
-            return Hardness(xz, settings.NGRAM_BITS, 1.0)
+            return Hardness(xz, defaults.NGRAM_BITS, 1.0)
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
-        short = max(bits[_CONTEXT], settings.LEAST_NGRAM_BITS)
-        ratio = max(bits[_LONG_CONTEXT], settings.LEAST_NGRAM_BITS) / short
+        short = max(bits[_CONTEXT], defaults.LEAST_NGRAM_BITS)
+        ratio = max(bits[_LONG_CONTEXT], defaults.LEAST_NGRAM_BITS) / short
         # In its order, in which xz finds as many repetitions as in the held-out text itself.
         return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
 

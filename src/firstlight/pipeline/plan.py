@@ -19,12 +19,12 @@ from firstlight.data.sources import (
     without,
 )
 from firstlight.errors import InputError
-from firstlight.pipeline import settings
 from firstlight.pipeline.choices import choose, choose_vocabulary
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.facts import Length, MachineFacts, TextFacts, estimated_text
 from firstlight.pipeline.request import Request
-from firstlight.pipeline.scan import SHOWN_FILES, Scan, described, scan_corpus
+from firstlight.pipeline.scan import SHOWN_FILES, Scan, described, estimated_text, scan_corpus
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
 
 if TYPE_CHECKING:
     from firstlight.planner.plan.machine import Machine
@@ -176,7 +176,7 @@ def _ends_early(choices: Choices) -> bool:
     if "schedule.max_minutes" not in choices.keys:
         return False
     minutes: float = choices["schedule.max_minutes"]
-    return choices.seconds < settings.EARLY * 60 * minutes
+    return choices.seconds < defaults.EARLY * 60 * minutes
 
 
 def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
@@ -293,10 +293,12 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     Raises:
         ConfigError: an option is invalid, or the GPU is unknown.
     """
-    from firstlight.pipeline.machine import machine_facts
+    from firstlight.planner.advise.speed import new_model_speed
+    from firstlight.planner.plan.machine import find_machine
 
     fixed = request.fixed
-    machine, speed = machine_facts(gpu, fixed.get("run.device") or "auto")
+    machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
+    speed = new_model_speed(machine)
     vocabulary = choose_vocabulary(scan.facts, fixed)
     text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
     length = request.training_length(scan.facts.total_bytes)

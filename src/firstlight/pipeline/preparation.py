@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from firstlight.console import time_text
 from firstlight.files.atomic import link_files, new_folder
-from firstlight.pipeline import settings
 from firstlight.pipeline.ngrams import xz_bits_per_byte
 from firstlight.pipeline.run_folder import DATA_FOLDER, RunCall, read_state
 from firstlight.pipeline.scan import Scan
+from firstlight.planner.advise import defaults
 
 if TYPE_CHECKING:
     from firstlight.tokenizer import Tokenizer
@@ -49,10 +49,10 @@ class Preparation:
 
     @property
     def limit(self) -> int:
-        """Bytes of text that are prepared: a power of two times `settings.PREPARED_BYTES`, so
+        """Bytes of text that are prepared: a power of two times `defaults.PREPARED_BYTES`, so
         that runs with slightly different budgets use the same shards."""
-        parts = _SPARE * self.needed_bytes / settings.PREPARED_BYTES
-        return settings.PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
+        parts = _SPARE * self.needed_bytes / defaults.PREPARED_BYTES
+        return defaults.PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
 
     @property
     def key(self) -> str:
@@ -71,7 +71,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
     Raises:
         InputError, StorageError: see `prepare`.
     """
-    from firstlight.data.remote import held
+    from firstlight.files.cache import held
 
     for folder in (call.folder, *sorted(call.folder.parent.glob("*"))):
         state = call.state if folder == call.folder else read_state(folder)
@@ -144,7 +144,7 @@ def train_tokenizer_on(
         vocab_size: number of tokens.
         tell: function that is called with a message for the user.
     """
-    from firstlight.data.cutting import cut_tail
+    from firstlight.data.prepare import cut_tail
     from firstlight.data.records import read_documents
     from firstlight.tokenizer import train_tokenizer
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from firstlight.console import parse_count, parse_time
 from firstlight.errors import ConfigError
-from firstlight.pipeline import settings
-from firstlight.pipeline.facts import Length
 from firstlight.pipeline.shapes import parameters_of, sections_for
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length
 
 #: Length of a run in seconds if none is given and the user can't be asked.
 DEFAULT_SECONDS = 600.0
@@ -68,8 +68,8 @@ class Request:
         if self.has_length and self.seconds is None:
             return Length(None, self.tokens, self.steps)
         seconds = self.seconds or DEFAULT_SECONDS
-        prepared = min(text_bytes, settings.PREPARED_BYTES) / settings.PREPARED_PER_SECOND
-        return Length(max(seconds - settings.OTHER_SECONDS - prepared, seconds / 2))
+        prepared = min(text_bytes, defaults.PREPARED_BYTES) / defaults.PREPARED_PER_SECOND
+        return Length(max(seconds - defaults.OTHER_SECONDS - prepared, seconds / 2))
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def request_of(
         from firstlight.recipe import override_pairs
 
         pairs = override_pairs(pairs)
-    if size is not None and size not in settings.SIZES:
+    if size is not None and size not in defaults.SIZES:
         parameters_of(size)  # before any text is read
     return Request(
         _names(inputs),

@@ -26,10 +26,9 @@ from firstlight.pipeline.run_folder import (
     own_options,
 )
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.findings import best_checkpoint
-from firstlight.report.length import read_length
-from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
-from firstlight.training.course import LossCurve
+from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines, read_length
+from firstlight.report.summary import best_checkpoint
+from firstlight.training.progress import LossCurve
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult

@@ -126,7 +126,7 @@ def train_texts(
         val_inputs: texts to validate on, named as `inputs` are; without any, a part of the inputs
             is held out.
         as_is: read texts unchanged; see `prepare`.
-        resume: go on with the newest unfinished run of the inputs, without its other options; the
+        resume: continue the newest unfinished run of the inputs, without its other options; the
             newest complete one if all are complete.
         on_step: called with each step's metrics; see `train`. The steps begin again at 1 if another
             model is chosen after the first seconds.
@@ -234,7 +234,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             f"{call.folder} can't be resumed: its shards in {data} were deleted; put "
             "them back, or start a new run of the same texts with --run.dir and another folder"
         )
-    call.tell(f"going on with {call.folder}")
+    call.tell(f"resuming {call.folder}")
     with RunForecaster() as forecaster:
         return train(
             load_recipe(call.folder / RECIPE_NAME),

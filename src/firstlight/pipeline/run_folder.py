@@ -27,9 +27,9 @@ from firstlight.files.atomic import (
     write_json,
 )
 from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.facts import Length
 from firstlight.pipeline.request import Request
 from firstlight.pipeline.scan import SHOWN_FILES
+from firstlight.planner.advise.law import Length
 
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe
@@ -84,7 +84,10 @@ class RunCall:
         progress: bool,
         on_step: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        self.folder, self.began, self.tell, self.progress = folder, began, tell, progress
+        self.folder = folder
+        self.began = began
+        self.tell = tell
+        self.progress = progress
         self.on_step = on_step
         self.state = read_state(folder)
         self.choices: Choices | None = None

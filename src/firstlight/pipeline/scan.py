@@ -15,13 +15,22 @@ from rich.progress import TextColumn
 
 from firstlight.console import progress_bar, size_text
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
-from firstlight.data.cutting import compress
-from firstlight.data.records import REASONS, Record, digest_of, nothing_read, read_documents
+from firstlight.data.opening import compress
+from firstlight.data.records import (
+    COMMON_SHARE,
+    REASONS,
+    Record,
+    digest_of,
+    nothing_read,
+    one_character,
+    read_documents,
+)
 from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
 from firstlight.errors import InputError
 from firstlight.pipeline.duplicates import NearDuplicates
 from firstlight.pipeline.held_out import HeldOut, held_out_share, hold_out, hold_out_given
-from firstlight.pipeline.ngrams import Hardness, TextSample
+from firstlight.pipeline.ngrams import TextSample
+from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_token
 
 #: Largest number of file names in a message.
 SHOWN_FILES = 5
@@ -33,8 +42,6 @@ _BLOCK_CHARACTERS = 1 << 22
 _HOPELESS = 1000
 #: Bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
-#: Fraction of the text that consists of the common characters.
-_COMMON_SHARE = 0.999
 
 #: Unicode's names of scripts -> better known names.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
@@ -282,13 +289,10 @@ class _Counts:
         whole = int(sum(text_size(source) for source in sources))
         counted = np.sort(self._histogram[self._histogram > 0])[::-1]
         characters = int(counted.sum())
-        common = int(np.searchsorted(np.cumsum(counted), _COMMON_SHARE * characters)) + 1
+        common = int(np.searchsorted(np.cumsum(counted), COMMON_SHARE * characters)) + 1
         if common == 1:
-            raise InputError(
-                f"{counted[0] / characters:.1%} of the text is the one character "
-                f"{chr(int(self._histogram.argmax()))!r}, from which nothing is learned: give text "
-                "with words"
-            )
+            character = chr(int(self._histogram.argmax()))
+            raise InputError(one_character(character, counted[0] / characters))
         return CorpusFacts(
             documents=self.documents,
             text_bytes=self.text_bytes,
@@ -335,7 +339,9 @@ class _Counts:
 
 
 #: Number of prompts, largest number of their characters, and of documents with kept beginnings.
-_PROMPTS, _PROMPT_CHARACTERS, _MOST_OPENINGS = 3, 60, 10_000
+_PROMPTS = 3
+_PROMPT_CHARACTERS = 60
+_MOST_OPENINGS = 10_000
 
 
 def opening_of(text: str, start: int = 0) -> str:
@@ -412,3 +418,24 @@ def described(scan: Scan) -> Iterator[str]:
     yield from (f"  {place}" for place in facts.first_rejected)
     if (more := sum(facts.rejected.values()) - len(facts.first_rejected)) > 0:
         yield f"  ... and {more:,} more"
+
+
+def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> TextFacts:
+    """Estimated facts about the text as tokens, before it has a tokenizer.
+
+    Args:
+        facts: facts about the corpus.
+        vocab_size: vocabulary size of the tokenizer.
+        held_out: bytes of text that are held out.
+    """
+    # Other scripts have more bytes per character and about as many characters per token as Latin.
+    # The exponent 0.8 takes somewhat fewer characters per token.
+    per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
+    return TextFacts(
+        vocab_size,
+        (facts.total_bytes - held_out) / per_token,
+        per_token,
+        facts.hardness,
+        held_out / per_token,
+        facts.bytes_per_character,
+    )

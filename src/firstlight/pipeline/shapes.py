@@ -8,32 +8,32 @@ from typing import Any
 
 from firstlight.console import parse_count, rounded
 from firstlight.errors import ConfigError, nearest
-from firstlight.pipeline import settings
-from firstlight.pipeline.facts import ModelSize
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import ModelSize
 
 
 def candidate_shapes(
     vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
 ) -> list[ModelSize]:
-    """The candidate models: those of `settings.SHAPES`, or the one of a given size, with given
+    """The candidate models: those of `defaults.SHAPES`, or the one of a given size, with given
     width and depth, and with widths that given heads divide.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
         fixed: values given by the user, by `section.key`.
-        size: a name of `settings.SIZES`, or a number of parameters such as "10M"; None takes all.
+        size: a name of `defaults.SIZES`, or a number of parameters such as "10M"; None takes all.
 
     Raises:
         ConfigError: the size is unknown, or no width fits the given heads.
     """
-    known = settings.SHAPES if size is None else _of_size(size, vocab_size, fixed)
+    known = defaults.SHAPES if size is None else _of_size(size, vocab_size, fixed)
     width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
     pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
     fitting = [(w, d) for w, d in pairs if _fits_heads(w, fixed)]
     if not fitting:
         given = " and ".join(f"--{key} {fixed[key]}" for key in HEADS if key in fixed)
         widths = ", ".join(dict.fromkeys(str(w) for w, _ in pairs))
-        step = 2 * fixed[HEADS[0]] if HEADS[0] in fixed else settings.HEAD_DIM * fixed[HEADS[1]]
+        step = 2 * fixed[HEADS[0]] if HEADS[0] in fixed else defaults.HEAD_DIM * fixed[HEADS[1]]
         raise ConfigError(
             f"no width of {widths} goes with {given}: set --model.hidden_size to a multiple of "
             f"{step}"
@@ -49,7 +49,7 @@ HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Sections of a recipe with keys that will be chosen, with which the given ones are valid."""
-    layout, size = settings.LAYOUT, settings.HEAD_DIM
+    layout, size = defaults.LAYOUT, defaults.HEAD_DIM
     found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}
     if "optimizer.name" not in fixed:
         found["optimizer"] = {"learning_rate": layout["optimizer.learning_rate"]}
@@ -72,7 +72,7 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
     """
     if given := fixed.get(HEADS[0]):
         return int(given)
-    size = settings.HEAD_DIM
+    size = defaults.HEAD_DIM
     if width % size:
         raise ConfigError(
             f"model.hidden_size {width} is no multiple of {size}, the size of a head: take "
@@ -94,7 +94,7 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
     """The tokens of a sequence: given, or usual for the width within a given context."""
-    usual = next(seq_len for most, seq_len in settings.SEQ_LENS if width <= most)
+    usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
     context = fixed.get("model.max_position_embeddings") or usual
     return fixed.get("data.seq_len") or min(usual, context)
 
@@ -111,22 +111,22 @@ def parameters_of(size: str) -> float:
         found = 0.0
     if not found:
         raise ConfigError(
-            f"--size {size} is unknown{nearest(size, settings.SIZES)}: choose one of "
-            f"{', '.join(settings.SIZES)}, or a number of parameters such as 10M"
+            f"--size {size} is unknown{nearest(size, defaults.SIZES)}: choose one of "
+            f"{', '.join(defaults.SIZES)}, or a number of parameters such as 10M"
         )
     return found
 
 
 def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
     """The shape of a size, alone; of a number of parameters, the nearest that fits given heads."""
-    if size in settings.SIZES:
-        return [settings.SIZES[size]]
+    if size in defaults.SIZES:
+        return [defaults.SIZES[size]]
     wanted = parameters_of(size)
 
     def parameters(shape: tuple[int, int]) -> int:
         return ModelSize(*shape, vocab_size, 256).parameters
 
-    fitting = [one for one in settings.SHAPES if _fits_heads(one[0], fixed)] or settings.SHAPES
+    fitting = [one for one in defaults.SHAPES if _fits_heads(one[0], fixed)] or defaults.SHAPES
     nearest_shape = min(fitting, key=lambda one: abs(math.log(parameters(one) / wanted)))
     if not 0.5 <= parameters(nearest_shape) / wanted <= 2:
         first, last = (rounded(parameters(fitting[place])) for place in (0, -1))

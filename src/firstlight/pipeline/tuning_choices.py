@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from firstlight.console import rounded
-from firstlight.pipeline import settings
 from firstlight.pipeline.chosen import (
     Choice,
     Choices,
@@ -18,7 +17,8 @@ from firstlight.pipeline.chosen import (
     given_unit,
     known_rate,
 )
-from firstlight.pipeline.facts import Length, MachineFacts
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length, MachineFacts
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class TuningData:
         """Largest number of passes over the data: more would make the model memorize it. Few
         conversations get more passes than many."""
         if self.kind == "text":
-            return settings.MOST_EPOCHS
-        few = math.sqrt(settings.MANY_CHATS / max(self.count, 1))
-        most = settings.CHAT_EPOCHS * max(few, 1.0)
-        return float(round(min(most, settings.CHAT_EPOCHS_OF_FEW)))
+            return defaults.MOST_EPOCHS
+        few = math.sqrt(defaults.MANY_CHATS / max(self.count, 1))
+        most = defaults.CHAT_EPOCHS * max(few, 1.0)
+        return float(round(min(most, defaults.CHAT_EPOCHS_OF_FEW)))
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Method:
         """The choices that set the method in a recipe."""
         if self.adapters:
             rank = "numbers of an adapter for each row of a matrix"
-            yield Choice("lora.rank", settings.ADAPTER_RANK, rank)
+            yield Choice("lora.rank", defaults.ADAPTER_RANK, rank)
             yield Choice(
-                "lora.alpha", settings.ADAPTER_ALPHA, "adapters are scaled by alpha / rank"
+                "lora.alpha", defaults.ADAPTER_ALPHA, "adapters are scaled by alpha / rank"
             )
         if self.quantized:
             yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits: else nothing fits")
@@ -123,11 +123,11 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
     if given is not None:
         return Choice(key, int(given), "given")
     if data.kind == "text":
-        length = min(settings.SEQ_LENS[-1][1], model.context)
+        length = min(defaults.SEQ_LENS[-1][1], model.context)
         return Choice(key, length, f"of the {model.context:,} tokens that the model can see")
     # An example of n tokens takes n - 1 positions of a row.
     longest, usual = data.longest - 1, data.usual - 1
-    most = min(settings.LONGEST_ROW, model.context)
+    most = min(defaults.LONGEST_ROW, model.context)
     if longest <= most:
         length = min(max(_power_of_two(longest), 256), model.context)
         return Choice(key, length, f"the longest conversation has {data.longest:,} tokens")
@@ -175,7 +175,7 @@ def choose_tuning(
     def tokens_at(rate: float) -> float:
         if length.seconds is None:
             return length.tokens or most
-        return min(rate * length.seconds * (1 - settings.EVALUATION_SHARE), most)
+        return min(rate * length.seconds * (1 - defaults.EVALUATION_SHARE), most)
 
     # The batch is the one for full speed: a smaller one would make a GPU slower still.
     unit = given_unit(fixed, row.value)
@@ -201,7 +201,7 @@ def choose_tuning(
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
-    """Tokens of a step: so many that the run has about `settings.TUNING_STEPS` steps, up to a
+    """Tokens of a step: so many that the run has about `defaults.TUNING_STEPS` steps, up to a
     limit, in whole micro-batches.
 
     Args:
@@ -209,7 +209,7 @@ def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
         seq_len: tokens of a row.
         unit: tokens of which the step has a multiple: those of given micro-batches.
     """
-    wanted = min(tokens / settings.TUNING_STEPS, settings.MOST_TUNING_BATCH)
+    wanted = min(tokens / defaults.TUNING_STEPS, defaults.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)
     return -(-rows * seq_len // unit) * unit
 
@@ -225,12 +225,12 @@ def _optimizer_choices(
     model: StartingModel, method: Method, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
     name = str(fixed.get("optimizer.name", "adamw"))
-    multiple = known_rate(settings.TUNING_RATES, name, fixed) or 1.0
-    ratio = settings.TUNING_WIDTH / model.hidden_size
-    rate = settings.TUNING_RATE * ratio
+    multiple = known_rate(defaults.TUNING_RATES, name, fixed) or 1.0
+    ratio = defaults.TUNING_WIDTH / model.hidden_size
+    rate = defaults.TUNING_RATE * ratio
     reason = f"of all weights; the narrower the model ({model.hidden_size:,}), the higher"
     if method.adapters:
-        rate = settings.ADAPTER_MULTIPLE * settings.TUNING_RATE * ratio**settings.ADAPTER_POWER
+        rate = defaults.ADAPTER_MULTIPLE * defaults.TUNING_RATE * ratio**defaults.ADAPTER_POWER
         reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
     rate *= multiple
     yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
@@ -256,6 +256,6 @@ def _length_choices(
         yield Choice("schedule.max_steps", run.steps, f"{rounded(run.tokens)} tokens, {passes}")
     yield run.warmup(20, "a twentieth")
     yield Choice("schedule.kind", "wsd", "full rate, then a line down to zero over the last part")
-    share = settings.LAYOUT["schedule.decay_fraction"]
+    share = defaults.LAYOUT["schedule.decay_fraction"]
     yield Choice("schedule.decay_fraction", share, "share of the steps in which the rate falls")
     yield Choice("schedule.min_lr_ratio", 0.0, "the rate falls to zero")

@@ -292,7 +292,7 @@ def _resolve_optimizer(
         chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
         if chosen["adafactor_variant"] == "torch":
             tell(
-                "this run began with torch's Adafactor and goes on with it: "
+                "this run began with torch's Adafactor and continues with it: "
                 "optimizer.adafactor_variant torch (a new run takes paper, whose weight decay "
                 "is relative to the parameter's size)"
             )

@@ -1,34 +1,64 @@
-"""Charts of the HTML pages, drawn as SVG markup without styles and scripts. (The PNG pictures are
-drawn by matplotlib: see pictures.py.)"""
+"""Draws charts by matplotlib: as SVG markup for HTML pages, and as PNG pictures.
+
+matplotlib is imported inside the functions, because its import takes about a second.
+"""
 
 from __future__ import annotations
 
+import io
 import json
-import math
-from collections.abc import Iterator, Sequence
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
 from firstlight.console import compact, visible
-from firstlight.report.axes import (
-    Scale,
-    SecondAxis,
-    linear_range,
-    linear_ticks,
-    log_range,
-    log_ticks,
-)
+from firstlight.evaluation.positions import ByPosition
 from firstlight.report.series import Floats, Series, thin
 
-#: Number of line colours in the pages' style. Further lines use the same colours, dashed.
-COLOURS = 8
+#: The colours of pages and charts by their names in the pages' style, in light and in dark mode.
+#: Charts are drawn in the light ones, which `svg` replaces by the style's variables.
+COLOURS = {
+    "ink": ("#1d2126", "#e6e8ea"),
+    "soft": ("#6a727c", "#98a1ab"),
+    "grid": ("#eceef0", "#272b31"),
+    "panel": ("#ffffff", "#1b1e23"),
+    "c0": ("#2a6fdb", "#6aa5ff"),
+    "c1": ("#d9541e", "#ff8f5c"),
+    "c2": ("#16855b", "#4ec994"),
+    "c3": ("#8b4fc1", "#bd90f0"),
+    "c4": ("#b8860b", "#e2b84a"),
+    "c5": ("#0b8fa8", "#45c4dc"),
+    "c6": ("#c2367a", "#f07fb4"),
+    "c7": ("#5b6470", "#a2acb8"),
+    "rollback": ("#c62828", "#ff6b6b"),
+    "resumed": ("#7a8694", "#8b96a3"),
+}
+_NAMES = {light: name for name, (light, _) in COLOURS.items()}
+#: Number of line colours (c0, c1, ...). Further lines use the same colours, dashed.
+LINE_COLOURS = 8
+#: Kind of an event -> name of its colour; other kinds are c3.
+_MARKS = {
+    "rollback": "rollback",
+    "diverged": "rollback",
+    "out-of-memory": "c4",
+    "resumed": "resumed",
+    "decision": "resumed",
+    "lowest-validation-loss": "c1",
+}
+#: Entry `Software` of the PNG metadata, by which a report's picture is recognised.
+PICTURE_ORIGIN = "firstlight report"
 #: Largest number of points for which a line's points are drawn as dots.
 _FEW = 60
 #: Ratio of the largest to the smallest value from which a linear axis hides the small values.
 _HIDING = 1000
-#: Largest number of events drawn in one chart; if there are more, they are thinned evenly.
+#: Values up to here have no place on a logarithmic axis.
+_TINY = 1e-300
+#: Largest number of events drawn in one chart: the last ones.
 _MAX_MARKS = 120
 
 
@@ -39,7 +69,7 @@ class Line:
     Attributes:
         name: the curve's name in the legend and the read-out.
         series: points of the curve.
-        colour: number of the colour, from 0; see `COLOURS`.
+        colour: number of the colour, from 0; see `LINE_COLOURS`.
         faint: True draws the curve in the background, without an entry in the legend.
         errors: half the length of each point's error bar, [N]; None draws no error bars.
     """
@@ -51,30 +81,22 @@ class Line:
     errors: Floats | None = None
 
     @property
-    def style(self) -> str:
-        """The CSS classes of the curve's elements."""
-        dashes = " dashed" if self.colour // COLOURS % 2 else ""
-        return f"c{self.colour % COLOURS}{dashes}{' faint' if self.faint else ''}"
+    def is_dashed(self) -> bool:
+        """True if another line has the same colour."""
+        return self.colour // LINE_COLOURS % 2 == 1
 
     @property
-    def dotted(self) -> bool:
-        """True if the line's points are drawn."""
-        return not self.faint and len(self.series) <= _FEW
+    def style(self) -> str:
+        """The CSS classes of the curve's entry in a legend."""
+        return f"c{self.colour % LINE_COLOURS}{' dashed' if self.is_dashed else ''}"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event, drawn as a vertical line.
-
-    Attributes:
-        x: its value on the x axis.
-        kind: CSS class of the page's style, and name in the legend.
-        text: description, shown as a tooltip.
-    """
+    """An event, drawn as a vertical line at `x`; its kind is its name in the legend."""
 
     x: float
     kind: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -86,37 +108,25 @@ class Chart:
         unit: unit of the y axis; "" if the title already names it.
         lines: the curves.
         x_name: name of the x axis.
-        width, height: size in pixels, before the page scales it.
         zero: True lets a linear y axis begin at 0.
         marks: events.
-        below, above: additional x axes below the first one and above the plot.
+        below, above: values of further quantities by those of the x axis, shown as additional x
+            axes below the first one and above the plot, each as (name, series).
     """
 
     title: str
     unit: str
     lines: Sequence[Line]
     x_name: str = "step"
-    width: int = 520
-    height: int = 240
     zero: bool = False
     marks: Sequence[Mark] = ()
-    below: SecondAxis | None = None
-    above: SecondAxis | None = None
-
-    @property
-    def top(self) -> int:
-        """Height of the space above the plot, in pixels."""
-        return _TOP + _SECOND * (self.above is not None)
-
-    @property
-    def bottom(self) -> int:
-        """Height of the space below the plot, in pixels."""
-        return _BOTTOM + _SECOND * (self.below is not None)
+    below: tuple[str, Series] | None = None
+    above: tuple[str, Series] | None = None
 
     @property
     def has_log(self) -> bool:
         """True if a value is above 0, so that a logarithmic axis would show it."""
-        return any(bool((line.series.y > 0).any()) for line in self.lines)
+        return any(bool((line.series.y > _TINY).any()) for line in self.lines)
 
     @property
     def needs_log(self) -> bool:
@@ -127,20 +137,175 @@ class Chart:
             bool(len(values)) and values.min() > 0 and bool(values.max() > _HIDING * values.min())
         )
 
+    def thinned(self, buckets: int) -> Chart:
+        """The chart with its curves thinned by `thin`, except those with error bars."""
+        lines = [
+            line if line.errors is not None else replace(line, series=thin(line.series, buckets))
+            for line in self.lines
+        ]
+        return replace(self, lines=lines)
 
-#: Margins around the plot for ticks and names, in pixels.
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
-#: Additional margin for a second x axis, in pixels.
+
+def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
+    """Draw a chart.
+
+    Args:
+        axes: matplotlib's axes.
+        chart: the chart.
+        log: True draws a logarithmic y axis, which leaves out values that are not above 0.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    lines = [_positive(line) if log else line for line in chart.lines]
+    lines = [line for line in lines if len(line.series)]
+    if not lines:
+        axes.axis("off")
+        axes.text(0.5, 0.5, "nothing yet", color=_light("soft"), ha="center", va="center")
+        return
+    # Lines with an underscore in front of their names have no entry in a picture's legend.
+    named: set[str] = set()
+    for mark in chart.marks[-_MAX_MARKS:]:
+        axes.axvline(
+            mark.x,
+            color=_light(_MARKS.get(mark.kind, "c3")),
+            linestyle=(0, (3, 3)),
+            linewidth=1.4,
+            label=f"{'_' if mark.kind in named else ''}{mark.kind.replace('-', ' ')}",
+        )
+        named.add(mark.kind)
+    for line in lines:
+        is_dotted = not line.faint and len(line.series) <= _FEW
+        axes.errorbar(
+            line.series.x,
+            line.series.y,
+            yerr=line.errors,
+            color=_light(f"c{line.colour % LINE_COLOURS}"),
+            linestyle=(0, (4, 3)) if line.is_dashed else "-",
+            linewidth=1 if line.faint else 1.8,
+            alpha=0.3 if line.faint else 1,
+            marker="o" if is_dotted else None,
+            markersize=3.5,
+            elinewidth=1.2,
+            capsize=3,
+            label=f"_{line.name}" if line.faint else plain_text(line.name),
+            # The ends of the curves are at the edges of the plot.
+            clip_on=False,
+        )
+    axes.margins(x=0)
+    numbers = FuncFormatter(lambda value, _: compact(float(f"{value:.10g}")))
+    if log:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        factors = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
+        axes.yaxis.set_major_locator(LogLocator(subs=factors))
+        axes.yaxis.set_minor_locator(NullLocator())
+    elif chart.zero:
+        lowest, highest = (min(end(line.series.y) for line in lines) for end in (np.min, np.max))
+        low, high = axes.get_ylim()
+        axes.set_ylim(0 if lowest >= 0 else low, 0 if highest <= 0 and lowest < 0 else high)
+    axes.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(numbers)
+    axes.yaxis.set_major_formatter(numbers)
+    axes.set_xlabel(chart.x_name, color=_light("soft"))
+    axes.grid(axis="y", color=_light("grid"))
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_light("soft"), length=0)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.spines["bottom"].set_color(_light("soft"))
+    for name, edge in ((chart.below, "bottom"), (chart.above, "top")):
+        if name is not None:
+            _draw_second_axis(axes, *name, edge)
+
+
+def _draw_second_axis(axes: Any, name: str, series: Series, edge: str) -> None:
+    """Draw an additional x axis with ticks at round numbers of a quantity, unless it falls, or
+    never rises."""
+    from matplotlib.ticker import MaxNLocator
+
+    rises = np.diff(series.y, prepend=-np.inf) > 0
+    if (np.diff(series.y) < 0).any() or rises.sum() < 2:
+        return
+    x, y = series.x[rises], series.y[rises]
+    low, high = np.interp(axes.get_xlim(), x, y)
+    ticks = MaxNLocator(7, steps=[1, 2, 5, 10]).tick_values(low, high)
+    ticks = ticks[(ticks >= low) & (ticks <= high)]
+    beside = axes.secondary_xaxis(edge)
+    beside.set_xticks(np.interp(ticks, y, x), [compact(float(f"{tick:.10g}")) for tick in ticks])
+    beside.tick_params(colors=_light("soft"), length=0)
+    beside.spines[edge].set(visible=False)
+    if edge == "bottom":
+        beside.spines[edge].set_position(("outward", 34))
+    beside.set_xlabel(name, color=_light("soft"))
+
+
+def _light(name: str) -> str:
+    return COLOURS[name][0]
+
+
+def _positive(line: Line) -> Line:
+    shown = line.series.y > _TINY
+    series = Series(line.series.x[shown], line.series.y[shown])
+    return replace(line, series=series, errors=None if line.errors is None else line.errors[shown])
+
+
+# Pages
+
+#: Margins around the plot for ticks and names, in pixels; and the margin for a second x axis.
+_LEFT = 52
+_RIGHT = 14
+_TOP = 10
+_BOTTOM = 38
 _SECOND = 34
 
 
-def thinned(chart: Chart, buckets: int) -> Chart:
-    """The chart with its curves thinned by `thin`, except those with error bars."""
-    lines = [
-        line if line.errors is not None else replace(line, series=thin(line.series, buckets))
-        for line in chart.lines
-    ]
-    return replace(chart, lines=lines)
+def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
+    """A chart as SVG markup, whose colours are variables of the page's style.
+
+    Args:
+        chart: the chart.
+        width, height: size in pixels, before the page scales it; each additional axis adds to it.
+        log: see `draw`.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    top = _TOP + _SECOND * (chart.above is not None)
+    bottom = _BOTTOM + _SECOND * (chart.below is not None)
+    height += top + bottom - _TOP - _BOTTOM
+    style = {
+        "svg.fonttype": "none",
+        # The ids of the drawing's parts follow from it: they must be unique on a page.
+        "svg.hashsalt": f"{visible(chart.title)} {chart.x_name} {width} {log}",
+        "font.size": 11.5,
+        "font.sans-serif": ["DejaVu Sans"],
+    }
+    stream = io.StringIO()
+    with matplotlib.rc_context(style):
+        # An SVG drawing has 72 dots per inch.
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+        inside = (width - _LEFT - _RIGHT) / width, (height - top - bottom) / height
+        axes = figure.add_axes((_LEFT / width, bottom / height, *inside))
+        for background in (figure.patch, axes.patch):
+            background.set_visible(False)
+        draw(axes, chart, log=log)
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        FigureCanvasSVG(figure).print_svg(stream, metadata=metadata)
+    drawn = stream.getvalue()
+    # matplotlib's ids of groups and its style would be those of the whole page.
+    drawn = re.sub(r"<style.*?</style>", "", drawn[drawn.index(">", drawn.index("<svg")) + 1 :])
+    drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)
+    drawn = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{_NAMES[found[0]]})", drawn)
+    # readout.js needs the x axis and the margins to find the values under the pointer.
+    ends = [*axes.get_xlim(), _LEFT, _RIGHT, top, bottom]
+    opening = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" data-ends="{}">').format(
+        width,
+        height,
+        visible(f"{chart.title} by {chart.x_name}"),
+        " ".join(f"{float(end)!r}" for end in ends) if axes.axison else "",
+    )
+    # Not escaped: matplotlib's markup, in which all texts are numbers and names of axes.
+    return opening + Markup(re.sub(r"\s+", " ", drawn))
 
 
 def data_of(chart: Chart) -> str:
@@ -149,173 +314,88 @@ def data_of(chart: Chart) -> str:
         {
             "name": visible(line.name),
             "style": line.style,
-            "x": [_short(x, 12) for x in line.series.x.tolist()],
-            "y": [_short(y, 6) for y in line.series.y.tolist()],
+            "x": [float(f"{x:.12g}") for x in line.series.x.tolist()],
+            "y": [float(f"{y:.6g}") for y in line.series.y.tolist()],
         }
         for line in chart.lines
         if len(line.series)
     ]
-    return json.dumps({"x": chart.x_name, "unit": chart.unit, "curves": curves}, allow_nan=False)
+    return json.dumps({"x": chart.x_name, "curves": curves}, allow_nan=False)
 
 
-def _short(value: float, digits: int) -> float | int:
-    number = float(f"{value:.{digits}g}")
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+# Pictures
+
+#: Buckets of a thinned curve (see `thin`) in a picture, more than its pixels.
+_BUCKETS = 1000
+#: Colour of warnings, and height in inches that a line of them takes.
+_WARNING, NOTE_INCHES = "#b3261e", 0.19
 
 
-def svg(chart: Chart, *, log: bool = False) -> Markup:
-    """Draw a chart.
+def plain_text(text: str) -> str:
+    """A text for matplotlib: control characters are replaced, and dollar signs, which would start a
+    formula, are escaped. A leading underscore, which would hide a curve in a legend, gets a
+    space."""
+    printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    return (" " if text.startswith("_") else "") + printable.replace("$", r"\$")
+
+
+def draw_in_picture(axes: Any, chart: Chart, *, log: bool | None = None) -> None:
+    """Draw a chart with its title and legend.
 
     Args:
+        axes: matplotlib's axes.
         chart: the chart.
-        log: True draws a logarithmic y axis, which leaves out values that are not above 0.
+        log: True or False sets the kind of the y axis; None takes the one that suits the values.
     """
-    lines = [_positive(line) for line in chart.lines] if log else list(chart.lines)
-    lines = [line for line in lines if len(line.series)]
-    if not lines:
-        return _frame(
-            chart,
-            Markup('<text class="nothing" x="{}" y="{}">nothing yet</text>').format(
-                chart.width // 2, chart.height // 2
-            ),
-        )
-    x, y = _scales(chart, lines, log)
-    parts = [_grid(chart, x, y)]
-    parts += _drawn_marks(chart, x)
-    for line in sorted(lines, key=lambda line: not line.faint):
-        parts += _drawn(line, x, y)
-    # readout.js needs the axes and margins to find the values under the pointer.
-    margins = f"{_LEFT} {_RIGHT} {chart.top} {chart.bottom}"
-    ends = f"{x.low!r} {x.high!r} {y.low!r} {y.high!r} {int(log)} {margins}"
-    return _frame(chart, Markup("").join(parts), ends)
+    draw(axes, chart.thinned(_BUCKETS), log=chart.needs_log if log is None else log)
+    title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
+    axes.set_title(plain_text(title), loc="left", fontsize="medium")
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(fontsize="small", frameon=False)
 
 
-def _frame(chart: Chart, inside: Markup, ends: str = "") -> Markup:
-    return Markup(
-        '<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title}" data-ends="{ends}">'
-        "{inside}</svg>"
-    ).format(
-        width=chart.width,
-        height=chart.height,
-        title=visible(f"{chart.title} by {chart.x_name}"),
-        ends=ends,
-        inside=inside,
-    )
+def draw_title(figure: Any, title: str, notes: Sequence[str]) -> None:
+    """Write a title above a figure, and below the title the warnings.
+
+    Args:
+        figure: matplotlib's figure.
+        title: the title.
+        notes: lines of warnings; each needs `NOTE_INCHES` of the figure's height.
+    """
+    figure.suptitle("\n".join([title, *notes]), color=_WARNING if notes else "black", fontsize=11)
 
 
-def _positive(line: Line) -> Line:
-    shown = line.series.y > 0
-    errors = None if line.errors is None else line.errors[shown]
-    series = Series(line.series.x[shown], line.series.y[shown])
-    return replace(line, series=series, errors=errors)
+def png(figure: Any) -> bytes:
+    """A matplotlib figure as a PNG file's bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    picture = io.BytesIO()
+    with warnings.catch_warnings():
+        # A sample may be in a script that the font lacks; the boxes in the picture show that.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        FigureCanvasAgg(figure).print_png(picture, metadata={"Software": PICTURE_ORIGIN})
+    return picture.getvalue()
 
 
-def _scales(chart: Chart, lines: Sequence[Line], log: bool) -> tuple[Scale, Scale]:
-    """The x and the y axis, with ranges that contain all lines, error bars and marks."""
-    xs = np.concatenate([line.series.x for line in lines] + [np.array([m.x for m in chart.marks])])
-    lows, highs = [], []
-    for line in lines:
-        errors = np.zeros(len(line.series)) if line.errors is None else line.errors
-        lows.append(float((line.series.y - (0 if log else errors)).min()))
-        highs.append(float((line.series.y + errors).max()))
-    first, last = linear_range(float(xs.min()), float(xs.max()), zero=False, margin=0.0)
-    if log:
-        low, high = log_range(min(lows), max(highs))
-    else:
-        low, high = linear_range(min(lows), max(highs), zero=chart.zero)
-    return (
-        Scale(first, last, _LEFT, chart.width - _RIGHT),
-        Scale(low, high, chart.height - chart.bottom, chart.top, log),
-    )
+def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, int]) -> bytes:
+    """The chart of perplexity by position, as a PNG file's bytes.
 
+    Args:
+        curves: each model's result, by the model's name.
+        contexts: each model's context length in tokens, drawn as a dotted line.
+    """
+    from matplotlib.figure import Figure
 
-def _grid(chart: Chart, x: Scale, y: Scale) -> Markup:
-    """Grid lines with their numbers, and the x axes with ticks and names."""
-    left, right, top, bottom = _LEFT, chart.width - _RIGHT, chart.top, chart.height - chart.bottom
-    ticks = (log_ticks if y.log else linear_ticks)(y.low, y.high, (bottom - top) // 32)
-    parts = []
-    for tick in ticks:
-        place = f"{y.place(tick):.1f}"
-        parts.append(
-            Markup(
-                '<path class="grid" d="M{0} {2}H{1}"/><text class="y" x="{3}" y="{2}" dy="4">{4}'
-                "</text>"
-            ).format(left, right, place, left - 8, compact(tick))
-        )
-    count = max((right - left) // 84, 4)
-    # For each x axis: ticks, name, length of the ticks' lines, y of the axis, and the offsets of
-    # numbers and name from it, in pixels.
-    rows = [([(t, compact(t)) for t in _x_ticks(x, count)], chart.x_name, 5, bottom, 18, 34)]
-    if chart.below is not None:
-        rows.append((chart.below.ticks(x.low, x.high, count), chart.below.name, 0, bottom, 52, 68))
-    if chart.above is not None:
-        rows.append((chart.above.ticks(x.low, x.high, count), chart.above.name, -5, top, -9, -25))
-    name = Markup('<text class="name" x="{}" y="{}">{}</text>')
-    for numbers, title, line, edge, number_y, name_y in rows:
-        for tick, number in numbers:
-            drawn = Markup(
-                '<path class="tick" d="M{0} {1}v{2}"/><text class="x" x="{0}" y="{3}">{4}</text>'
-            ).format(f"{x.place(tick):.1f}", edge, line, edge + number_y, number)
-            parts.append(drawn)
-        parts.append(name.format((left + right) // 2, edge + name_y, title))
-    parts.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(left, bottom, right))
-    return Markup("").join(parts)
-
-
-def _x_ticks(x: Scale, count: int) -> Iterator[float]:
-    """The ticks of the x axis that are within the plot."""
-    for tick in linear_ticks(x.low, x.high, count):
-        if x.start - 1 <= x.place(tick) <= x.end + 1:
-            yield tick
-
-
-def _drawn(line: Line, x: Scale, y: Scale) -> list[Markup]:
-    """The SVG elements of a curve: line, dots and error bars."""
-    places = [
-        (f"{x.place(a):.1f}".removesuffix(".0"), f"{y.place(b):.1f}".removesuffix(".0"))
-        for a, b in zip(line.series.x.tolist(), line.series.y.tolist(), strict=True)
-    ]
-    style = line.style
-    parts = []
-    if len(places) > 1:
-        path = "L".join(f"{a} {b}" for a, b in places)
-        parts.append(Markup('<path class="line {}" d="M{}"/>').format(style, path))
-    if line.dotted or len(places) == 1:
-        dots = Markup("").join(
-            Markup('<circle class="dot {}" cx="{}" cy="{}" r="{}"/>').format(style, a, b, 3)
-            for a, b in places
-        )
-        parts.append(dots)
-    if line.errors is not None:
-        parts.append(_error_bars(line, x, y))
-    return parts
-
-
-def _error_bars(line: Line, x: Scale, y: Scale) -> Markup:
-    assert line.errors is not None
-    bars = []
-    triples = (line.series.x.tolist(), line.series.y.tolist(), line.errors.tolist())
-    for a, b, error in zip(*triples, strict=True):
-        if not math.isfinite(error) or error <= 0:
-            continue
-        low = max(b - error, y.low) if y.log else b - error
-        place = x.place(a)
-        above, below = y.place(b + error), y.place(low)
-        bars.append(f"M{place:.1f} {below:.1f}V{above:.1f}M{place - 3:.1f} {above:.1f}h6")
-        bars.append(f"M{place - 3:.1f} {below:.1f}h6")
-    return Markup('<path class="error {}" d="{}"/>').format(line.style, "".join(bars))
-
-
-def _drawn_marks(chart: Chart, x: Scale) -> Iterator[Markup]:
-    marks = chart.marks
-    if len(marks) > _MAX_MARKS:
-        chosen = {round(i * (len(marks) - 1) / (_MAX_MARKS - 1)) for i in range(_MAX_MARKS)}
-        marks = [mark for i, mark in enumerate(marks) if i in chosen]
-    for mark in marks:
-        yield Markup('<path class="mark {}" d="M{} {}V{}"><title>{}</title></path>').format(
-            mark.kind,
-            f"{x.place(mark.x):.1f}",
-            chart.top,
-            chart.height - chart.bottom,
-            visible(mark.text),
-        )
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, found in curves.items():
+        middles = [(one.first + one.last) / 2 for one in found.stretches]
+        perplexities = [one.perplexity for one in found.stretches]
+        (line,) = axes.plot(middles, perplexities, label=plain_text(name))
+        if contexts[name] < found.seq_len:
+            axes.axvline(contexts[name], color=line.get_color(), linestyle=":")
+    axes.set(xlabel="position", ylabel="perplexity", yscale="log", xlim=(0, None))
+    axes.set_title("dotted: the end of a model's context", fontsize=10)
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    return png(figure)

@@ -1,35 +1,28 @@
-"""Compares several runs: curves in the same axes, final numbers, differences of their recipes, and
-their last samples."""
+"""Compares several runs: curves in the same axes, final numbers, differences of their recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from markupsafe import Markup
-
-from firstlight.console import loss_text, own_version, plain, rounded
+from firstlight.console import loss_text, rounded
 from firstlight.errors import ConfigError
-from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.recipe import parse_resolved_recipe
-from firstlight.recipe.load import parse_yaml
 from firstlight.report.charts import Chart, Line
-from firstlight.report.findings import Finding, findings_of
-from firstlight.report.numbers import final_numbers, is_accuracy
-from firstlight.report.page import chosen_samples, duration, legend, memory_unit, page, plots
 from firstlight.report.records import RunRecord
 from firstlight.report.series import Axis, Series, smoothed
+from firstlight.report.summary import (
+    Finding,
+    duration,
+    final_numbers,
+    findings_of,
+    is_accuracy,
+    memory_unit,
+)
 
 #: X axes of a comparison, and their names.
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
-#: X axes of the dashboard.
-_LIVE_AXES: Mapping[Axis, str] = {**AXES, "flops": "FLOPs"}
-#: Buckets of thinned curves; see `thin`.
-_BUCKETS = 350
 #: Recipe keys that only set the place of a run's files.
 _NOT_COMPARED = {"run.dir"}
 
@@ -62,7 +55,7 @@ class _Absent:
         return "—"
 
 
-_ABSENT = _Absent()
+ABSENT = _Absent()
 
 
 def compare(runs: Sequence[RunRecord]) -> RunComparison:
@@ -103,7 +96,7 @@ def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[A
     `_Absent` if a recipe does not have the key."""
     flat = [_flat(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for values in flat for key in values)
-    found = {key: [values.get(key, _ABSENT) for values in flat] for key in keys}
+    found = {key: [values.get(key, ABSENT) for values in flat] for key in keys}
     return {
         key: values
         for key, values in found.items()
@@ -120,52 +113,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             result[f"{prefix}{key}"] = value
     return result
-
-
-# The page
-
-
-def comparison_page(found: RunComparison) -> str:
-    """The HTML page that compares several runs."""
-    return page("comparison.html", _page_values(found, AXES, CHARTS))
-
-
-def dashboard_page(found: RunComparison, query: str) -> str:
-    """The HTML page of active runs, which reloads itself.
-
-    Args:
-        found: the runs.
-        query: the search text by which the runs were selected.
-    """
-    values = _page_values(found, _LIVE_AXES, (*CHARTS, *_LIVE_CHARTS))
-    return page("dashboard.html", {**values, "query": query}, ("readout.js", "dashboard.js"))
-
-
-def _page_values(
-    found: RunComparison, axes: Mapping[Axis, str], charts: Sequence[tuple[str, str, str]]
-) -> dict[str, Any]:
-    figures = _figures(found, axes, charts)
-    return {
-        "log": any(figure.chart.needs_log for figure in figures),
-        "title": f"{len(found.runs)} runs",
-        "version": own_version(),
-        "labels": [
-            (label, f"key {line.style}")
-            for label, line in zip(
-                found.labels, compared_lines(found, "train/loss", "step"), strict=True
-            )
-        ],
-        "axes": list(axes.items()),
-        "figures": figures,
-        "numbers": _number_rows(found),
-        "differences": [
-            (key, [str(v) if v is _ABSENT else plain(v) for v in values])
-            for key, values in found.differences.items()
-        ],
-        "recipes": sum(bool(run.recipe) for run in found.runs),
-        "samples": [(label, *_last_samples(run)) for label, run in _named(found)],
-        "warnings": warnings_of(found),
-    }
 
 
 def warnings_of(found: RunComparison) -> list[str]:
@@ -208,27 +155,12 @@ def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
             # are the first ones, and are left out.
             values = found.smoothed[number].y[-len(series) :] if len(series) else series.y
             series = Series(series.x, values)
-        if axis == "flops":
-            flops = _flops_per_token(run.recipe_text)
-            series = Series(series.x * flops, series.y) if flops else Series(*2 * [np.empty(0)])
         lines.append(Line(label, series, number))
     return lines
 
 
-@lru_cache(maxsize=256)
-def _flops_per_token(recipe_text: str) -> float | None:
-    """Training FLOPs per token by a resolved recipe, counted as for the logged MFU; None if the
-    recipe is missing or invalid."""
-    try:
-        recipe = parse_resolved_recipe(parse_yaml(recipe_text.encode()) or {})
-    except (ConfigError, ValueError):
-        return None
-    model = meta_model(recipe.model)
-    return train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)
-
-
 #: Charts of a comparison: key of the metric, title, and unit.
-CHARTS = (
+_CHARTS = (
     ("train/loss", "Training loss", "smoothed, nats a token"),
     ("val/loss", "Validation loss", "nats a token"),
     ("train_eval/loss", "Loss on the same training rows", "nats a token"),
@@ -236,51 +168,17 @@ CHARTS = (
 )
 
 
-#: Additional charts of the dashboard.
-_LIVE_CHARTS = (
-    ("tokens_per_second", "Speed", "tokens/s"),
-    ("memory_bytes", "Peak memory", "bytes"),
-)
-
-
-@dataclass(frozen=True)
-class _Figure:
-    chart: Chart
-    legend: Sequence[tuple[str, str]]
-    charts: Sequence[tuple[str, Markup]]
-    wide: bool
-
-
-def _figures(
-    found: RunComparison, axes: Mapping[Axis, str], known: Sequence[tuple[str, str, str]]
-) -> list[_Figure]:
-    figures = []
-    keys = [row for row in known if any(row[0] in r.metrics.columns for r in found.runs)]
-    for key, title, unit in keys or CHARTS[:1]:
-        wide = len(keys) % 2 == 1 and key == "train/loss"
-        charts = [
-            Chart(
-                title,
-                unit,
-                compared_lines(found, key, axis),
-                name,
-                width=1060 if wide else 520,
-                height=340 if wide else 280,
-            )
-            for axis, name in axes.items()
-        ]
-        drawn = [
-            (axis, plots(chart, _BUCKETS, both=True))
-            for axis, chart in zip(axes, charts, strict=True)
-        ]
-        figures.append(_Figure(charts[0], legend(charts[0]), drawn, wide))
-    return figures
-
-
-def _last_samples(run: RunRecord) -> tuple[str, list[tuple[str, str]]]:
-    last = [s for s in run.samples if s["step"] == run.samples[-1]["step"]] if run.samples else []
-    shown_steps, _ = chosen_samples(last)
-    return shown_steps[0] if shown_steps else ("", [])
+def compared_charts(found: RunComparison) -> list[Mapping[Axis, Chart]]:
+    """The charts of a comparison for which a run has numbers, each by all `AXES`; the training loss
+    if there are none."""
+    has = [row for row in _CHARTS if any(row[0] in run.metrics.columns for run in found.runs)]
+    return [
+        {
+            axis: Chart(title, unit, compared_lines(found, key, axis), name)
+            for axis, name in AXES.items()
+        }
+        for key, title, unit in has or _CHARTS[:1]
+    ]
 
 
 Form = Callable[[Any], str]
@@ -351,10 +249,3 @@ def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
                 texts[number] += f" ± {error:.4f}"
         table.append((name, texts, best))
     return table
-
-
-def _number_rows(found: RunComparison) -> list[tuple[str, list[tuple[str, bool]]]]:
-    return [
-        (name, [(text, number in best) for number, text in enumerate(texts)])
-        for name, texts, best in number_table(found)
-    ]

@@ -1,17 +1,19 @@
-"""Reads the files of a run folder for reports, at any time of the run."""
+"""Reads the files of a run folder, at any time of the run: whole, or line by line while another
+process writes them."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from firstlight.errors import CheckpointError, InputError, nearest
-from firstlight.files.atomic import read_file
+from firstlight.files.atomic import read_file, read_json_object
 from firstlight.recipe.load import MAX_RECIPE_BYTES, parse_yaml
-from firstlight.report.length import decisions, read_length
 from firstlight.report.series import MAX_LOG_BYTES, MAX_STEP, Metrics, read_metrics
 
 #: The rate of learned tokens (tokens with a loss) is shown if it is below this fraction of the rate
@@ -23,6 +25,7 @@ SAMPLES_NAME = "samples.jsonl"
 EVENTS_NAME = "events.jsonl"
 STARTS_NAME = "starts.jsonl"
 RECIPE_NAME = "recipe.yaml"
+LENGTH_NAME = "length.json"
 
 #: Largest size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`, because it has all keys.
 _RESOLVED = 8
@@ -218,3 +221,182 @@ def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: it has no sections")
     return values, content.decode("utf-8")
+
+
+# The length of a run in minutes
+
+#: Largest accepted number: up to here a float can represent every integer.
+_MOST_STEPS = 2**53
+
+#: Keys of the file, with the types and the smallest value that are accepted.
+_LENGTH_KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
+    ("max_minutes", (int, float), 0),
+    ("predicted_steps", (int,), 1),
+    ("seconds_used", (int, float), 0),
+    ("most_steps", (int,), 1),
+    ("max_steps", (int,), 1),
+    ("decided_at", (int,), 0),
+)
+
+
+def read_length(run_folder: Path) -> dict[str, Any]:
+    """The contents of length.json of a run whose length is given in minutes; {} for other runs.
+
+    Returns:
+        An object with some of these keys:
+
+        - "max_minutes": the planned length in minutes.
+        - "predicted_steps": the number of steps that was predicted at the run's start.
+        - "most_steps": the recipe's limit of steps, if it has one.
+        - "seconds_used": the seconds of training so far.
+        - "max_steps": the run's number of steps, after it is decided.
+        - "decided_at": the number of completed steps when it was decided.
+        - "replaced": if the number of steps was corrected, a list with a pair for each earlier one:
+          that number, and the number of completed steps when another one replaced it.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = run_folder / LENGTH_NAME
+    if not path.exists():
+        return {}
+    record = read_json_object(path, CheckpointError, "is damaged: it is no object")
+    for key, kind, least in _LENGTH_KEYS:
+        value = record.get(key, least)
+        if type(value) not in kind or not least <= value <= _MOST_STEPS:
+            raise CheckpointError(f"{path} is damaged: {key} is {value!r:.100}")
+    if ("max_steps" in record) != ("decided_at" in record):
+        raise CheckpointError(f"{path} is damaged: max_steps and decided_at belong together")
+    if not _are_corrections(record.get("replaced", []), record.get("decided_at", _MOST_STEPS)):
+        raise CheckpointError(f"{path} is damaged: replaced is {record['replaced']!r:.100}")
+    return record
+
+
+def _are_corrections(value: Any, decided_at: int) -> bool:
+    """True for a list of pairs (number of steps, completed steps), in the order of the latter."""
+    if type(value) is not list:
+        return False
+    last = decided_at
+    for pair in value:
+        if type(pair) is not list or [type(number) for number in pair] != [int, int]:
+            return False
+        if not last < pair[1] < pair[0] <= _MOST_STEPS:
+            return False
+        last = pair[1]
+    return True
+
+
+def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The decision about the number of steps and its corrections, as events of the run; [] before
+    the decision.
+
+    Args:
+        length: the result of `read_length`.
+    """
+    if "max_steps" not in length:
+        return []
+    replaced = length.get("replaced", [])
+    numbers = [*(number for number, _ in replaced), length["max_steps"]]
+    events = [{**length, "step": length["decided_at"], "max_steps": numbers[0], "event": "length"}]
+    for (before, step), number in zip(replaced, numbers[1:], strict=True):
+        events.append({"step": step, "max_steps": number, "before": before, "event": "correction"})
+    return events
+
+
+# Logs that grow
+
+
+class LineFollower:
+    """Reads the lines of a growing file of JSON objects, each line once, when it is complete.
+
+    A file that does not exist yet has no lines. If another file replaces it, as when a resumed run
+    rewrites its logs, the new file is read from its beginning.
+
+    Args:
+        path: path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Stays open, so that a file that replaces it can't get the same inode number.
+        self._file: FileIO | None = None
+        self._rest = b""
+
+    def new(self) -> tuple[list[dict[str, Any]], bool]:
+        """The objects that were written since the last call; and True if the file was replaced, so
+        that they begin with the first line of the new file. A line that is no JSON object is left
+        out."""
+        is_other = self._reopen()
+        if self._file is None:
+            return [], is_other
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        return [found for line in lines if (found := _object(line)) is not None], is_other
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _reopen(self) -> bool:
+        """Open the file that is at the path now; True if it replaced the open file."""
+        try:
+            now = os.stat(self._path)
+        except OSError:
+            now = None
+        if self._file is not None:
+            held = os.fstat(self._file.fileno())
+            same = now is not None and os.path.samestat(now, held)
+            if same and held.st_size >= self._file.tell():
+                return False
+        was_open = self._file is not None
+        self.close()
+        self._rest = b""
+        if now is not None:
+            try:
+                self._file = FileIO(self._path, "rb")
+            except OSError:
+                self._file = None
+        return was_open
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class StepFollower:
+    """Reads the steps of metrics.jsonl while they are written, each with its samples.
+
+    Args:
+        metrics, samples: paths of metrics.jsonl and samples.jsonl.
+    """
+
+    def __init__(self, metrics: Path, samples: Path) -> None:
+        self._metrics, self._samples = LineFollower(metrics), LineFollower(samples)
+        self._waiting: list[dict[str, Any]] = []
+
+    def new(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Metrics and samples of each step that was written since the last call. Steps that a run
+        repeats after a rollback or a resumption occur again."""
+        records, _ = self._metrics.new()
+        # The samples of a step are written before its metrics, so they are there by now.
+        samples, is_other = self._samples.new()
+        self._waiting = samples if is_other else self._waiting + samples
+        steps = []
+        for record in records:
+            step = record.get("step")
+            if type(step) is int:
+                steps.append((record, [one for one in self._waiting if one.get("step") == step]))
+        if steps:
+            last = steps[-1][0]["step"]
+            self._waiting = [one for one in self._waiting if one.get("step", 0) > last]
+        return steps
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        self._samples.close()

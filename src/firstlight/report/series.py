@@ -20,7 +20,7 @@ from firstlight.errors import CheckpointError, InputError
 from firstlight.files.atomic import read_file
 
 Floats = npt.NDArray[np.float64]
-Axis = Literal["step", "tokens", "hours", "flops"]
+Axis = Literal["step", "tokens", "hours"]
 
 #: Largest accepted size of a run's log file in bytes: about ten million steps.
 MAX_LOG_BYTES = 1 << 32
@@ -74,9 +74,7 @@ class Metrics:
 
         Args:
             key: key of the metric.
-            axis: quantity of the x axis: "step", "tokens" (tokens seen), "hours" (of training), or
-                "flops". For the latter x is the number of all tokens computed so far, which the
-                caller multiplies by the FLOPs per token.
+            axis: quantity of the x axis: "step", "tokens" (tokens seen), or "hours" (of training).
         """
         if key not in self.columns:
             return Series(np.empty(0), np.empty(0))
@@ -88,9 +86,6 @@ class Metrics:
     def _axis(self, axis: Axis) -> Floats:
         if axis == "tokens":
             return self._filled("tokens_seen", math.nan)
-        if axis == "flops":
-            tokens = self._filled("tokens_per_second", 0.0) * self._filled("seconds", 0.0)
-            return np.cumsum(tokens)
         return self.steps if axis == "step" else self.hours
 
     @property
@@ -219,7 +214,9 @@ def smoothed(series: Series) -> Series:
     """The exponential moving average of a curve, with a half-life of a fiftieth of its points, and
     with the bias correction of Adam (Kingma and Ba 2015, section 3)."""
     decay = 0.5 ** (1 / max(len(series) / 50, 1))
-    average, weight, result = 0.0, 0.0, []
+    average = 0.0
+    weight = 0.0
+    result = []
     for value in series.y.tolist():
         average = decay * average + (1 - decay) * value
         weight = decay * weight + (1 - decay)

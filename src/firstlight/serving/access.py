@@ -1,29 +1,27 @@
-"""Checks of a request before it is answered (host, origin, API key, sizes of headers and body), and
-the errors of refused requests in OpenAI's format.
+"""Access to the server and to the chat page: the host, origin and API key of a request, refusals as
+errors in OpenAI's format, and headers that keep a page from using other hosts.
 """
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import hashlib
 import hmac
-import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from firstlight.serving.config import Limits
-from firstlight.serving.loopback import is_loopback
+from firstlight.serving.config import is_loopback
 
-_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
-_HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
-#: Names of the local machine in the header Host.
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 
 #: Status in the metrics for a request whose client disconnected, as in nginx.
 CLIENT_GONE = 499
@@ -40,8 +38,37 @@ _TYPES = {
 FAILED = "the server failed to answer this; its log says why"
 OUT_OF_MEMORY = "the server has too little memory for this text: ask for fewer max_tokens"
 
+#: <link> and <meta> tags with the URL of another host, from which a browser may fetch something.
+_FOREIGN_TAG = re.compile(r"<(?:link|meta)\b[^>]*[\"'](?:https?:)?//[^>]*>", re.IGNORECASE)
+_INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.IGNORECASE | re.DOTALL)
+_PAGE_HEADERS = {
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-dns-prefetch-control": "off",
+}
 
-class RequestError(Exception):
+
+# The docstrings of the classes are descriptions in the OpenAPI document.
+
+
+class ErrorDetails(BaseModel):
+    """The problem of a request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """A refused or failed request."""
+
+    error: ErrorDetails
+
+
+class RequestError(HTTPException):
     """A request that is refused, or that failed.
 
     Args:
@@ -52,9 +79,7 @@ class RequestError(Exception):
         headers: additional headers of the response.
 
     Attributes:
-        status: HTTP status.
-        body: JSON of the error.
-        response: the whole HTTP response.
+        content: JSON of the error.
     """
 
     def __init__(
@@ -66,204 +91,99 @@ class RequestError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = error_body(status, message, param=param, code=code)
-        self.response = json_response(self.body, status, headers)
+        super().__init__(status, message, headers)
+        kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        details = ErrorDetails(message=message, type=kind, param=param, code=code)
+        self.content = Error(error=details).model_dump_json().encode()
+
+    @property
+    def response(self) -> Response:
+        """The HTTP response."""
+        return Response(self.content, self.status_code, self.headers, "application/json")
 
 
-class ClientGoneError(Exception):
-    """The client closed the connection or stopped reading."""
+class ClientGoneError(RequestError):
+    """The client closed the connection; nobody reads the response."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_GONE, "the client closed the connection")
 
 
-def error_body(
-    status: int, message: str, *, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """The JSON of an error in OpenAI's format; arguments as in `RequestError`."""
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def header(scope: Scope, name: bytes) -> str | None:
+    """Return the value of a header, whose name is in lower case; None without it, "" if there are
+    several."""
+    values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else ""
 
 
-def json_response(
-    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """An HTTP response with `content` as JSON."""
-    body = json.dumps(content, ensure_ascii=False).encode()
-    return Response(body, status, headers, "application/json")
-
-
-def new_request_id() -> str:
-    """A random id for a request, for the header X-Request-Id and the log."""
-    return f"req_{secrets.token_hex(16)}"
-
-
-def unsupported_schema(message: str) -> RequestError:
-    """The error for a JSON Schema that is not supported."""
-    return RequestError(400, message, param="response_format", code="unsupported_schema")
-
-
-def header_values(scope: Scope, name: bytes) -> list[bytes]:
-    """All values of a header, which can occur several times; `name` is in lower case."""
-    return [value for key, value in scope["headers"] if key == name]
-
-
-def require_head_size(scope: Scope, limits: Limits) -> None:
-    """Refuse a request whose path, query and headers are too long together. uvicorn's own limit has
-    an effect only if they arrive in several pieces.
-
-    Raises:
-        RequestError: status 431.
-    """
-    size = len(scope["raw_path"]) + len(scope["query_string"])
-    if size + sum(len(k) + len(v) for k, v in scope["headers"]) > limits.max_header_bytes:
-        raise RequestError(
-            431,
-            f"the head of the request is longer than {limits.max_header_bytes:,} bytes: send "
-            "shorter headers",
-        )
-
-
-def require_body_size(scope: Scope, limits: Limits) -> None:
-    """Refuse a body by its declared size, before any of it is read.
-
-    Raises:
-        RequestError: status 413 if the body is too large, 400 if the size is not a number.
-    """
-    for value in header_values(scope, b"content-length"):
-        if not re.fullmatch(rb"\d{1,20}", value):
-            raise RequestError(
-                400, "the header Content-Length is not a number: send the bytes of the body"
-            )
-        _require_size(int(value), limits)
-
-
-def _require_size(size: int, limits: Limits) -> None:
-    if size > limits.max_body_bytes:
-        raise RequestError(
-            413,
-            f"the body is larger than {limits.max_body_bytes:,} bytes: send a smaller one",
-            code="body_too_large",
-        )
-
-
-async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """Read the body of a JSON request.
-
-    Raises:
-        RequestError: status 408 if the body arrives too slowly, 413 if it is too large, 415 if it
-            is not declared as JSON or is compressed.
-        ClientGoneError: the client closed the connection.
-    """
-    kinds = header_values(scope, b"content-type")
-    kind = kinds[0].partition(b";")[0].strip().lower() if len(kinds) == 1 else b""
-    if kind != b"application/json" or header_values(scope, b"content-encoding"):
-        raise RequestError(
-            415, "the body must be JSON, not compressed: send Content-Type: application/json"
-        )
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_timeout):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                _require_size(len(body), limits)
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise RequestError(
-            408,
-            f"the body did not arrive within {limits.body_timeout:g} seconds: send it again",
-            code="timeout",
-        ) from None
-
-
-@dataclass(frozen=True)
 class Access:
     """The allowed hosts and origins, and the API key, of a server.
 
-    Attributes:
-        key_digest: SHA-256 of the API key; None if no key is required.
-        hosts: allowed names in the header Host, without a port; None allows any.
-        origins: origins (values of the header Origin) of other web pages that may send requests.
+    A server at a loopback address is answered only under the names of the local machine, and those
+    in `hosts`: an attacker can let the name of a web page resolve to this machine (DNS rebinding).
+    The ports of Host and of the server are not compared, so that tunnels work.
+
+    Args:
+        host: name or address at which the server listens.
+        key: API key; None requires none.
+        hosts: further allowed names in the header Host. Without any, a server at an address other
+            than loopback allows all names.
+        origins: allowed origins of other web pages (values of the header Origin).
     """
 
-    key_digest: bytes | None
-    hosts: frozenset[str] | None
-    origins: frozenset[str]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         host: str,
-        key: bytes | None,
+        key: bytes | None = None,
         hosts: Iterable[str] = (),
         origins: Iterable[str] = (),
-    ) -> Access:
-        """Create the access of a server.
+    ) -> None:
+        self._key_digest = None if key is None else hashlib.sha256(key).digest()
+        self._hosts = {name.lower() for name in hosts}
+        self._any_host = not self._hosts and not is_loopback(host)
+        self.origins = {origin.lower() for origin in origins}
 
-        A server at a loopback address is answered only under the names of the local machine, and
-        those in `hosts`: an attacker can let the name of a web page resolve to this machine (DNS
-        rebinding). Servers at other addresses have an API key.
-
-        Args:
-            host: name or address at which the server listens.
-            key: API key; None requires none.
-            hosts: further allowed names in the header Host. Without any, a server at an address
-                other than loopback allows all names.
-            origins: allowed origins of other web pages.
-        """
-        digest = None if key is None else hashlib.sha256(key).digest()
-        given = {name.lower() for name in hosts}
-        names = {*given, *_LOOPBACK} if given or is_loopback(host) else None
-        if names is not None and is_loopback(host) and ":" not in host:
-            names.add(host)
-        return cls(
-            digest,
-            None if names is None else frozenset(names),
-            frozenset(origin.lower() for origin in origins),
-        )
+    @property
+    def needs_key(self) -> bool:
+        """True if clients must send the API key."""
+        return self._key_digest is not None
 
     def require(self, scope: Scope) -> None:
-        """Refuse a request without access. /health and CORS preflights need no API key.
+        """Refuse a request without access. /health needs no API key.
 
         Raises:
             RequestError: status 401 for a missing or wrong key, 403 for host or origin.
         """
-        host = self._require_host(header_values(scope, b"host"))
-        self._require_origin(header_values(scope, b"origin"), f"{scope['scheme']}://{host}")
-        if self.key_digest is not None and scope["path"] != "/health" and not is_preflight(scope):
-            self._require_key(header_values(scope, b"authorization"), self.key_digest)
-
-    def _require_host(self, found: list[bytes]) -> str:
-        host = found[0].decode("latin-1").lower() if len(found) == 1 else ""
+        host = (header(scope, b"host") or "").lower()
         match = _HOST.fullmatch(host)
-        if match is None or (self.hosts is not None and match["name"] not in self.hosts):
+        if match is None or not self._is_allowed(match[1]):
             raise RequestError(
                 403,
                 "this server does not answer to the name in the header Host: use localhost, or "
                 "start the server with --allowed-host",
                 code="host_not_allowed",
             )
-        return host
-
-    def _require_origin(self, found: list[bytes], own: str) -> None:
-        if not found:
-            return
-        origin = found[0].decode("latin-1").lower() if len(found) == 1 else ""
-        if origin != own and origin not in self.origins:
+        origin = header(scope, b"origin")
+        scheme = scope["scheme"].replace("ws", "http")  # Origin is the page's, also of WebSockets
+        if origin is not None and origin.lower() not in {f"{scheme}://{host}", *self.origins}:
             raise RequestError(
                 403,
                 "web pages of this Origin may not call this server: start it with --allowed-origin",
                 code="origin_not_allowed",
             )
+        if self._key_digest is not None and scope["path"] != "/health":
+            self._require_key(header(scope, b"authorization") or "", self._key_digest)
 
-    def _require_key(self, found: list[bytes], expected: bytes) -> None:
-        scheme, _, key = found[0].partition(b" ") if len(found) == 1 else (b"", b"", b"")
+    def _is_allowed(self, name: str) -> bool:
+        return self._any_host or name in self._hosts or is_loopback(name.strip("[]"))
+
+    def _require_key(self, authorization: str, expected: bytes) -> None:
+        scheme, _, key = authorization.partition(" ")
         # Digests have equal lengths, so that the time of the comparison says nothing about the key.
-        is_right = hmac.compare_digest(hashlib.sha256(key).digest(), expected)
-        if scheme.lower() != b"bearer" or not is_right:
+        digest = hashlib.sha256(key.encode("latin-1")).digest()
+        if scheme.lower() != "bearer" or not hmac.compare_digest(digest, expected):
             raise RequestError(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",
@@ -271,92 +191,129 @@ class Access:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def foreign_origin(self, scope: Scope) -> bytes | None:
-        """The origin of a request, if it is one of `origins`, else None."""
-        found = header_values(scope, b"origin")
-        is_allowed = len(found) == 1 and found[0].decode("latin-1").lower() in self.origins
-        return found[0] if is_allowed else None
-
-
-def is_preflight(scope: Scope) -> bool:
-    """True if a request is a browser's CORS preflight."""
-    return scope["method"] == "OPTIONS" and bool(
-        header_values(scope, b"access-control-request-method")
-    )
-
 
 class RequestGuard:
-    """The outermost ASGI layer of the server: refuses requests that have no access or are too
-    large, adds security and CORS headers, and counts requests.
+    """An ASGI layer that refuses requests that have no access or too long a head, adds headers to
+    responses, and counts requests.
 
     Args:
         app: application that gets the accepted requests.
         access: allowed hosts and origins, and the API key.
-        limits: limits, of which those of headers and of the declared size of the body are used.
+        max_header_bytes: greatest size of path, query and headers together.
         count: callback with path and status of each request.
     """
 
     def __init__(
-        self, app: ASGIApp, access: Access, limits: Limits, count: Callable[[str, int], None]
+        self,
+        app: ASGIApp,
+        access: Access,
+        max_header_bytes: int,
+        count: Callable[[str, int], None],
     ) -> None:
-        self.app, self._access, self._count = app, access, count
-        self._limits = limits
+        self._app, self._access = app, access
+        self._max_header_bytes, self._count = max_header_bytes, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
         if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
+            await self._app(scope, receive, send)
             return
         status = CLIENT_GONE
-        origin = self._access.foreign_origin(scope)
-        request_id = new_request_id()
+        request_id = f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
+        added = [(b"x-content-type-options", b"nosniff"), (b"x-request-id", request_id.encode())]
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_headers(origin, request_id)]
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         try:
-            await self._respond_to(scope)(scope, receive, send_with_headers)
+            self._require_head_size(scope)
+            self._access.require(scope)
+            await self._app(scope, receive, send_with_headers)
+        except RequestError as error:
+            await error.response(scope, receive, send_with_headers)
         finally:
             self._count(scope["path"], status)
 
-    def _respond_to(self, scope: Scope) -> ASGIApp:
-        """The application that responds: an error, the response to a preflight, or `app`."""
+    def _require_head_size(self, scope: Scope) -> None:
+        """uvicorn's own limit has an effect only if the head arrives in several pieces."""
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        if size + sum(len(k) + len(v) for k, v in scope["headers"]) > self._max_header_bytes:
+            raise RequestError(
+                431,
+                f"the head of the request is longer than {self._max_header_bytes:,} bytes: send "
+                "shorter headers",
+            )
+
+
+class LoopbackGuard:
+    """An ASGI layer that accepts only requests of the local machine and of the page itself (see
+    `Access`). It adds headers to responses that keep the page from using other hosts, and removes
+    tags that refer to other hosts from HTML.
+
+    Args:
+        app: application that responds to accepted requests.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = BaseHTTPMiddleware(app, _add_page_headers)
+        self._access = Access("127.0.0.1")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
         try:
-            require_head_size(scope, self._limits)
             self._access.require(scope)
-            require_body_size(scope, self._limits)
         except RequestError as error:
-            return error.response
-        if is_preflight(scope) and self._access.foreign_origin(scope) is not None:
-            return Response(status_code=204, headers=_preflight_headers(scope))
-        return self.app
+            await error.response(scope, receive, send)  # refuses a WebSocket, too
+            return
+        # Without accept-encoding, because tags can't be found in a compressed page.
+        headers = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]
+        await self._app({**scope, "headers": headers}, receive, send)
 
 
-def _headers(origin: bytes | None, request_id: str) -> list[tuple[bytes, bytes]]:
-    """Headers that are added to every response; `origin` is that of `Access.foreign_origin`."""
-    headers = [(b"x-content-type-options", b"nosniff"), (b"x-request-id", request_id.encode())]
-    if origin is not None:
-        headers += [
-            (b"access-control-allow-origin", origin),
-            (b"access-control-expose-headers", b"x-request-id"),
-            (b"vary", b"Origin"),
-        ]
-    return headers
+async def _add_page_headers(
+    request: Request, respond: Callable[[Request], Awaitable[Any]]
+) -> Response:
+    response = await respond(request)
+    page = ""
+    if response.headers.get("content-type", "").startswith("text/html"):
+        html = b"".join([piece async for piece in response.body_iterator])
+        page = _FOREIGN_TAG.sub("", html.decode("utf-8", errors="replace"))
+        response = Response(page, response.status_code, dict(response.headers))
+        response.headers["content-length"] = str(len(response.body))
+    policy = content_security_policy(request.headers["host"], page)
+    response.headers.update({**_PAGE_HEADERS, "content-security-policy": policy})
+    return response  # type: ignore[no-any-return]
 
 
-def _preflight_headers(scope: Scope) -> dict[str, str]:
-    wanted = header_values(scope, b"access-control-request-headers")
-    names = wanted[0] if len(wanted) == 1 and _HEADER_NAMES.fullmatch(wanted[0]) else b""
-    return {
-        "access-control-allow-methods": "GET, POST",
-        "access-control-allow-headers": names.decode() or "authorization, content-type",
-        "access-control-max-age": "600",
-    }
+def content_security_policy(host: str, html: str = "") -> str:
+    """Return the header Content-Security-Policy, which allows resources of this host and the inline
+    scripts of the page.
+
+    Args:
+        host: the request's header Host.
+        html: HTML of the page; "" for other responses.
+    """
+    hashes = (
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in _INLINE_SCRIPT.findall(html)
+    )
+    scripts = " ".join(("'self'", *(f"'sha256-{digest}'" for digest in hashes)))
+    rules = (
+        "default-src 'none'",
+        f"script-src {scripts}",
+        "style-src 'self' 'unsafe-inline'",  # Chainlit's components write style attributes
+        "img-src 'self' data: blob:",
+        "font-src 'self' data:",
+        f"connect-src 'self' ws://{host}",
+        "worker-src 'self'",
+        "manifest-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+    return "; ".join(rules)

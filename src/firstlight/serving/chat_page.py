@@ -15,19 +15,16 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from firstlight.console import say
-from firstlight.errors import (
-    ConfigError,
-    FirstlightError,
-    MissingDependencyError,
-    describe_os_error,
-)
+from firstlight.errors import ConfigError, FirstlightError, MissingDependencyError
 from firstlight.generation.chat import CHAT_SETTINGS, ChatSession, ConversationDecoder
 from firstlight.generation.config import SamplingConfig
-from firstlight.serving.loopback import LoopbackGuard, require_loopback
+from firstlight.serving.config import is_loopback, listening_socket, url_for
 from firstlight.weights.huggingface import LoadedModel
+
+T = TypeVar("T")
 
 #: Folder with Chainlit's configuration and the script of the page.
 _FILES = Path(__file__).parent / "page"
@@ -61,7 +58,13 @@ def require_web(host: str, port: int) -> Address:
         ConfigError: other machines could reach the host, or the port is invalid.
         MissingDependencyError: Chainlit is not installed.
     """
-    address = Address(require_loopback(host), port)
+    name = host.removeprefix("[").removesuffix("]")
+    if not is_loopback(name):
+        raise ConfigError(
+            f"the page has no passwords, so it can't be served at {name}: leave --host out, and "
+            "from another machine use a tunnel: ssh -L 8000:127.0.0.1:8000 THIS_MACHINE"
+        )
+    address = Address("127.0.0.1" if name == "localhost" else name, port)
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port must be between 0 and 65535, not {port}")
     if importlib.util.find_spec("chainlit") is None:
@@ -88,9 +91,12 @@ def serve_chat(
         compile: see `ConversationDecoder`.
 
     Raises:
-        ConfigError: the port is taken, or the model can't be compiled here.
+        StorageError: the port is taken.
+        ConfigError: the model can't be compiled here.
         ConfigError, ModelError, InputError, TokenizerError: see `ChatSession`.
     """
+    from firstlight.serving.access import LoopbackGuard
+
     decoder = ConversationDecoder(loaded.model, compile=compile)
     if compile:
         decoder.with_room(1)
@@ -101,30 +107,13 @@ def serve_chat(
     new_session()  # raises errors here, before the page is served
     with (
         contextlib.suppress(KeyboardInterrupt),
-        _listening(address) as listener,
+        listening_socket(address.host, address.port) as listener,
         tempfile.TemporaryDirectory() as folder,
         _environment(_app_folder(Path(folder))),
     ):
         app = _chainlit_app(new_session, loaded.folder.name)
-        host, port = listener.getsockname()[:2]
-        say(f"chat at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends it)")
+        say(f"chat at {url_for(listener)} (Ctrl-C ends it)")
         _serve(LoopbackGuard(app), listener)
-
-
-@contextlib.contextmanager
-def _listening(address: Address) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address.host, address.port))
-            listener.listen()
-        except OSError as error:
-            raise ConfigError(
-                f"can't listen at {address.host}, port {address.port}: "
-                f"{describe_os_error(error)}: choose another --port"
-            ) from error
-        yield listener
 
 
 def _app_folder(folder: Path) -> Path:
@@ -266,23 +255,17 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
         value = values.get(name)
         if value is None or value == "":  # the user has cleared the field
             continue
-        changes[name] = _number(name, value, limits is None)
+        kind = int if limits is None else float
+        try:
+            # Sliders send numbers, input fields send text.
+            changes[name] = kind(float(value))
+            is_number = changes[name] == float(value)
+        except (TypeError, ValueError, OverflowError):
+            is_number = False
+        if not is_number:
+            article = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{name} must be {article}, not {value!r}")
     return replace(settings, **changes)
-
-
-def _number(name: str, value: object, is_whole: bool) -> float:
-    """The number in a value that a page has sent; sliders send numbers, input fields send text."""
-    try:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ValueError
-        number = float(value)
-        if not is_whole:
-            return number
-        if number.is_integer():
-            return int(number)
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"{name} must be a {'whole ' * is_whole}number, not {value!r}")
 
 
 class Answers:
@@ -305,31 +288,24 @@ class Answers:
             FirstlightError: see `ChatSession.answer`.
         """
         async with self._lock:
-            loop = asyncio.get_running_loop()
-            queue: asyncio.Queue[str | None] = asyncio.Queue()
-            ended = False
-
-            def work() -> None:
-                try:
-                    pieces = session.answer(text)
-                    assert isinstance(pieces, Generator)
-                    with contextlib.closing(pieces):
-                        # `ended` is needed, too: `session.stop()` has no effect before the answer
-                        # has begun.
-                        while not ended and (piece := next(pieces, None)) is not None:
-                            loop.call_soon_threadsafe(queue.put_nowait, piece)
-                finally:
-                    loop.call_soon_threadsafe(queue.put_nowait, None)
-
-            thread = asyncio.ensure_future(asyncio.to_thread(work))
+            pieces: Iterator[str] = await _in_thread(session, session.answer, text)
+            assert isinstance(pieces, Generator)
             try:
-                while (piece := await queue.get()) is not None:
+                while (piece := await _in_thread(session, next, pieces, None)) is not None:
                     yield piece
-                await thread
             finally:
-                ended = True
                 session.stop()
-                while not thread.done():
-                    # Waits on, even if cancelled again: the model is in use until the thread ends.
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait([thread])
+                pieces.close()
+
+
+async def _in_thread(session: ChatSession, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a thread. A cancellation stops the session, and waits for the end of the
+    call, however often it is repeated: the model is in use until then."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    finally:
+        while not call.done():
+            session.stop()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([call])

@@ -1,20 +1,24 @@
 """Options of the server: `ServerOptions` and `Limits`, which the command line reads without
-importing the server, and the API key.
+importing the server; the API key, and the address to listen at.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, StorageError
 from firstlight.files.atomic import read_file
-from firstlight.serving.loopback import is_loopback
 
 #: Environment variable with the API key.
 KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
 
 _MAX_KEY_BYTES = 4096
+#: Connections that the operating system queues until they are accepted.
+BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class Limits:
         write_timeout: seconds that a client may leave sent bytes unread.
         max_body_bytes: greatest size of a request's body, in bytes.
         max_header_bytes: greatest size of a request's headers, in bytes.
-        max_connections: greatest number of simultaneous connections; beyond that, connections that
-            wait for a request are closed, the longest waiting first.
+        max_connections: greatest number of simultaneous connections; more are refused with status
+            503.
     """
 
     request_timeout: float = 600.0
@@ -136,3 +140,44 @@ def key_from_file(path: Path) -> bytes:
         ConfigError: see `checked_key`.
     """
     return checked_key(read_file(path, _MAX_KEY_BYTES).rstrip(b"\r\n"), str(path))
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if a name or address (IPv6 without brackets) can be reached only from this
+    machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Open the socket to which clients connect; port 0 is any free port.
+
+    Raises:
+        ConfigError: the host is not an address of this machine.
+        StorageError: the address is in use or not permitted.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"can't listen at {host}: {error}; give --host an address of this machine"
+        ) from error
+    family, _, _, _, address = addresses[0]
+    try:
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        # Not the error's own text, which repeats the address.
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        where = f"{host} port {port}"
+        raise StorageError(f"can't listen at {where}: {reason}; choose another --port") from error
+
+
+def url_for(listening: socket.socket) -> str:
+    """Return the URL of a listening socket; a wildcard address becomes the loopback address."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,20 +1,53 @@
-"""Request bodies: OpenAI's fields and additional fields, each with its bounds.
+"""Requests: their bodies, with OpenAI's fields and additional ones, and the encoder that makes the
+token sequences to continue from them.
 
 A field is implemented, or refused by name. Only fields that do not change an answer are accepted
-without effect. `access.py` checks the sizes of headers and body, `processor.py` the length of
-prompts and the number of answers, `service.py` the queue and the time.
+without effect. `service.py` limits the queue and the time.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
-from typing import Annotated, Any, Literal, TypeVar
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+import torch
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 
-from firstlight.errors import nearest
-from firstlight.serving.access import RequestError
+from firstlight.console import own_version
+from firstlight.errors import (
+    ConfigError,
+    InputError,
+    MissingDependencyError,
+    TokenizerError,
+    nearest,
+)
+from firstlight.generation.chat import turn_end_ids
+from firstlight.generation.config import SamplingConfig
+from firstlight.generation.continuation import Continuation
+from firstlight.generation.engine import tokenizer_of
+from firstlight.generation.sampling import require_biased_tokens
+from firstlight.generation.structured import Constraint, Grammars, SchemaError
+from firstlight.models import Model
+from firstlight.serving.access import ClientGoneError, RequestError, header
+from firstlight.serving.config import Limits
+from firstlight.serving.response import (
+    ChatFormat,
+    CompletionFormat,
+    Echo,
+    ResponseFormat,
+    TokenTexts,
+)
+from firstlight.weights.huggingface import LoadedModel
 
 #: Greatest number of choices of a prompt, prompts of a request, messages of a conversation, parts
 #: of a message, stop texts, characters of a stop text, `logprobs` of a completion, `top_logprobs`
@@ -27,24 +60,25 @@ MAX_BIASES = 1024
 #: Greatest number of names and objects in the JSON of a body. Validating a body of a million bytes
 #: that is nothing but names would hold up the answers of other clients.
 MAX_NAMES = 20_000
-#: Greatest number of token ids of one prompt in the JSON; `processor.py` has the model's limit.
+#: OpenAI's default of `max_tokens` for completions. Without it, a chat's answer may fill the
+#: context.
+_COMPLETION_TOKENS = 16
+#: Greatest number of token ids of one prompt in the JSON; the encoder has the model's limit.
 _MAX_PROMPT_IDS = 200_000
 
 
-def _whole(value: Any) -> Any:
-    """Convert floats without a fraction, such as 2.0, to integers, as JSON Schema does."""
-    return int(value) if type(value) is float and value.is_integer() else value
-
-
-_WHOLE = BeforeValidator(_whole)
 _Text = Annotated[str, Field(max_length=256)]
-_TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0), _WHOLE]], Field(fail_fast=True, min_length=1)
-]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Nothing = Annotated[list[Any], Field(max_length=0)] | None
+
+
+def _needs(name: str, switch: str) -> dict[str, Any]:
+    """A rule of JSON Schema: the field `name` is null or missing, or the field `switch` is true."""
+    switched = {"properties": {switch: {"const": True}}, "required": [switch]}
+    return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
 
 # The docstrings of these classes are descriptions in the OpenAPI document.
@@ -100,7 +134,26 @@ class SchemaFormat(_Strict):
     json_schema: NamedSchema
 
 
-class GenerationRequest(_Strict):
+class UnsupportedFields(_Strict):
+    """OpenAI's fields that are not supported, with their values without effect. Other values are
+    refused."""
+
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+    tools: _Nothing = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: _Nothing = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: None = None
+    web_search_options: None = None
+    moderation: None = None
+
+
+class GenerationRequest(UnsupportedFields):
     """The fields that completions and chats have in common.
 
     Attributes:
@@ -124,11 +177,11 @@ class GenerationRequest(_Strict):
     model: _Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31), _WHOLE] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     stop: (
@@ -139,7 +192,7 @@ class GenerationRequest(_Strict):
         ]
         | None
     ) = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASES)] | None = None
@@ -153,11 +206,6 @@ class GenerationRequest(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-
-    @property
-    def includes_usage(self) -> bool:
-        """True if a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -185,7 +233,9 @@ class CompletionRequest(GenerationRequest):
         echo: begin each choice with the prompt and, with `logprobs`, its log-probabilities.
     """
 
-    max_tokens: Annotated[int, Field(ge=0), _WHOLE] | None = None
+    model_config = ConfigDict(json_schema_extra={"allOf": [_needs("stream_options", "stream")]})
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     prompt: (
         str
@@ -193,7 +243,15 @@ class CompletionRequest(GenerationRequest):
         | Annotated[_TokenIds, Field(max_length=_MAX_PROMPT_IDS)]
         | Annotated[list[_TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts as a list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        # A list of token ids is one prompt.
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
 class TextPart(_Strict):
@@ -240,34 +298,27 @@ class ChatRequest(GenerationRequest):
         parallel_tool_calls: no effect, because tools are not supported.
     """
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                _needs("stream_options", "stream"),
+                _needs("top_logprobs", "logprobs"),
+                {
+                    "anyOf": [
+                        {"properties": {name: {"type": "null"}}}
+                        for name in ("max_tokens", "max_completion_tokens")
+                    ]
+                },
+            ]
+        }
+    )
+
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1), _WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS), _WHOLE] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None
 
-
-#: OpenAI's fields that are not supported -> their values without effect, besides null. Other values
-#: are refused.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "verbosity": (),
-    "web_search_options": (),
-    "moderation": (),
-}
-
-
-Request = TypeVar("Request", bound=GenerationRequest)
 
 #: Field -> error message, for fields of which pydantic's messages are unclear.
 _MESSAGES = {
@@ -282,86 +333,122 @@ _MESSAGES = {
 }
 
 
-def read_request(kind: type[Request], body: bytes) -> Request:
-    """Parse and validate a request's body.
+class LimitedRequest(Request):
+    """A request whose body is read within the limits in `app.state.limits`."""
 
-    Raises:
-        RequestError: status 400 if the body is not a JSON object, or a field is invalid.
-    """
-    fields = _json_object(body)
-    for name in list(fields):
-        if name not in kind.model_fields:
-            _require_no_effect(name, fields.pop(name), kind)
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _described(error) from None
+    async def body(self) -> bytes:
+        """Read the body of a JSON request.
 
+        Raises:
+            RequestError: status 408 if the body arrives too slowly, 413 if it is too large, 415 if
+                it is not declared as JSON or is compressed.
+            ClientGoneError: the client closed the connection.
+        """
+        if not hasattr(self, "_body"):
+            kind = (header(self.scope, b"content-type") or "").partition(";")[0].strip().lower()
+            if kind != "application/json" or header(self.scope, b"content-encoding") is not None:
+                message = (
+                    "the body must be JSON, not compressed: send Content-Type: application/json"
+                )
+                raise RequestError(415, message)
+            self._body = await self._read(self.app.state.limits)
+        return self._body
 
-def _json_object(body: bytes) -> dict[str, Any]:
-    try:
-        # Both parsers are needed. json's reports repeated names, and keeps all digits of large
-        # integers. It is the first, because it counts names before the others are read.
-        value = json.loads(body, object_pairs_hook=_Objects())
-        # pydantic's limits the depth, and refuses NaN and lone surrogates.
-        pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(
-            400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json"
-        ) from None
-    if not isinstance(value, dict):
-        raise RequestError(400, "the body must be a JSON object", code="invalid_json")
-    return value
+    async def _read(self, limits: Limits) -> bytes:
+        declared = header(self.scope, b"content-length") or "0"
+        _require_size(int(declared) if declared.isdecimal() else 0, limits)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_timeout):
+                async for piece in self.stream():
+                    body += piece
+                    _require_size(len(body), limits)
+        except ClientDisconnect:
+            raise ClientGoneError from None
+        except TimeoutError:
+            seconds = f"{limits.body_timeout:g} seconds"
+            message = f"the body did not arrive within {seconds}: send it again"
+            raise RequestError(408, message, code="timeout") from None
+        return bytes(body)
 
+    async def json(self) -> dict[str, Any]:
+        """Parse the body.
 
-class _Objects:
-    """A hook of `json.loads` that makes the objects of one body.
-
-    Raises:
-        RequestError: status 413 if the body has more than `MAX_NAMES` names and objects.
-        ValueError: an object has a name twice.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        self._count += 1 + len(pairs)
-        if self._count > MAX_NAMES:
-            raise RequestError(
-                413,
-                f"the body has more than {MAX_NAMES:,} names and objects: send fewer",
-                code="body_too_large",
-            )
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            for name, _ in pairs:
-                if name in seen:
-                    raise ValueError(f"{_shortened(name)} is given twice")
-                seen.add(name)
-        return found
+        Raises:
+            RequestError: status 400 if the body is not a JSON object, 413 if it has too many names.
+        """
+        body = await self.body()
+        try:
+            # Both parsers are needed. json's reports repeated names, and keeps all digits of large
+            # integers. It is the first, because it counts names before the others are read.
+            value = json.loads(body, object_pairs_hook=_object_maker(), parse_float=_number)
+            # pydantic's limits the depth, and refuses NaN and lone surrogates.
+            pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
+        except (ValueError, RecursionError) as error:
+            message = f"the body is not valid JSON: {str(error)[:200]}"
+            raise RequestError(400, message, code="invalid_json") from None
+        if not isinstance(value, dict):
+            raise _not_an_object()
+        return value
 
 
-def _require_no_effect(name: str, value: Any, kind: type[GenerationRequest]) -> None:
-    """Refuse an unsupported or unknown field, unless its value has no effect (see `REFUSED`)."""
-    if name in REFUSED:
-        neutral = REFUSED[name]
-        if value is None or any(value == one and type(value) is type(one) for one in neutral):
-            return
-        raise _unsupported(name)
-    name = _shortened(name)
-    message = f"unknown field '{name}'{nearest(name, kind.model_fields)}"
-    raise RequestError(400, message, param=name, code="unknown_parameter")
+def _require_size(size: int, limits: Limits) -> None:
+    if size > limits.max_body_bytes:
+        message = f"the body is larger than {limits.max_body_bytes:,} bytes: send a smaller one"
+        raise RequestError(413, message, code="body_too_large")
 
 
-def _described(error: ValidationError) -> RequestError:
-    """The request error for the first problem of a validation error."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ""
-    parts = list(first["loc"])
-    if parts[0] == "response_format":
+def _not_an_object() -> RequestError:
+    return RequestError(400, "the body must be a JSON object", code="invalid_json")
+
+
+def _invalid(param: str, message: str, code: str | None = None) -> RequestError:
+    return RequestError(400, message, param=param, code=code)
+
+
+def _number(text: str) -> float:
+    """Parse a number of JSON; floats without a fraction, such as 2.0, are integers, as in JSON
+    Schema."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return a hook of `json.loads` that makes the objects of one body. It raises a `RequestError`
+    with status 413 if there are too many names, and `ValueError` if an object has a name twice."""
+    count = 0
+
+    def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal count
+        count += 1 + len(pairs)
+        if count > MAX_NAMES:
+            message = f"the body has more than {MAX_NAMES:,} names and objects: send fewer"
+            raise RequestError(413, message, code="body_too_large")
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            name = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+            raise ValueError(f"{_shortened(name)} is given twice")
+        return made
+
+    return make
+
+
+def invalid_request(kind: type[GenerationRequest], error: RequestValidationError) -> RequestError:
+    """Return the request error for the first problem of a body that is not of the kind."""
+    first = error.errors()[0]
+    parts = list(first["loc"][1:])
+    if not parts:
+        return _not_an_object()  # the body is empty
+    name = str(parts[0])
+    if first["type"] == "extra_forbidden" and len(parts) == 1:
+        shown = _shortened(name)
+        message = f"unknown field '{shown}'{nearest(shown, kind.model_fields)}"
+        return _invalid(shown, message, "unknown_parameter")
+    if name in UnsupportedFields.model_fields:
+        return _unsupported(name)
+    if name == "response_format":
         del parts[1:2]  # the model that `type` selects
+    where = ""
     for part in parts:
         if isinstance(part, int):
             where += f"[{part}]"
@@ -369,16 +456,285 @@ def _described(error: ValidationError) -> RequestError:
             where += f".{part}" if where else part
         if part in _MESSAGES:
             # The rest of the location names the types that pydantic tried.
-            return RequestError(400, f"{where} {_MESSAGES[str(part)]}", param=where)
+            return _invalid(where, f"{where} {_MESSAGES[str(part)]}")
     if first["type"] == "extra_forbidden":
         return _unsupported(_shortened(where))
-    return RequestError(400, f"{where}: {first['msg']}", param=where)
+    return _invalid(where, f"{where}: {first['msg']}")
 
 
 def _unsupported(param: str) -> RequestError:
     message = f"{param} is not supported by this server: leave it out"
-    return RequestError(400, message, param=param, code="unsupported_parameter")
+    return _invalid(param, message, "unsupported_parameter")
 
 
 def _shortened(name: str) -> str:
     return name if len(name) <= 80 else f"{name[:80]}..."
+
+
+@dataclass(frozen=True)
+class EncodedRequest:
+    """A request that has been checked and encoded.
+
+    Attributes:
+        texts: new continuations: all choices of the first prompt, then those of the second, ...
+        response: format of the response.
+        stream: True to send events while the texts are generated.
+    """
+
+    texts: list[Continuation]
+    response: ResponseFormat
+    stream: bool
+
+
+class RequestEncoder:
+    """Checks and encodes requests. `encode` can take seconds, so it should be called in a separate
+    thread.
+
+    Args:
+        loaded: a model with a tokenizer.
+        name: the model's name for clients.
+        context: greatest number of tokens of a text, prompt and answer together.
+        capacity: greatest number of texts of one request.
+    """
+
+    def __init__(self, loaded: LoadedModel, name: str, *, context: int, capacity: int) -> None:
+        self._loaded = loaded
+        self.name = name
+        self.context = context
+        self._tokenizer = tokenizer_of(loaded)
+        self._texts = TokenTexts(self._tokenizer)
+        self._grammars: Grammars | None = None
+        self._making_grammars = threading.Lock()
+        self._fingerprint = fingerprint_of(loaded.model)
+        self.capacity, self.vocab_size = capacity, loaded.model.config.vocab_size
+        self.has_chat = self._tokenizer.chat_template is not None
+        self._ends = loaded.eos_token_ids
+        ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
+        self._chat_ends = tuple(dict.fromkeys(ends))
+
+    def encode(self, request: CompletionRequest | ChatRequest) -> EncodedRequest:
+        """Encode a request.
+
+        Raises:
+            RequestError: the request is invalid.
+            ModelError: the file of the weights was changed.
+        """
+        self._loaded.require_unchanged()
+        if request.model is not None and request.model != self.name:
+            raise RequestError(
+                404,
+                f"the model '{request.model}' does not exist: this server has '{self.name}'",
+                param="model",
+                code="model_not_found",
+            )
+        if request.stream_options is not None and not request.stream:
+            raise _invalid("stream_options", "stream_options needs stream: true")
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        try:
+            if isinstance(request, ChatRequest):
+                return self._chat(request)
+            return self._completion(request)
+        except (InputError, TokenizerError) as error:
+            raise _invalid(param, f"{param}: {error}") from None
+
+    def _completion(self, request: CompletionRequest) -> EncodedRequest:
+        most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        scored = request.logprobs if request.echo else None
+        if most == 0 and scored is None:
+            scored = 0
+        prompts = request.prompts
+        self._require_few(len(prompts), request.n or 1, "prompt")
+        for prompt in prompts:
+            if not isinstance(prompt, str) and max(prompt) >= self.vocab_size:
+                raise _invalid(
+                    "prompt",
+                    f"prompt has the token id {max(prompt)}, and the model has {self.vocab_size} "
+                    f"tokens: send ids from 0 to {self.vocab_size - 1}",
+                )
+        encode = self._tokenizer.encode_prompt
+        texts = self._continuations(
+            request,
+            [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts],
+            {"max_new_tokens": most, "logprobs": request.logprobs, "prompt_logprobs": scored},
+            self._ends,
+        )
+        echoes = []
+        for index, text in enumerate(texts if request.echo else ()):
+            prompt = prompts[index // (request.n or 1)]
+            shown = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+            echoes.append(Echo(shown, text))
+        has_logprobs = request.logprobs is not None
+        response = CompletionFormat(**self._format(request, texts, has_logprobs), echoes=echoes)
+        return EncodedRequest(texts, response, bool(request.stream))
+
+    def _chat(self, request: ChatRequest) -> EncodedRequest:
+        if not self.has_chat:
+            raise _invalid(
+                "messages",
+                "this model has no chat template, so it can't take messages: send its text as "
+                "prompt to /v1/completions",
+                "no_chat_template",
+            )
+        if request.top_logprobs is not None and not request.logprobs:
+            raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
+        most = request.max_completion_tokens
+        if None not in (most, request.max_tokens) and most != request.max_tokens:
+            message = "max_tokens and max_completion_tokens differ: give one of them"
+            raise _invalid("max_tokens", message)
+        self._require_few(1, request.n or 1, "messages")
+        messages = [message.plain() for message in request.messages]
+        prompt_ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+        wanted = {
+            "max_new_tokens": most or request.max_tokens or self.context,
+            "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+        }
+        texts = self._continuations(request, [prompt_ids], wanted, self._chat_ends)
+        response = ChatFormat(**self._format(request, texts, bool(request.logprobs)))
+        return EncodedRequest(texts, response, bool(request.stream))
+
+    def _format(
+        self, request: GenerationRequest, texts: Sequence[Continuation], has_logprobs: bool
+    ) -> dict[str, Any]:
+        """Return the arguments of a `ResponseFormat`."""
+        options = request.stream_options
+        return {
+            "model": self.name,
+            "fingerprint": self._fingerprint,
+            "texts": self._texts if has_logprobs else None,
+            "prompt_tokens": sum(len(text.prompt_ids) for text in texts[:: request.n or 1]),
+            "choices": len(texts),
+            "includes_usage": options is not None and bool(options.include_usage),
+        }
+
+    def _continuations(
+        self,
+        request: GenerationRequest,
+        prompts: list[list[int]],
+        wanted: dict[str, int | None],
+        end_ids: tuple[int, ...],
+    ) -> list[Continuation]:
+        """Create the continuations of all choices, in the order of `EncodedRequest.texts`.
+
+        Args:
+            request: the request.
+            prompts: token ids of each prompt.
+            wanted: fields of `SamplingConfig` that completions and chats compute differently.
+            end_ids: tokens that end a text.
+
+        Raises:
+            RequestError: a prompt is empty or too long, a bias is for an id beyond the vocabulary,
+                or a schema is not supported.
+            TokenizerError: the ids of a prompt can't be decoded.
+        """
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        choices = request.n or 1
+        self._require_room(prompts, bool(wanted["max_new_tokens"]), param)
+        make_constraint = self._constraints(request.schema_asked)
+        if request.schema_asked is not None:
+            end_ids = self._chat_ends  # the tokens that the grammar ends with
+        samplings = [_sampling(request, n, wanted) for n in range(choices)]
+        try:
+            require_biased_tokens(samplings[0], self.vocab_size)
+        except ConfigError as error:
+            raise _invalid("logit_bias", str(error)) from None
+        return [
+            Continuation(
+                prompt_ids,
+                sampling,
+                context=self.context,
+                eos_token_ids=end_ids,
+                tokenizer=self._tokenizer,
+                constraint=make_constraint(),
+            )
+            for prompt_ids in prompts
+            for sampling in samplings
+        ]
+
+    def _require_few(self, prompts: int, choices: int, param: str) -> None:
+        """Refuse a request for more than `capacity` texts."""
+        if prompts * choices > self.capacity:
+            raise _invalid(
+                "n" if prompts == 1 else param,
+                f"the request asks for {prompts * choices} answers, and this server computes at "
+                f"most {self.capacity} at a time: ask for fewer",
+            )
+
+    def _require_room(self, prompts: list[list[int]], is_generating: bool, param: str) -> None:
+        for prompt_ids in prompts:
+            if not prompt_ids:
+                raise _invalid(param, f"{param} has no tokens: send a text")
+            if len(prompt_ids) + is_generating > self.context:
+                raise _invalid(
+                    param,
+                    f"{param} has {len(prompt_ids)} tokens, and the context has {self.context}, "
+                    "for prompt and answer together: shorten it",
+                    "context_length_exceeded",
+                )
+
+    def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
+        """A factory of the choices' constraints; they are None without a schema.
+
+        Raises:
+            RequestError: the schema is not supported, or llguidance is not installed.
+        """
+        if schema is None:
+            return lambda: None
+        try:
+            with self._making_grammars:
+                if self._grammars is None:
+                    vocabulary = self._texts.vocabulary(self.vocab_size, self._chat_ends)
+                    self._grammars = Grammars(vocabulary)
+            grammars = self._grammars
+            grammars.constraint(schema)
+        except MissingDependencyError as error:
+            raise _invalid("response_format", str(error), "unsupported_parameter") from None
+        except SchemaError as error:
+            raise schema_error(error) from None
+        return lambda: grammars.constraint(schema)
+
+    def close(self) -> None:
+        """End the processes that follow schemas."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+
+def fingerprint_of(model: Model) -> str:
+    """`system_fingerprint` of a model: a short hash of its config, the versions of firstlight and
+    torch, and some of the first and last elements of every tensor.
+
+    Training changes these elements, too; reading all weights would take as long as loading them.
+    """
+    found = hashlib.sha256(f"{own_version()} {torch.__version__} {model.config}".encode())
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        for end in (0, -1) if tensor.numel() else ():
+            row = tensor
+            while row.ndim > 1:
+                row = row[end]
+            # On the CPU, because Apple's GPUs do not support fp64.
+            found.update(row.reshape(-1)[:16].cpu().double().numpy().tobytes())
+    return f"fp_{found.hexdigest()[:12]}"
+
+
+def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -> SamplingConfig:
+    """The sampling settings of choice number `choice`, with OpenAI's defaults."""
+    fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    penalties = ("frequency_penalty", "presence_penalty")
+    values = {name: getattr(request, name) for name in (*fields, *penalties)}
+    chosen = {"temperature": 1.0} | {k: v for k, v in values.items() if v is not None}
+    try:
+        return SamplingConfig(
+            stop=request.stop_texts,
+            logit_bias={int(i): bias for i, bias in (request.logit_bias or {}).items()},
+            # The remainder, because OpenAI allows negative seeds.
+            seed=None if request.seed is None else (request.seed + choice) % 2**63,
+            **chosen,
+            **wanted,
+        )
+    except ConfigError as error:
+        raise RequestError(400, str(error)) from None
+
+
+def schema_error(error: SchemaError) -> RequestError:
+    """Return the error for a JSON Schema that is not supported."""
+    return _invalid("response_format", str(error), "unsupported_schema")

@@ -1,6 +1,5 @@
-"""The JSON of responses, whole and in chunks, with the log-probabilities of their tokens.
-
-Responses are plain dicts, which are faster than pydantic's models: a chunk is made for every token.
+"""Responses: their models, from which FastAPI makes the OpenAPI document, and the formats that
+write them, whole or as server-sent events, with the log-probabilities of their tokens.
 """
 
 from __future__ import annotations
@@ -10,102 +9,244 @@ import functools
 import json
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pydantic_core
+from pydantic import BaseModel, Field
 
 from firstlight.generation.continuation import Continuation, TokenLogprob
 from firstlight.generation.structured import SchemaError, Vocabulary
 from firstlight.serving.scheduler import Update
 from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.formats import byte_characters
 
 #: Least log-probability in responses, as in OpenAI's, because JSON has no infinity.
 _MIN_LOGPROB = -9999.0
+_BYTES = {char: byte for byte, char in enumerate(byte_characters())}
+
+_Count = Annotated[int, Field(ge=0)]
+_FinishReason = Literal["stop", "length"]
 
 
-@dataclass
-class GeneratedChoice:
-    """The part of one choice that has been generated so far.
+# The docstrings of these classes are descriptions in the OpenAPI document.
+
+
+class Usage(BaseModel):
+    """Numbers of tokens. A prompt counts once for all its choices."""
+
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    total_tokens: _Count
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of the tokens of a completion; `text_offset` counts characters of the
+    choice's text. The first token of a prompt has none, because no token predicts it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One continuation of a prompt."""
+
+    index: _Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: _FinishReason
+
+
+class ChatToken(BaseModel):
+    """A token, its log-probability and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenChatToken(ChatToken):
+    """A token of an answer, with the likeliest tokens at its position."""
+
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of the tokens of an answer."""
+
+    content: list[ChosenChatToken]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    """The answer to a conversation."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One choice of an answer to a conversation."""
+
+    index: _Count
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: _FinishReason
+
+
+class _Generated(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+
+
+class Completion(_Generated):
+    """The response of `/v1/completions`."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
+
+
+class ChatCompletion(_Generated):
+    """The response of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: Annotated[list[ChatChoice], Field(min_length=1)]
+
+
+def event(content: bytes) -> bytes:
+    """Return a server-sent event with JSON."""
+    return b"data: " + content + b"\n\n"
+
+
+class Part(NamedTuple):
+    """What one event, or the whole response, has of a choice.
 
     Attributes:
-        pieces: pieces of the text.
-        tokens: number of generated tokens, without end tokens.
-        logprobs: log-probabilities of the tokens, if the request asks for them.
-        finish_reason: "stop" or "length"; None while the text is being generated.
+        number: number of the choice.
+        text: its text.
+        logprobs: log-probabilities of its tokens, if the request asks for them.
+        finish_reason: "stop" or "length" if the choice ends here.
     """
 
-    pieces: list[str] = field(default_factory=list)
-    tokens: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    def add(self, update: Update) -> None:
-        """Add the result of one step."""
-        self.pieces.append(update.piece)
-        self.tokens += update.tokens
-        self.logprobs.extend(update.logprobs)
-        self.finish_reason = update.finish_reason
+    number: int
+    text: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
+    finish_reason: Any = None
 
 
-class ResponseFormat(ABC):
-    """Base of the formats of responses, for one response of a completion or a chat.
+class ResponseFormat:
+    """Base of the formats of responses; writes the response to one request.
 
     Args:
         model: the model's name.
         fingerprint: `system_fingerprint`, which changes with the weights and the software.
         texts: bytes of the tokens; None if the request does not ask for log-probabilities.
-        includes_usage: True if every chunk has the field `usage`, null except in the last chunk.
+        prompt_tokens: number of tokens of all prompts together.
+        choices: number of choices.
+        includes_usage: True if the last event has the numbers of tokens; the field `usage` of the
+            others is null.
 
     Attributes:
         prefix: beginning of the response's id.
-        whole_object, chunk_object: field `object` of a whole response and of a chunk.
+        kind: model of the whole response.
+        event_object: field `object` of an event.
     """
 
-    prefix = ""
-    whole_object = ""
-    chunk_object = ""
+    prefix: str
+    kind: type[Completion | ChatCompletion]
+    event_object: str
 
     def __init__(
-        self, model: str, fingerprint: str, texts: TokenTexts | None, *, includes_usage: bool
+        self,
+        model: str,
+        fingerprint: str,
+        texts: TokenTexts | None,
+        *,
+        prompt_tokens: int,
+        choices: int,
+        includes_usage: bool,
     ) -> None:
-        self._texts = texts
-        self._head = {
+        self._texts, self.prompt_tokens = texts, prompt_tokens
+        self._completion_tokens = 0
+        #: Updates of each choice that have not been written yet; None before its first event.
+        self._updates: list[list[Update] | None] = [None] * choices
+        self._tail = {"usage": None} if includes_usage else {}
+        self._head: dict[str, Any] = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self._tail: dict[str, Any] = {"usage": None} if includes_usage else {}
 
-    def whole(self, choices: Sequence[GeneratedChoice], usage: dict[str, int]) -> dict[str, Any]:
-        """The whole response as one object."""
-        found = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
-        return {**self._head, "object": self.whole_object, "choices": found, "usage": usage}
+    def add(self, index: int, update: Update) -> None:
+        """Add the result of a step for a choice."""
+        updates = self._updates[index] = self._updates[index] or []
+        updates.append(update)
+        self._completion_tokens += update.tokens
 
-    def usage(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The chunk with the numbers of tokens."""
-        return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage}
+    def _take(self, index: int) -> Part:
+        """Return what has been added to a choice, and forget it."""
+        updates = self._updates[index] or []
+        self._updates[index] = []
+        return Part(
+            index,
+            "".join(update.piece for update in updates),
+            [entry for update in updates for entry in update.logprobs],
+            updates[-1].finish_reason,
+        )
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_object, "choices": [choice], **self._tail}
+    def whole(self) -> bytes:
+        """Return the whole response as JSON."""
+        choices: list[Any] = [
+            self._choice(self._take(index)) for index in range(len(self._updates))
+        ]
+        content = self.kind(**self._head, choices=choices, usage=self._usage())
+        return content.model_dump_json().encode()
 
-    @abstractmethod
-    def _whole_choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]: ...
+    def events(self, updates: Iterable[tuple[int, Update]]) -> bytes:
+        """Add results of steps; return the events for what is new."""
+        found: list[Any] = []
+        for index, update in updates:
+            if self._updates[index] is None:
+                found += self._opening(index)
+            self.add(index, update)
+            if update.piece or update.finish_reason is not None:
+                found += self._pieces(self._take(index))
+        return b"".join(self._event(choices=[piece], **self._tail) for piece in found)
 
-    @abstractmethod
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk before the first piece of a choice; None if the format has none."""
+    def last_event(self) -> bytes:
+        """Return the event with the numbers of tokens, if the request asks for it."""
+        return self._event(choices=[], usage=self._usage()) if self._tail else b""
 
-    @abstractmethod
-    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The chunk of a piece of a choice."""
+    def _event(self, **fields: Any) -> bytes:
+        content = {**self._head, "object": self.event_object, **fields}
+        return event(pydantic_core.to_json(content))
 
-    @abstractmethod
-    def ending(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str
-    ) -> list[dict[str, Any]]:
-        """The last chunks of a choice."""
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self.prompt_tokens + self._completion_tokens,
+        )
+
+    def _choice(self, part: Part) -> dict[str, Any]:
+        """Return a choice of the whole response."""
+        raise NotImplementedError
+
+    def _opening(self, index: int) -> Sequence[Any]:
+        """Return the choices of the events before the first piece of a choice."""
+        raise NotImplementedError
+
+    def _pieces(self, part: Part) -> Sequence[Any]:
+        """Return the choices of the events for a part."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -122,117 +263,74 @@ class Echo:
 
 
 class CompletionFormat(ResponseFormat):
-    """The format `text_completion`, of whole responses and of chunks.
+    """The format `text_completion`, of whole responses and of events.
 
     Args:
-        model, fingerprint, texts, includes_usage: see `ResponseFormat`.
         echoes: prompt of each choice; empty without `echo`.
+        arguments: see `ResponseFormat`.
     """
 
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix, event_object = "cmpl", "text_completion"
+    kind = Completion
 
-    def __init__(
-        self,
-        model: str,
-        fingerprint: str,
-        texts: TokenTexts | None,
-        *,
-        includes_usage: bool,
-        echoes: Sequence[Echo] = (),
-    ) -> None:
-        super().__init__(model, fingerprint, texts, includes_usage=includes_usage)
-        self._echoes = echoes
-        self._logprobs: dict[int, CompletionLogprobs] = {}
+    def __init__(self, *, echoes: Sequence[Echo], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._echoes = dict(enumerate(echoes))
+        self._writers: dict[int, LogprobsWriter] = {}
 
-    def _choice(
-        self, index: int, text: str, entries: Sequence[TokenLogprob], reason: str | None
-    ) -> dict[str, Any]:
+    def _choice(self, part: Part) -> dict[str, Any]:
+        echo = self._echoes.pop(part.number, None)  # only the first part has it
         logprobs = None
         if self._texts is not None:
-            state = self._logprobs.get(index)
-            first = None
-            if state is None:
-                if self._echoes:
-                    echo = self._echoes[index]
-                    ids = echo.text.prompt_ids
-                    state = CompletionLogprobs(self._texts, ids, echo.prompt)
-                    first, entries = ids[0], [*(echo.text.prompt_logprobs or ()), *entries]
-                else:
-                    state = CompletionLogprobs(self._texts)
-                self._logprobs[index] = state
-            logprobs = state.of(entries, first)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+            writer = self._writers.setdefault(part.number, LogprobsWriter(self._texts, echo))
+            logprobs = writer.write(part.logprobs)
+        return {
+            "index": part.number,
+            "text": part.text if echo is None else echo.prompt + part.text,
+            "logprobs": logprobs,
+            "finish_reason": part.finish_reason,
+        }
 
-    def _whole_choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
-        echoed = self._echoes[index].prompt if self._echoes else ""
-        text = echoed + "".join(choice.pieces)
-        return self._choice(index, text, choice.logprobs, choice.finish_reason)
+    def _opening(self, index: int) -> Sequence[Any]:
+        return [self._choice(Part(index))] if index in self._echoes else []
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk with the prompt; None without `echo`."""
-        if not self._echoes:
-            return None
-        return self._chunk(self._choice(index, self._echoes[index].prompt, (), None))
-
-    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The chunk of a piece of a choice."""
-        return self._chunk(self._choice(index, text, logprobs, None))
-
-    def ending(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str
-    ) -> list[dict[str, Any]]:
-        """The last chunk of a choice."""
-        return [self._chunk(self._choice(index, text, logprobs, reason))]
+    def _pieces(self, part: Part) -> Sequence[Any]:
+        return [self._choice(part)]
 
 
 class ChatFormat(ResponseFormat):
     """The formats `chat.completion` and `chat.completion.chunk`."""
 
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, event_object = "chatcmpl", "chat.completion.chunk"
+    kind = ChatCompletion
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return None if self._texts is None else self._texts.chat_logprobs(entries)
-
-    def _whole_choice(self, index: int, choice: GeneratedChoice) -> dict[str, Any]:
-        content = "".join(choice.pieces)
+    def _choice(self, part: Part) -> dict[str, Any]:
         return {
-            "index": index,
-            "message": {"role": "assistant", "content": content, "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "index": part.number,
+            "message": AssistantMessage(content=part.text),
+            "logprobs": self._logprobs(part),
+            "finish_reason": part.finish_reason,
         }
 
-    def _delta(
-        self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None
-    ) -> dict[str, Any]:
-        return self._chunk(
-            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        )
+    def _opening(self, index: int) -> Sequence[Any]:
+        return [_delta(index, {"role": "assistant", "content": ""})]
 
-    def opening(self, index: int) -> dict[str, Any]:
-        """The chunk with the role."""
-        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
+    def _pieces(self, part: Part) -> Sequence[Any]:
+        pieces = []
+        if part.text or part.logprobs:
+            pieces.append(_delta(part.number, {"content": part.text}, self._logprobs(part)))
+        if part.finish_reason is not None:
+            pieces.append({**_delta(part.number, {}), "finish_reason": part.finish_reason})
+        return pieces
 
-    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The chunk of a piece of a choice."""
-        return self._delta(index, {"content": text}, self._logprobs(logprobs), None)
-
-    def ending(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str
-    ) -> list[dict[str, Any]]:
-        """The chunk of the last piece, if there is one, and the chunk with the finish reason."""
-        last = [self.piece(index, text, logprobs)] if text or logprobs else []
-        return [*last, self._delta(index, {}, None, reason)]
+    def _logprobs(self, part: Part) -> ChatLogprobs | None:
+        return None if self._texts is None else self._texts.chat_logprobs(part.logprobs)
 
 
-def usage_of(prompt_tokens: int, choices: Sequence[GeneratedChoice]) -> dict[str, int]:
-    """OpenAI's `usage`. A prompt counts once for all its choices."""
-    completion_tokens = sum(choice.tokens for choice in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+def _delta(
+    index: int, delta: dict[str, str], logprobs: ChatLogprobs | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
 class TokenTexts:
@@ -254,8 +352,8 @@ class TokenTexts:
             return name.encode()
         if token_id in self._tokenizer.byte_token_ids:  # <0x0A>
             return bytes([int(name[3:5], 16)])
-        if self._byte_level and all(char in _BYTE_OF for char in name):
-            return bytes(_BYTE_OF[char] for char in name)
+        if self._byte_level and all(char in _BYTES for char in name):
+            return bytes(_BYTES[char] for char in name)
         return (name.replace("▁", " ") if self._spaces else name).encode()
 
     def vocabulary(self, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
@@ -281,16 +379,18 @@ class TokenTexts:
         """True if a token is part of the decoded text; False for control tokens."""
         return token_id not in self._tokenizer.special_token_ids
 
-    def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """The field `logprobs` of a chat's choice."""
+    def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
+        """Return the field `logprobs` of a chat's choice."""
         content = [
-            {
+            ChosenChatToken.model_construct(
                 **self._chat_token(entry.token_id, entry.logprob),
-                "top_logprobs": [self._chat_token(*one) for one in entry.top],
-            }
+                top_logprobs=[
+                    ChatToken.model_construct(**self._chat_token(*token)) for token in entry.top
+                ],
+            )
             for entry in entries
         ]
-        return {"content": content, "refusal": None}
+        return ChatLogprobs.model_construct(content=content)
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         content = self.bytes_of(token_id)
@@ -307,44 +407,41 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-class CompletionLogprobs:
-    """Creates the field `logprobs` of one choice of a completion, for the whole choice or chunk by
-    chunk.
+class LogprobsWriter:
+    """Writes the field `logprobs` of one choice of a completion, for the whole choice or event by
+    event.
 
     Args:
         texts: bytes of the tokens.
-        prompt_ids: tokens of the prompt, if the choice begins with it (`echo`).
-        prompt: text of the prompt.
+        echo: the prompt, if the choice begins with it; its log-probabilities are written first.
     """
 
-    def __init__(self, texts: TokenTexts, prompt_ids: Sequence[int] = (), prompt: str = "") -> None:
-        self._texts = texts
+    def __init__(self, texts: TokenTexts, echo: Echo | None) -> None:
+        self._texts, self._echo = texts, echo
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
-        if prompt_ids:
-            content = b"".join(texts.bytes_of(i) for i in prompt_ids if texts.adds_text(i))
+        if echo is not None:
+            ids = echo.text.prompt_ids
+            content = b"".join(texts.bytes_of(i) for i in ids if texts.adds_text(i))
             # Llama's decoders drop the first space of a text: offsets begin at -1 then.
-            self._offset = -(content.decode(errors="replace") == f" {prompt}")
+            self._offset = -(content.decode(errors="replace") == f" {echo.prompt}")
 
-    def of(self, entries: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
-        """The field `logprobs` for the next tokens; `text_offset` counts characters of the choice's
-        text.
-
-        Args:
-            entries: log-probabilities of the tokens.
-            first: the first token of a prompt, before `entries`; its log-probabilities are null,
-                because no token predicts it. None if there is no such token.
-        """
+    def write(self, entries: Iterable[TokenLogprob]) -> CompletionLogprobs:
+        """Return the field for the next tokens."""
         rows: list[tuple[int, float | None, dict[str, float] | None]] = []
-        if first is not None:
-            rows.append((first, None, None))
+        if self._echo is not None:
+            text = self._echo.text
+            rows.append((text.prompt_ids[0], None, None))
+            entries = [*(text.prompt_logprobs or ()), *entries]
+            self._echo = None
         rows += [(e.token_id, max(e.logprob, _MIN_LOGPROB), self._top(e)) for e in entries]
-        return {
-            "tokens": [self._texts.name(token_id) for token_id, _, _ in rows],
-            "token_logprobs": [logprob for _, logprob, _ in rows],
-            "top_logprobs": [top for _, _, top in rows],
-            "text_offset": [self._next_offset(token_id) for token_id, _, _ in rows],
-        }
+        # Not validated: there may be thousands.
+        return CompletionLogprobs.model_construct(
+            tokens=[self._texts.name(token_id) for token_id, _, _ in rows],
+            token_logprobs=[logprob for _, logprob, _ in rows],
+            top_logprobs=[top for _, _, top in rows],
+            text_offset=[self._next_offset(token_id) for token_id, _, _ in rows],
+        )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """Name -> log-probability of the likeliest tokens and of the chosen token. If several
@@ -367,16 +464,3 @@ class CompletionLogprobs:
         offset = max(self._offset, 0)
         self._offset += len(self._characters.decode(content))
         return offset
-
-
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's table: character -> byte. Bytes that are visible in Latin-1 have their own character;
-    the others have the characters from 256 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
-
-
-_BYTE_OF = _byte_characters()

@@ -1,13 +1,13 @@
 """Continuous batching: a thread that decodes all texts with one `BatchDecoder`.
 
-Texts join and leave the batch between its steps. Clients take turns; the texts of one client are
-served in their order. This module does not depend on HTTP or event loops.
+Texts join and leave the batch between its steps, first come, first served. This module does not
+depend on HTTP or event loops.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,19 +22,6 @@ from firstlight.generation.continuation import Continuation, TokenLogprob, choos
 #: No more texts join between two steps once the joined prompts have this number of tokens, because
 #: the running texts wait meanwhile. At least one text can always join.
 _MAX_JOINING_TOKENS = 512
-
-#: Exceptions that a model or a library may raise for one text, including out of memory. Other
-#: exceptions end the thread, and with it all texts.
-_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class QueueFullError(FirstlightError):
@@ -52,13 +39,11 @@ class ScheduledSequence:
     Attributes:
         text: a new continuation; after `Scheduler.submit` only the scheduler's thread uses it.
         receive: callback for the sequence's updates, which the receiver of `deliver` calls.
-        client: name of the client; clients take turns.
         cancelled: True if nobody waits for the text any more.
     """
 
     text: Continuation
     receive: Callable[[Update], None]
-    client: str = ""
     cancelled: bool = False
 
 
@@ -111,7 +96,9 @@ class Scheduler:
         deliver: Callable[[list[Update]], None],
     ) -> None:
         assert max_queue >= 0
-        self._make_decoder, self._max_queue, self._deliver = make_decoder, max_queue, deliver
+        self._make_decoder = make_decoder
+        self._max_queue = max_queue
+        self._deliver = deliver
         self._changed = threading.Condition()
         self._waiting: deque[ScheduledSequence] = deque()
         #: Sequences in the order of the decoder's rows. Only the scheduler's thread changes it,
@@ -227,7 +214,7 @@ class Scheduler:
             self._decoder.add([0])
             self._decoder.remove(len(self._decoder) - 1)
             self.failure = None
-        except _FAILURES as error:
+        except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
             self.failure = error
 
     def _end(self) -> None:
@@ -252,7 +239,7 @@ class Scheduler:
             with self._changed:
                 if not self._waiting or len(self._running) == self._decoder.max_sequences:
                     break
-                sequence = self._next_waiting()
+                sequence = self._waiting.popleft()
                 self._running.append(sequence)
             tokens += len(sequence.text.prompt_ids)
             updates.append(self._first(sequence))
@@ -260,18 +247,10 @@ class Scheduler:
                 self._remove(len(self._running) - 1)
         return updates
 
-    def _next_waiting(self) -> ScheduledSequence:
-        """Remove and return the first waiting text of the client with the fewest texts in the
-        batch."""
-        running = Counter(sequence.client for sequence in self._running)
-        found = min(self._waiting, key=lambda sequence: running[sequence.client])
-        self._waiting.remove(found)
-        return found
-
     def _first(self, sequence: ScheduledSequence) -> Update:
         try:
             logits_V = self._decoder.add(sequence.text.prompt_ids, sequence.text.score_prompt)
-        except _FAILURES as error:
+        except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
             self.failure = error
             return Update(sequence, error=error)
         self.failure = None
@@ -285,7 +264,7 @@ class Scheduler:
         try:
             logits_BV = self._decoder.step([sequence.text.token_ids[-1] for sequence in running])
             chosen = choose_tokens([sequence.text for sequence in running], logits_BV)
-        except _FAILURES as error:
+        except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
             # All texts fail, because any of them may have caused the error.
             self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
@@ -316,7 +295,7 @@ def _pushed(sequence: ScheduledSequence, logits_V: Tensor, token_id: int | None 
     before = len(text.token_ids)
     try:
         piece = text.push(logits_V, token_id)
-    except _FAILURES as error:
+    except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
         return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
     return Update(sequence, piece, len(text.token_ids) - before, logprobs, text.finish_reason)

@@ -1,160 +1,575 @@
-"""The server's process: listening socket, signals and graceful shutdown."""
+"""The HTTP server: OpenAI's routes, connections with time limits, and graceful shutdown."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import Any, ClassVar, Literal
 
+import h11
 import uvicorn
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from firstlight.errors import ConfigError, StorageError
+from firstlight.console import say
+from firstlight.errors import ConfigError, FirstlightError
 from firstlight.generation.batch import BatchDecoder
-from firstlight.serving.access import Access
-from firstlight.serving.api import create_app
-from firstlight.serving.config import ServerOptions
-from firstlight.serving.connections import LimitedProtocol
-from firstlight.serving.service import Service
+from firstlight.serving.access import (
+    FAILED,
+    Access,
+    ClientGoneError,
+    Error,
+    RequestError,
+    RequestGuard,
+)
+from firstlight.serving.config import (
+    BACKLOG,
+    Limits,
+    ServerOptions,
+    listening_socket,
+    url_for,
+)
+from firstlight.serving.request import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    EncodedRequest,
+    LimitedRequest,
+    RequestEncoder,
+    invalid_request,
+)
+from firstlight.serving.response import ChatCompletion, Completion, event
+from firstlight.serving.service import Service, stopping
 from firstlight.weights.huggingface import LoadedModel
 
-#: Connections that the operating system queues until they are accepted.
-_BACKLOG = 1024
+#: The page at the server's root.
+_PAGE = Path(__file__).parent / "page" / "index.html"
+_PAGE_HEADERS = {
+    # The page loads nothing, and sends requests only to this server.
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+}
+_ERRORS = (HTTPException, RequestValidationError, FirstlightError, Exception)
+_LAST_EVENT = event(b"[DONE]")
+
+#: Seconds of reading and discarding the rest of a refused request's body. If the connection were
+#: closed at once, a client that is still sending would not see the response.
+_LINGER_SECONDS = 5.0
+#: Seconds until the second probe of a client that has closed its sending side.
+_PROBE_SECONDS = 0.05
+#: Seconds from the end of connections whose clients do not read to that of the other requests, when
+#: the server ends.
+_CANCEL_SECONDS = 0.05
 #: Open files of the process besides connections.
 _OTHER_FILES = 128
-#: Seconds to write the last bytes after the shutdown timeout.
-_LAST_WRITES = 2.0
+
+
+# The application
+
+
+class Health(BaseModel):
+    """The server's state."""
+
+    status: Literal["ok"] = "ok"
+
+
+class ModelCard(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "firstlight"
+
+
+class Models(BaseModel):
+    """The list of models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class _LimitedRoute(APIRoute):
+    """A route that reads bodies within the server's limits."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        handle = super().get_route_handler()
+
+        async def handle_limited(request: Request) -> Response:
+            response: Response = await handle(LimitedRequest(request.scope, request.receive))
+            return response
+
+        return handle_limited
+
+
+def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -> ASGIApp:
+    """Create the server's ASGI application.
+
+    Args:
+        service: the started service; it is stopped when the application shuts down.
+        access: allowed hosts and origins, and the API key.
+        on_ready: callback that is called before the first connection is accepted.
+    """
+
+    ending = ThreadPoolExecutor(1)
+    ending.submit(int)  # its thread starts now: there may be no memory for it later
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loop = service.loop = asyncio.get_running_loop()
+        on_ready()
+        yield
+        # In a thread, because the scheduler passes its last updates to this event loop.
+        await loop.run_in_executor(ending, service.stop)
+
+    app = FastAPI(
+        title="firstlight",
+        description="A language model behind OpenAI's interface.",
+        lifespan=lifespan,
+        # FastAPI's documentation pages would load scripts from other hosts.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if access.needs_key else [],
+        responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
+        exception_handlers=dict.fromkeys(_ERRORS, _respond_to_error),
+    )
+    app.state.limits = service.options.limits
+    app.router.route_class = _LimitedRoute
+    _add_information(app, service)
+    _add_generation(app, service)
+    paths = {getattr(route, "path", "") for route in app.routes}
+
+    def count(path: str, status: int) -> None:
+        # Unknown paths are "other", so that clients can't create any number of names.
+        known = path if path in paths else "other"
+        route = "/v1/models/{model}" if path.startswith("/v1/models/") else known
+        service.metrics.requests.labels(route, str(status)).inc()
+
+    guard = RequestGuard(app, access, service.options.limits.max_header_bytes, count)
+    if not access.origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allow_origins=sorted(access.origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )
+
+
+async def _respond_to_error(request: Request, error: Exception) -> Response:
+    """Respond to any exception with an error in OpenAI's format."""
+    if isinstance(error, RequestError):
+        return error.response
+    if isinstance(error, RequestValidationError):
+        is_chat = request.url.path == "/v1/chat/completions"
+        return invalid_request(ChatRequest if is_chat else CompletionRequest, error).response
+    if isinstance(error, HTTPException):
+        words = {404: "there is nothing here", 405: "this can't be asked with this method"}
+        message = words.get(error.status_code, str(error.detail))
+        return RequestError(error.status_code, message, headers=error.headers).response
+    if isinstance(error, FirstlightError):
+        # Logged as one line; other exceptions are logged with their traceback. The cause is not
+        # sent to the client.
+        say(f"firstlight: {request.state.request_id}: {error}")
+    return RequestError(500, FAILED).response
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    card = ModelCard(id=service.options.model_name, created=service.created)
+
+    page = _PAGE.read_bytes()
+
+    # HEAD too, with which browsers and monitors look for a page.
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def start() -> Response:
+        """A page for people who open the server's address in a browser."""
+        return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
+
+    @app.get("/v1/models")
+    async def models() -> Models:
+        """List the server's only model."""
+        return Models(data=[card])
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> ModelCard:
+        """Describe a model."""
+        if model != service.options.model_name:
+            raise RequestError(
+                404,
+                f"this server has no such model: use '{service.options.model_name}'",
+                param="model",
+                code="model_not_found",
+            )
+        return card
+
+    @app.get("/health")
+    async def health() -> Health:
+        """Check that the server can answer requests. Needs no API key."""
+        service.require_able()
+        return Health()
+
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @app.get("/metrics", response_class=Response, responses={200: text})
+    async def metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        page = generate_latest(service.metrics.registry)
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    # The data of an event is a chunk as JSON; that of the last event is "[DONE]".
+    data = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+    streamed: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": data}}}}
+
+    @app.post("/v1/completions", response_model=Completion, responses=streamed)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more texts."""
+        return await _respond(service, body, request)
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=ChatCompletion,
+        responses=streamed,
+        include_in_schema=service.encoder.has_chat,
+    )
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer the last message of a conversation."""
+        return await _respond(service, body, request)
+
+    make_document = app.openapi
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schemas = make_document()["components"]["schemas"]
+            for kind in (CompletionRequest, ChatRequest):
+                if kind.__name__ in schemas:
+                    _add_bounds(schemas[kind.__name__]["properties"], service.encoder)
+        return make_document()
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
+    """Add the bounds that depend on the model to the JSON schemas of a request's fields."""
+    fields["model"] = {"enum": [encoder.name, None]}
+    fields["n"]["anyOf"][0]["maximum"] = min(MAX_CHOICES, encoder.capacity)
+    # Names that are not a token id's have no schema otherwise.
+    fields["logit_bias"]["anyOf"][0]["additionalProperties"] = False
+    kinds = fields["prompt"]["anyOf"] if "prompt" in fields else []
+    for kind in (*kinds, *(kind.get("items", {}) for kind in kinds)):
+        if kind.get("items", {}).get("type") == "integer":
+            kind["maxItems"] = max(encoder.context - 1, 1)
+            kind["items"]["maximum"] = encoder.vocab_size - 1
+
+
+async def _respond(
+    service: Service, body: CompletionRequest | ChatRequest, request: Request
+) -> Response:
+    """Encode a request, generate its texts, and respond.
+
+    Raises:
+        RequestError, ClientGoneError: see `Service.encode` and `Service.generate`.
+    """
+    try:
+        encoded = await service.encode(body, request)
+        updates = service.generate(encoded, request)
+        if encoded.stream:
+            # The response starts with the first token, so that a failure before it can still have
+            # an error's status.
+            first = encoded.response.events(await anext(updates))
+            return EventStream(_events(encoded, first, updates))
+        async with aclosing(updates):
+            async for items in updates:
+                for item in items:
+                    encoded.response.add(*item)
+    except asyncio.CancelledError:  # see `Server`
+        raise stopping() from None
+    return Response(encoded.response.whole(), media_type="application/json")
+
+
+async def _events(
+    encoded: EncodedRequest, first: bytes, updates: AsyncGenerator[Any, None]
+) -> AsyncGenerator[bytes, None]:
+    """Yield the server-sent events of a response; a failure is the last one."""
+    try:
+        async with aclosing(updates):
+            yield first
+            async for items in updates:
+                yield encoded.response.events(items)
+        yield encoded.response.last_event()
+    except ClientGoneError:
+        return  # nobody reads more
+    except RequestError as error:
+        yield event(error.content)
+    except asyncio.CancelledError:  # see `Server`
+        yield event(stopping().content)
+    yield _LAST_EVENT
+
+
+class EventStream(Response):
+    """A response of server-sent events. Starlette's own would cancel the events when the server
+    ends, instead of sending the error.
+
+    Args:
+        events: the events.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        headers = {
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # otherwise nginx would buffer the events
+        }
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        async with aclosing(self._events) as events:
+            async for content in events:
+                if content:
+                    await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+# Connections
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP connection with additional time limits: uvicorn waits without limit for the
+    head of a request (its first line and headers), for a client to read, and for the rest of a
+    refused request's body.
+
+    Attributes:
+        limits: limits of a server's connections.
+    """
+
+    limits: ClassVar[Limits]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by asyncio when a client has connected."""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._phase = ""
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio when the connection is closed."""
+        self._set_deadline(None)
+        self._stop_waiting_for_reader()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio when bytes have arrived."""
+        if self._is_answering():
+            # A second request before the first is answered (pipelining). uvicorn would stop reading
+            # and not notice a disconnect. Here, the connection is closed after the response.
+            self.cycle.keep_alive = False
+            return
+        super().data_received(data)
+        if self._is_answering():
+            if self.conn.trailing_data[0]:
+                self.cycle.keep_alive = False
+            self.flow.resume_reading()
+        self._watch()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Called by asyncio when the client will send nothing more.
+
+        A client that has only closed its sending side (`nc -N`, some HTTP clients) still gets the
+        response to a complete request. One that is gone looks the same, until the operating system
+        reports that it cannot be written to: see `_probe`.
+        """
+        super().eof_received()
+        if not self._is_answering():
+            return None  # asyncio closes the connection
+        self.cycle.keep_alive = False
+        self._probe()
+        return True
+
+    def _probe(self, delay: float = _PROBE_SECONDS) -> None:
+        """Write something without meaning now and then, until the response is complete: writing to
+        a client that is gone closes the connection, which ends its texts.
+
+        Args:
+            delay: seconds until the next time, which double each time.
+        """
+        if self.transport.is_closing() or not self._is_answering():
+            return
+        if self.cycle.response_started:
+            # Only server-sent events take time once they have begun; this is a comment there.
+            self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
+        elif self.conn.their_http_version != b"1.0":
+            # Interim responses came with HTTP/1.1 (RFC 9110, 15.2).
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(delay, self._probe, 2 * delay)
+
+    def _is_answering(self) -> bool:
+        """True if a complete request has arrived and its response is not complete."""
+        return (
+            self.cycle is not None
+            and not self.cycle.response_complete
+            and self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
+        )
+
+    def on_response_complete(self) -> None:
+        """Called by uvicorn after the last byte of a response."""
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._watch()
+        else:
+            # The client loses what it has not read within the write timeout.
+            self._set_deadline(self.limits.write_timeout)
+
+    def _watch(self) -> None:
+        """Set the deadline for what the connection waits for now: a head, or the rest of a body to
+        discard. `LimitedRequest` and `Service` limit the time of a body and of a response."""
+        if self.conn.their_state is h11.IDLE:
+            phase, seconds = "head", self.limits.header_timeout
+        elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
+            phase, seconds = "discarded", _LINGER_SECONDS
+        else:
+            phase, seconds = "request", None
+        if phase != self._phase:
+            self._phase = phase
+            self._set_deadline(seconds)
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = (
+            None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        )
+
+    def shutdown(self) -> None:
+        """Called by uvicorn when the server ends. An incomplete request gets no response."""
+        if self._is_answering():
+            super().shutdown()
+        else:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Called by asyncio when the client does not read; the write timeout begins."""
+        super().pause_writing()
+        self._stop_waiting_for_reader()
+        self._unread = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Called by asyncio when the client reads again."""
+        super().resume_writing()
+        self._stop_waiting_for_reader()
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn if a request is not valid HTTP, or its head is too long."""
+        if self.cycle is not None and self.cycle.response_started:
+            self.transport.abort()  # a response can't begin twice
+        else:
+            super().send_400_response(msg)
+
+
+# The process
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with a graceful shutdown of limited time, after which it exits with code 0.
+    """uvicorn's server, which exits with code 0 after a signal. Requests that are still being
+    answered after the shutdown timeout, or on a second SIGINT, are cancelled, and respond with an
+    error; uvicorn's own limit would log tracebacks and respond with "Internal Server Error".
 
     Args:
         config: uvicorn's configuration.
-        service: the service of the model.
         shutdown_timeout: seconds for running answers to end.
-        on_ready: callback that is called once connections are accepted.
     """
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        service: Service,
-        shutdown_timeout: float,
-        on_ready: Callable[[], None],
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, shutdown_timeout: float) -> None:
         super().__init__(config)
-        self._service, self._shutdown_timeout = service, shutdown_timeout
-        self._on_ready = on_ready
-        self._is_urgent = False
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
-        await super().startup(sockets)
-        self._on_ready()
+        self._shutdown_timeout = shutdown_timeout
+        self._end_requests_soon: Callable[[], object] = lambda: None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections, wait for running answers, and end those that take longer
-        than the shutdown timeout."""
-        ending = asyncio.create_task(self._end_late_answers())
-        await super().shutdown(sockets)
-        ending.cancel()
-
-    async def _end_late_answers(self) -> None:
-        """End all requests with an error after the shutdown timeout, or on a second SIGINT.
-
-        uvicorn's own `force_exit` would respond with "Internal Server Error" and print tracebacks.
-        """
+        """Stop accepting connections, and wait for running answers."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._shutdown_timeout
-        while not self._is_urgent and (left := deadline - loop.time()) > 0:
-            await asyncio.sleep(min(left, 0.1))
-        threading.Thread(target=self._service.scheduler.stop).start()
-        self._service.end_requests()
-        await asyncio.sleep(_LAST_WRITES / 2)
+        # Thread-safe, so that a signal wakes the event loop.
+        self._end_requests_soon = lambda: loop.call_soon_threadsafe(self._end_requests)
+        timer = loop.call_later(self._shutdown_timeout, self._end_requests)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _end_requests(self) -> None:
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # its client doesn't read
+            if isinstance(connection, LimitedProtocol) and connection.flow.write_paused:
+                connection.transport.abort()  # its client does not read
+        # A moment later, when the requests of these connections, which can't respond, have ended.
+        asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
 
-    @contextlib.contextmanager
+    def _cancel_requests(self) -> None:
+        for task in list(self.server_state.tasks):
+            task.cancel()
+
+    @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A context in which SIGINT, SIGTERM and SIGHUP end the server; ignored signals (nohup)
-        stay ignored.
-
-        uvicorn's own method raises the signals again at the end, so that the exit code would not be
-        0, and does not handle SIGHUP.
-        """
-        if threading.current_thread() is not threading.main_thread():
+        """A context in which SIGHUP (a closed terminal) ends the server, too; with nohup, it stays
+        ignored."""
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.getsignal(signal.SIGHUP)
+        with super().capture_signals():
+            if is_main and before != signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, self.handle_exit)
             yield
-            return
-        before = {
-            number: signal.signal(number, self.handle_exit)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if is_main:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Shut down gracefully on the first signal; end running answers on a second SIGINT."""
+        """Called on a signal. Without uvicorn's own method, signals are not raised again at the
+        end."""
         if self.should_exit and sig == signal.SIGINT:
-            self._is_urgent = True
+            self._end_requests_soon()
         self.should_exit = True
 
 
-def new_service(
-    loaded: LoadedModel,
-    options: ServerOptions,
-    make_decoder: Callable[[], BatchDecoder] | None = None,
-) -> Service:
-    """Create the service of a model, not started.
-
-    Args:
-        loaded: a model with a tokenizer.
-        options: options of the server.
-        make_decoder: factory of the decoder, which is called in the thread that uses the decoder;
-            None creates a `BatchDecoder` by `options`.
-    """
-    context = loaded.model.config.max_position_embeddings
-    most = min(options.max_context_tokens or context, context)
-
-    def usual_decoder() -> BatchDecoder:
-        decoder = BatchDecoder(loaded.model, options.max_batch_size, most, compile=options.compile)
-        decoder.warm_up()
-        return decoder
-
-    return Service(
-        loaded,
-        options.model_name,
-        make_decoder or usual_decoder,
-        max_queue=options.max_queue,
-        limits=options.limits,
-    )
-
-
-def new_server(service: Service, options: ServerOptions, on_ready: Callable[[], None]) -> Server:
-    """Create the server of a started service. The caller runs it by
-    `run(sockets=[listening_socket(options)])`.
+def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
+    """Create the server of a started service. The caller runs it by `run(sockets=[...])`, with a
+    `listening_socket`.
 
     Args:
         service: the started service.
-        options: options of the server.
-        on_ready: callback that is called once connections are accepted.
+        on_ready: callback that is called before the first connection is accepted.
     """
-    access = Access.of(
-        options.host, options.api_key, options.allowed_hosts, options.allowed_origins
-    )
+    options = service.options
+    access = Access(options.host, options.api_key, options.allowed_hosts, options.allowed_origins)
     # uvicorn's warnings about clients are not logged; tracebacks of internal errors are.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
-        create_app(service, access),
+        create_app(service, access, on_ready),
         http=type("ServerProtocol", (LimitedProtocol,), {"limits": options.limits}),
         ws="none",
         loop="asyncio",
@@ -164,36 +579,12 @@ def new_server(service: Service, options: ServerOptions, on_ready: Callable[[], 
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         h11_max_incomplete_event_size=options.limits.max_header_bytes,
-        timeout_graceful_shutdown=round(options.shutdown_timeout + _LAST_WRITES),
+        # uvicorn refuses requests from this number of connections on.
+        limit_concurrency=options.limits.max_connections + 1,
     )
-    return Server(config, service, options.shutdown_timeout, on_ready)
-
-
-def listening_socket(options: ServerOptions) -> socket.socket:
-    """Open the socket to which clients connect.
-
-    Raises:
-        ConfigError: the host is not an address of this machine.
-        StorageError: the address is in use or not permitted.
-    """
-    try:
-        found = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"can't listen at {options.host}: {error}; give --host an address of this machine"
-        ) from error
-    family, _, _, _, address = found[0]
-    try:
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        # Not the error's own text, which repeats the address.
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        where = f"{options.host} port {options.port}"
-        raise StorageError(f"can't listen at {where}: {reason}; choose another --port") from error
+    return Server(config, options.shutdown_timeout)
 
 
 def allow_connections(count: int) -> None:
@@ -217,18 +608,12 @@ def allow_connections(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def url_of(listening: socket.socket) -> str:
-    """The URL of a listening socket; a wildcard address becomes the loopback address."""
-    host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def serve(
     loaded: LoadedModel,
     options: ServerOptions,
     *,
     on_ready: Callable[[str, Service], None],
+    make_decoder: Callable[[], BatchDecoder] | None = None,
 ) -> None:
     """Serve a model until SIGINT, SIGTERM or SIGHUP.
 
@@ -236,6 +621,7 @@ def serve(
         loaded: a model with a tokenizer.
         options: options of the server.
         on_ready: callback that gets the URL and the service once connections are accepted.
+        make_decoder: see `Service`.
 
     Raises:
         ConfigError, StorageError: the server can't listen at the address, or the limit of open
@@ -243,11 +629,11 @@ def serve(
         ModelError: the model has no tokenizer.
     """
     allow_connections(options.limits.max_connections)
-    service = new_service(loaded, options)
-    with listening_socket(options) as listening:
+    service = Service(loaded, options, make_decoder)
+    with listening_socket(options.host, options.port) as listening:
         try:
             service.start()
-            url = url_of(listening)
-            new_server(service, options, lambda: on_ready(url, service)).run([listening])
+            url = url_for(listening)
+            new_server(service, lambda: on_ready(url, service)).run([listening])
         finally:
             service.stop()

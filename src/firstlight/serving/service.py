@@ -1,26 +1,18 @@
-"""The service of one model: connects the HTTP server's event loop with the scheduler's thread."""
+"""The service of one model: connects the HTTP server's event loop with the threads that encode
+requests and decode texts.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
-from starlette.types import Receive, Scope
+from fastapi import Request
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import Receive
 
 from firstlight.console import say
 from firstlight.errors import ModelError
@@ -28,15 +20,15 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.models.accounting import cache_bytes_per_token, state_bytes
-from firstlight.serving.access import (
-    FAILED,
-    OUT_OF_MEMORY,
-    ClientGoneError,
-    RequestError,
-    unsupported_schema,
+from firstlight.serving.access import FAILED, OUT_OF_MEMORY, ClientGoneError, RequestError
+from firstlight.serving.config import ServerOptions
+from firstlight.serving.request import (
+    ChatRequest,
+    CompletionRequest,
+    EncodedRequest,
+    RequestEncoder,
+    schema_error,
 )
-from firstlight.serving.config import Limits
-from firstlight.serving.processor import PreparedRequest, RequestProcessor
 from firstlight.serving.scheduler import (
     QueueFullError,
     ScheduledSequence,
@@ -44,72 +36,42 @@ from firstlight.serving.scheduler import (
     StoppedError,
     Update,
 )
-from firstlight.serving.workers import Workers
 from firstlight.weights.huggingface import LoadedModel
 
-#: Greatest number of updates of one request that are kept for a client that does not read.
-_MAX_UNREAD = 2048
-
+#: Greatest size of a small body, in bytes; it takes milliseconds to encode.
+_SMALL_BODY_BYTES = 32 * 2**10
 #: Upper bounds of the histograms' buckets.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class ServerMetrics:
-    """Prometheus metrics of one server, in a registry of its own.
+    """Prometheus metrics of one server, in `registry`.
 
     Args:
-        running, waiting: callbacks that return the number of texts in the batch and in the queue.
+        scheduler: scheduler whose texts are counted.
     """
 
-    content_type = CONTENT_TYPE_LATEST
-
-    def __init__(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        registry = self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "firstlight_requests",
-            "Requests answered, by route and status; 499: the client had gone.",
-            ["route", "status"],
-            registry=registry,
+    def __init__(self, scheduler: Scheduler) -> None:
+        registry = self.registry = CollectorRegistry()
+        count = partial(Counter, registry=registry)
+        measure = partial(Histogram, registry=registry, buckets=_SECONDS)
+        about = "Requests answered, by route and status; 499: the client had gone."
+        self.requests = count("firstlight_requests", about, ["route", "status"])
+        self.prompt_tokens = count("firstlight_prompt_tokens", "Tokens of accepted prompts.")
+        self.generated_tokens = count("firstlight_generated_tokens", "Tokens generated.")
+        about = "Requests refused: the queue was full."
+        self.refusals = count("firstlight_queue_refusals", about)
+        about = "Requests whose client went away before the answer was complete."
+        self.disconnects = count("firstlight_client_disconnects", about)
+        about = "From a text's submission to its first token, the queue included."
+        self.first_token = measure("firstlight_time_to_first_token_seconds", about)
+        self.inter_token = measure(
+            "firstlight_inter_token_seconds", "Between two tokens of a text."
         )
-        self.prompt_tokens = Counter(
-            "firstlight_prompt_tokens", "Tokens of prompts taken in.", registry=registry
-        )
-        self.generated_tokens = Counter(
-            "firstlight_generated_tokens", "Tokens generated.", registry=registry
-        )
-        self.refusals = Counter(
-            "firstlight_queue_refusals", "Requests refused: the queue was full.", registry=registry
-        )
-        self.disconnects = Counter(
-            "firstlight_client_disconnects",
-            "Requests whose client went away or didn't read, before the answer was complete.",
-            registry=registry,
-        )
-        self.first_token = Histogram(
-            "firstlight_time_to_first_token_seconds",
-            "From a text's submission to its first token, the queue included.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.inter_token = Histogram(
-            "firstlight_inter_token_seconds",
-            "Between two tokens of a text.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        for name, what, count in (
-            ("firstlight_running_sequences", "Texts in the batch.", running),
-            ("firstlight_waiting_sequences", "Texts that wait for a place in it.", waiting),
-        ):
-            Gauge(name, what, registry=registry).set_function(count)
-
-    def count_request(self, route: str, status: int) -> None:
-        """Count a response by route and status."""
-        self._requests.labels(route, str(status)).inc()
-
-    def page(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        gauge = Gauge("firstlight_running_sequences", "Texts in the batch.", registry=registry)
+        gauge.set_function(lambda: scheduler.running)
+        gauge = Gauge("firstlight_waiting_sequences", "Texts in the queue.", registry=registry)
+        gauge.set_function(lambda: scheduler.waiting)
 
 
 class Service:
@@ -117,35 +79,45 @@ class Service:
 
     Args:
         loaded: a model with a tokenizer.
-        name: the model's name for clients.
-        make_decoder: see `Scheduler`.
-        max_queue: greatest number of waiting texts.
-        limits: limits of each request.
+        options: options of the server.
+        make_decoder: factory of the decoder, which is called in the thread that uses the decoder;
+            None creates a `BatchDecoder` by `options`.
+
+    Attributes:
+        loop: event loop of the requests; set by the application when it starts.
+        encoder: encoder of the requests; set by `start`.
     """
+
+    loop: asyncio.AbstractEventLoop
+    encoder: RequestEncoder
 
     def __init__(
         self,
         loaded: LoadedModel,
-        name: str,
-        make_decoder: Callable[[], BatchDecoder],
-        *,
-        max_queue: int,
-        limits: Limits,
+        options: ServerOptions,
+        make_decoder: Callable[[], BatchDecoder] | None = None,
     ) -> None:
-        self.name, self.limits = name, limits
-        # For the start page, which anyone may read: no path of this machine.
-        self.folder = Path(os.path.relpath(loaded.folder))
-        if self.folder.parts[:1] == ("..",):
-            self.folder = Path(loaded.folder.name)
+        self._loaded, self.options = loaded, options
         self.created = int(time.time())
-        self._loaded = loaded
-        self.scheduler = Scheduler(make_decoder, max_queue=max_queue, deliver=self._deliver)
-        self.metrics = ServerMetrics(lambda: self.scheduler.running, lambda: self.scheduler.waiting)
-        self._workers = Workers()
-        #: Requests that are being prepared or generated, for `end_requests`.
-        self._preparing: set[asyncio.Future[PreparedRequest]] = set()
-        self._generating: set[Progress] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.scheduler = Scheduler(
+            make_decoder or self._make_decoder,
+            max_queue=options.max_queue,
+            deliver=self._deliver,
+        )
+        self.metrics = ServerMetrics(self.scheduler)
+        # A large body takes seconds to encode; small ones do not wait for it.
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
+        self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
+        for executor in (self._large, self._small):
+            executor.submit(int)  # its thread starts now: there may be no memory for it later
+
+    def _make_decoder(self) -> BatchDecoder:
+        options, model = self.options, self._loaded.model
+        context = model.config.max_position_embeddings
+        most = min(options.max_context_tokens or context, context)
+        decoder = BatchDecoder(model, options.max_batch_size, most, compile=options.compile)
+        decoder.warm_up()
+        return decoder
 
     def start(self) -> None:
         """Create the decoder and start to accept texts.
@@ -155,30 +127,20 @@ class Service:
             Exception: any exception of `make_decoder`.
         """
         self.scheduler.start()
-        self.processor = RequestProcessor(
+        self.encoder = RequestEncoder(
             self._loaded,
-            self.name,
+            self.options.model_name,
             context=self.scheduler.max_tokens,
             capacity=self.scheduler.capacity,
         )
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Set the event loop of the requests."""
-        self._loop = loop
-
     def stop(self) -> None:
         """End the service; the remaining requests fail with status 503."""
         self.scheduler.stop()
-        if hasattr(self, "processor"):  # `start` was called
-            self.processor.close()
-        self._workers.stop()
-
-    def end_requests(self) -> None:
-        """End all requests with status 503 (in the event loop); texts end with the current step."""
-        for future in self._preparing:
-            future.cancel()
-        for progress in list(self._generating):
-            progress.end(_stopping())
+        if hasattr(self, "encoder"):  # `start` was called
+            self.encoder.close()
+        for executor in (self._large, self._small):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def require_able(self) -> None:
         """Check that requests can be answered. If the last step failed, another step is tried in
@@ -188,7 +150,7 @@ class Service:
             RequestError: status 503, with the reason.
         """
         if not self.scheduler.alive:
-            raise RequestError(503, "the server is stopping, or has failed", code="stopping")
+            raise stopping()
         try:
             self._loaded.require_unchanged()
         except ModelError:
@@ -209,101 +171,117 @@ class Service:
         sequence = token * self.scheduler.max_tokens + state_bytes(model.config)
         return sequence * self.scheduler.max_sequences
 
-    async def prepare(
-        self,
-        prepare: Callable[[bytes], PreparedRequest],
-        body: bytes,
-        scope: Scope,
-        receive: Receive,
-    ) -> PreparedRequest:
-        """Check and encode a request in a thread, so that the event loop does not wait.
+    async def encode(
+        self, body: CompletionRequest | ChatRequest, request: Request
+    ) -> EncodedRequest:
+        """Encode a request in a thread, so that the event loop does not wait.
 
         Args:
-            prepare: a method of `RequestProcessor`.
-            body: the request's body.
-            scope: the request's ASGI scope.
-            receive: the request's ASGI channel, which reports a disconnect.
+            body: the request's fields.
+            request: the HTTP request.
 
         Raises:
-            RequestError, ModelError: see `RequestProcessor`; status 503 if the server is stopping.
+            RequestError, ModelError: see `RequestEncoder`.
             ClientGoneError: the client closed the connection.
         """
-        job = self._workers.submit(_client_of(scope), len(body), partial(prepare, body))
-        future = asyncio.wrap_future(job)
-        watcher = asyncio.create_task(_until_gone(receive))
-        self._preparing.add(future)
+        is_small = len(await request.body()) <= _SMALL_BODY_BYTES
+        executor = self._small if is_small else self._large
+        work = asyncio.get_running_loop().run_in_executor(executor, self.encoder.encode, body)
+        watcher = asyncio.create_task(_until_gone(request.receive))
         try:
-            await asyncio.wait((future, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if not future.done():
+            await asyncio.wait((work, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
                 self.metrics.disconnects.inc()
                 raise ClientGoneError
-            if future.cancelled():
-                raise _stopping()
-            return future.result()
+            return work.result()
         finally:
-            self._preparing.discard(future)
-            future.cancel()
+            work.cancel()  # the bodies of waiting requests would take memory
             watcher.cancel()
 
     def _deliver(self, updates: list[Update]) -> None:
         """Pass the updates of a step from the scheduler's thread to the event loop, in one call."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._hand_out, updates)
+        self.loop.call_soon_threadsafe(self._hand_out, updates)
 
     def _hand_out(self, updates: list[Update]) -> None:
         self.metrics.generated_tokens.inc(sum(update.tokens for update in updates))
         for update in updates:
             update.sequence.receive(update)
 
-    @contextlib.asynccontextmanager
-    async def running(
-        self, prepared: PreparedRequest, scope: Scope, receive: Receive
-    ) -> AsyncIterator[Progress]:
-        """A context in which a request's texts are generated; its end cancels unfinished texts.
-
-        Args:
-            prepared: the request.
-            scope: the request's ASGI scope, whose state has the request's id and the connection's
-                `abort`.
-            receive: the request's ASGI channel, which reports a disconnect.
+    async def generate(
+        self, encoded: EncodedRequest, request: Request
+    ) -> AsyncGenerator[list[tuple[int, Update]], None]:
+        """Generate a request's texts. Each item has the updates since the last one, with the
+        indices of their choices. Closing the generator cancels unfinished texts.
 
         Raises:
-            RequestError: status 429 if the queue is full, 503 if the server is stopping.
+            RequestError: status 429 if the queue is full, 503 if the server is stopping, 504 if the
+                texts take too long, 500 if one fails.
+            ClientGoneError: the client closed the connection.
         """
-        progress = Progress(prepared, self, scope["state"], _client_of(scope))
+        submitted = time.monotonic()
+        latest: dict[int, float] = {}
+        queue: asyncio.Queue[tuple[int, Update] | RequestError] = asyncio.Queue()
+
+        def receive(index: int, update: Update) -> None:
+            queue.put_nowait((index, update))
+            if update.error is None:
+                now = time.monotonic()
+                if index in latest:
+                    self.metrics.inter_token.observe(now - latest[index])
+                else:
+                    self.metrics.first_token.observe(now - submitted)
+                latest[index] = now
+
+        sequences = [
+            ScheduledSequence(text, partial(receive, index))
+            for index, text in enumerate(encoded.texts)
+        ]
+        self._submit(sequences)
+        self.metrics.prompt_tokens.inc(encoded.response.prompt_tokens)
+        watcher = asyncio.create_task(_until_gone(request.receive))
+        watcher.add_done_callback(lambda _: queue.put_nowait(ClientGoneError()))
+        seconds = self.options.limits.request_timeout
+        late = RequestError(
+            504,
+            f"the answer was not complete after {seconds:g} seconds: ask for fewer tokens",
+            code="timeout",
+        )
+        timer = self.loop.call_later(seconds, queue.put_nowait, late)
+        left = len(sequences)
         try:
-            self.scheduler.submit(progress.sequences)
+            while left:
+                items = [await queue.get()]
+                while not queue.empty():
+                    items.append(queue.get_nowait())
+                updates, error = _before_failure(items, request.state.request_id)
+                left -= sum(update.ended for _, update in updates)
+                if updates:
+                    yield updates
+                if error is not None and left:
+                    raise error
+        except ClientGoneError:
+            self.metrics.disconnects.inc()
+            raise
+        finally:
+            watcher.cancel()
+            timer.cancel()
+            self.scheduler.cancel(sequences)
+
+    def _submit(self, sequences: list[ScheduledSequence]) -> None:
+        try:
+            self.scheduler.submit(sequences)
         except QueueFullError as error:
             self.metrics.refusals.inc()
             raise RequestError(
                 429, str(error), code="queue_full", headers={"Retry-After": "1"}
             ) from None
-        except StoppedError as error:
-            raise _stopping() from error
-        self._generating.add(progress)
-        self.metrics.prompt_tokens.inc(prepared.prompt_tokens)
-        watcher = asyncio.create_task(_watch(receive, progress))
-        timeout = asyncio.get_running_loop().call_later(
-            self.limits.request_timeout, progress.expire
-        )
-        try:
-            yield progress
-        finally:
-            watcher.cancel()
-            timeout.cancel()
-            self._generating.discard(progress)
-            self.scheduler.cancel(progress.sequences)
+        except StoppedError:
+            raise stopping() from None
 
 
-def _client_of(scope: Scope) -> str:
-    """The client's IP address, which identifies a client: it may have many connections, and all
-    clients have the same API key."""
-    client = scope.get("client")
-    return str(client[0]) if client else ""
-
-
-def _stopping() -> RequestError:
-    return RequestError(503, "the server is stopping", code="stopping")
+def stopping() -> RequestError:
+    """Return the error for a server that is stopping."""
+    return RequestError(503, "the server is stopping, or has failed", code="stopping")
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -311,104 +289,26 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _watch(receive: Receive, progress: Progress) -> None:
-    await _until_gone(receive)
-    progress.end(ClientGoneError())
-
-
-class Progress:
-    """An asynchronous iterator over the updates of one request's texts. Each item is a list of
-    (index of the choice, update); the iteration ends after the last update of all texts.
-    """
-
-    def __init__(
-        self, prepared: PreparedRequest, service: Service, state: Any, client: str = ""
-    ) -> None:
-        self.sequences = [ScheduledSequence(text, self._receive, client) for text in prepared.texts]
-        self._index = {sequence: index for index, sequence in enumerate(self.sequences)}
-        self._service, self._state = service, state
-        self._left = len(self.sequences)
-        self._submitted = time.monotonic()
-        self._last: dict[ScheduledSequence, float] = {}
-        self._unread: deque[tuple[int, Update]] = deque()
-        self._changed = asyncio.Event()
-        self._error: Exception | None = None
-
-    def _receive(self, update: Update) -> None:
-        """Add an update; called in the event loop."""
-        if self._error is not None:
-            return
-        if update.error is not None:
-            self.end(_failure(update.error, self._state["request_id"]))
-            return
-        self._measure(update)
-        self._left -= update.ended
-        self._unread.append((self._index[update.sequence], update))
-        self._changed.set()
-        if len(self._unread) > _MAX_UNREAD:
-            self.end(ClientGoneError())
-            # Only connections of `LimitedProtocol` have `abort`.
-            self._state.get("abort", lambda: None)()
-
-    def _measure(self, update: Update) -> None:
-        now, metrics = time.monotonic(), self._service.metrics
-        before = self._last.get(update.sequence)
-        if before is None:
-            metrics.first_token.observe(now - self._submitted)
-        else:
-            metrics.inter_token.observe(now - before)
-        self._last[update.sequence] = now
-
-    def end(self, error: Exception) -> None:
-        """Cancel the texts. The iteration raises `error` after the updates that came before; at
-        once if the client is gone."""
-        if self._error is None:
-            self._error = error
-            self._service.scheduler.cancel(self.sequences)
-            if isinstance(error, ClientGoneError):
-                self._unread.clear()
-                self._service.metrics.disconnects.inc()
-            self._changed.set()
-
-    def expire(self) -> None:
-        """End with status 504, because the request has taken too long."""
-        seconds = self._service.limits.request_timeout
-        self.end(
-            RequestError(
-                504,
-                f"the answer was not complete after {seconds:g} seconds: ask for fewer tokens",
-                code="timeout",
-            )
-        )
-
-    def __aiter__(self) -> Progress:
-        return self
-
-    async def __anext__(self) -> Sequence[tuple[int, Update]]:
-        """The updates since the last call.
-
-        Raises:
-            RequestError: a text failed, or the request took too long.
-            ClientGoneError: the client disconnected or does not read.
-        """
-        while not self._unread:
-            if self._error is not None:
-                raise self._error
-            if not self._left:
-                raise StopAsyncIteration
-            await self._changed.wait()
-            self._changed.clear()
-        updates = list(self._unread)
-        self._unread.clear()
-        return updates
+def _before_failure(
+    items: list[tuple[int, Update] | RequestError], request_id: str
+) -> tuple[list[tuple[int, Update]], RequestError | None]:
+    """The updates before the first failure, and its error for the client."""
+    updates: list[tuple[int, Update]] = []
+    for item in items:
+        if isinstance(item, RequestError):
+            return updates, item
+        if item[1].error is not None:
+            return updates, _failure(item[1].error, request_id)
+        updates.append(item)
+    return updates, None
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:
     """The error for the client when a text has failed; an unexpected `error` is logged."""
     if isinstance(error, StoppedError):
-        return _stopping()
+        return stopping()
     if isinstance(error, SchemaError):
-        return unsupported_schema(str(error))
+        return schema_error(error)
     say(f"firstlight: {request_id}: a text failed: {type(error).__name__}: {error}")
     if is_out_of_memory(error):
         say("what helps: lower --max-context-tokens or --max-batch-size, or use --dtype int8")

@@ -1,23 +1,30 @@
-"""The card (README.md) of a model: metadata for the hub, and a description from the facts in the
-files of the model and its run."""
+"""The cards (README.md) of a model and of a prepared corpus: metadata for the hub, and a
+description from the facts in their files. The folder cards/ has their templates."""
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 from firstlight.console import compact, loss_text, plain, rounded
 from firstlight.conversion.gguf.shape import ARCHITECTURES
 from firstlight.data.remote import is_url
 from firstlight.evaluation.scores import with_error
-from firstlight.report.page import duration, memory_unit
+from firstlight.report.summary import duration, memory_unit
 from firstlight.sharing.facts import DataFacts, ModelFacts
 from firstlight.weights.hub import is_hub_id
 
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
 #: File names of the card, of the picture of the loss and of the recipe, in a shared folder.
-CARD_NAME, PICTURE_NAME, RECIPE_NAME = "README.md", "loss.png", "recipe.yaml"
+CARD_NAME = "README.md"
+PICTURE_NAME = "loss.png"
+RECIPE_NAME = "recipe.yaml"
 _URL_OF_DATASETS = "hf://datasets/"
 #: Recipe keys (section, key) in the card's table on training -> their names there.
 _RECIPE_ROWS = {
@@ -49,25 +56,106 @@ def model_card(
         licence: the hub's id of the licence, such as "apache-2.0"; None if no licence was given.
         gguf: name of a GGUF file in the same folder; None if there is none.
     """
+    from huggingface_hub import ModelCard
+
     repository = repository or (facts.run or facts.folder).name
     name = repository.rpartition("/")[2]
-    blocks = [
-        f"---\n{_metadata(facts, name, licence)}\n---",
-        f"# {name}",
-        _summary(facts),
-        _section("Model", table(_model_rows(facts))),
-        _section("Data", *_data_blocks(facts)),
-        _section("Training", table(_training_rows(facts)), *_recipe_note(facts)),
-        _section("Results", *_result_blocks(facts)),
-        _section("Memory and speed", table(_speed_rows(facts))),
-        _section("Use", *_use_blocks(facts, repository, gguf)),
-        _section("Train it again", *_command_blocks(facts, repository)),
-        _section("Licence", licence or "No licence was given."),
-    ]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    run, measured = facts.run, list(_measured(facts))
+    has_recipe = run is not None and bool(run.recipe)
+    card = ModelCard.from_template(
+        _metadata(facts, name, licence),
+        template_str=_template("model.md"),
+        name=name,
+        repository=repository,
+        summary=_summary(facts),
+        model_rows=list(_model_rows(facts)),
+        data=list(_data_blocks(facts)),
+        training_rows=list(_training_rows(facts)),
+        recipe_name=RECIPE_NAME if has_recipe else None,
+        results=[
+            (f"{place}: {_LOSSES.get(metric, metric)}", with_error(value, error))
+            for place, metric, value, error in measured
+        ],
+        has_errors=any(error is not None for *_, error in measured),
+        run_evaluation=_run_evaluation(facts),
+        gzip=facts.numbers.get("gzip_bits_per_byte"),
+        picture_name=None if run is None else PICTURE_NAME,
+        speed_rows=list(_speed_rows(facts)),
+        has_tokenizer=facts.tokenizer is not None,
+        is_chat=facts.tokenizer is not None and facts.tokenizer.chat_template is not None,
+        gguf=gguf,
+        has_gguf_layout=facts.config.model_type in ARCHITECTURES,
+        call=_call_on_texts(facts) if has_recipe and facts.request else None,
+        commands="\n".join(_commands(facts, repository)) if has_recipe else None,
+        licence=licence,
+    )
+    return _tidied(str(card))
 
 
-def _metadata(facts: ModelFacts, name: str, licence: str | None) -> str:
+def corpus_card(
+    facts: DataFacts, manifest: Mapping[str, Any], repository: str, licence: str | None
+) -> str:
+    """The text of a corpus' card.
+
+    Args:
+        facts: names of the corpus' inputs, its splits, and the options that it was prepared with.
+        manifest: the corpus' manifest.
+        repository: USER/NAME on the hub.
+        licence: the hub's id of the licence, such as "cc-by-4.0"; None if no licence was given.
+    """
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    name = repository.rpartition("/")[2]
+    documents = sum(split["documents"] for split in facts.splits.values())
+    metadata = DatasetCardData(
+        license=licence,
+        task_categories=["text-generation"],
+        size_categories=next((text for most, text in _SIZES.items() if documents < most), "n>1B"),
+        source_datasets=hub_datasets([facts]) or None,
+        tags=["firstlight", "tokenized"],
+        # The hub's viewer shows tables, which shards are not.
+        viewer=False,
+    )
+    rejected = manifest["documents"].get("rejected") or {}
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
+    left_out = [f"- left out: {sum(rejected.values()):,} documents ({reasons})"] if rejected else []
+    command = ["prepare", *facts.sources, "--tokenizer", name, "--out", f"{name}-again"]
+    card = DatasetCard.from_template(
+        metadata,
+        template_str=_template("corpus.md"),
+        name=name,
+        repository=repository,
+        sources=", ".join(map(source_link, facts.sources)),
+        content="\n".join([*split_lines(facts.splits), *left_out]),
+        manifest=manifest,
+        command=f"firstlight {shlex.join([*command, *facts.options])}" if facts.sources else None,
+        licence=licence,
+    )
+    return _tidied(str(card))
+
+
+#: The hub's size categories by their upper bound in documents (exclusive).
+_SIZES = {
+    1_000: "n<1K",
+    10_000: "1K<n<10K",
+    100_000: "10K<n<100K",
+    1_000_000: "100K<n<1M",
+    10_000_000: "1M<n<10M",
+    100_000_000: "10M<n<100M",
+    1_000_000_000: "100M<n<1B",
+}
+
+
+def _template(name: str) -> str:
+    return (resources.files("firstlight.sharing") / "cards" / name).read_text(encoding="utf-8")
+
+
+def _tidied(card: str) -> str:
+    """A card without the empty lines of parts that its template leaves out."""
+    return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
+
+
+def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardData:
     from huggingface_hub import EvalResult, ModelCardData
 
     results = [
@@ -93,7 +181,7 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> str:
         datasets=hub_datasets(facts.data) or None,
         model_name=name if results else None,
         eval_results=results or None,
-    ).to_yaml()
+    )
 
 
 def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
@@ -244,32 +332,15 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
         yield "adapter", f"LoRA of rank {lora.get('rank')}, merged into the weights"
 
 
-def _recipe_note(facts: ModelFacts) -> list[str]:
-    if facts.run is None or not facts.run.recipe:
-        return []
-    return [f"[{RECIPE_NAME}]({RECIPE_NAME}) has every setting."]
-
-
-def _result_blocks(facts: ModelFacts) -> Iterator[str]:
-    rows = [
-        (f"{place}: {_LOSSES.get(metric, metric)}", with_error(value, error))
-        for place, metric, value, error in _measured(facts)
-    ]
-    if rows:
-        yield table(rows)
-        if any(error is not None for *_, error in _measured(facts)):
-            yield "± is one standard error."
-    if facts.numbers.get("val/loss") is not None and facts.run is not None:
-        metrics = facts.run.metrics.series("val/loss")
-        value, step = loss_text(float(metrics.y[-1])), int(metrics.x[-1])
-        rows_used = (facts.run.recipe.get("evaluation") or {}).get("max_rows")
-        limit = f" on at most {rows_used:,} rows of it" if rows_used else ""
-        yield f"The run's own evaluation at step {step:,}{limit}: {value} nats a token."
-    gzip = facts.numbers.get("gzip_bits_per_byte")
-    if gzip is not None:
-        yield f"For comparison, gzip -9 takes {gzip:.3f} bits per byte of the validation text."
-    if facts.run is not None:
-        yield f"![Loss of the run by steps]({PICTURE_NAME})"
+def _run_evaluation(facts: ModelFacts) -> str | None:
+    """A sentence on the run's own evaluation; None if there is none."""
+    if facts.numbers.get("val/loss") is None or facts.run is None:
+        return None
+    metrics = facts.run.metrics.series("val/loss")
+    value, step = loss_text(float(metrics.y[-1])), int(metrics.x[-1])
+    rows_used = (facts.run.recipe.get("evaluation") or {}).get("max_rows")
+    limit = f" on at most {rows_used:,} rows of it" if rows_used else ""
+    return f"The run's own evaluation at step {step:,}{limit}: {value} nats a token."
 
 
 def _speed_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -288,55 +359,10 @@ def _speed_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
         yield "time of training", " ".join(duration(numbers["hours"]))
 
 
-def _use_blocks(facts: ModelFacts, repository: str, gguf: str | None) -> Iterator[str]:
-    if facts.tokenizer is None:
-        yield "There is no tokenizer beside the weights."
-        return
-    is_chat = facts.tokenizer.chat_template is not None
-    yield f"transformers:\n\n{code(_transformers(repository, is_chat=is_chat), language='python')}"
+def _commands(facts: ModelFacts, repository: str) -> list[str]:
+    """The shell commands that repeat a run."""
+    assert facts.run is not None
     name = repository.rpartition("/")[2]
-    command: list[str] = []
-    if gguf is not None:
-        command = [f"llama-cli --hf-repo {repository} --hf-file {gguf}"]
-    elif facts.config.model_type in ARCHITECTURES:
-        command = [
-            f"firstlight convert {repository} --to gguf --dtype f16 --out {name}-gguf",
-            f"llama-cli -m {name}-gguf/{name}-f16.gguf",
-        ]
-    if command:
-        yield f"llama.cpp:\n\n{code(*command)}"
-    commands = [f'firstlight generate {repository} --prompt "Once upon a time"']
-    commands += [f"firstlight chat {repository}", f"firstlight serve {repository}"]
-    yield f"firstlight:\n\n{code(*commands)}"
-
-
-def _transformers(repository: str, *, is_chat: bool) -> str:
-    begin = (
-        f"from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{repository}")\n'
-        f'model = AutoModelForCausalLM.from_pretrained("{repository}")\n'
-    )
-    if is_chat:
-        begin += (
-            'messages = [{"role": "user", "content": "Hello!"}]\n'
-            "inputs = tokenizer.apply_chat_template(\n"
-            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)\n'
-        )
-    else:
-        begin += 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-    return begin + (
-        "output = model.generate(**inputs, max_new_tokens=64)\nprint(tokenizer.decode(output[0]))"
-    )
-
-
-def _command_blocks(facts: ModelFacts, repository: str) -> Iterator[str]:
-    if facts.run is None or not facts.run.recipe:
-        return
-    name = repository.rpartition("/")[2]
-    if facts.request:
-        yield f"It was made by\n\n{code(_call_on_texts(facts))}"
-        yield f"The settings that this call chose on its machine are in `{RECIPE_NAME}`."
-        return
     lines, options = [f"hf download {repository} --local-dir {name}"], []
     corpus = facts.data[0] if len(facts.data) == 1 else None
     if corpus is not None and not (facts.run.recipe.get("data") or {}).get("files"):
@@ -357,7 +383,7 @@ def _command_blocks(facts: ModelFacts, repository: str) -> Iterator[str]:
         options += ["--init-from", facts.init_from]
     options += ["--run.dir", f"{name}-run"]
     lines.append(f"firstlight train {name}/{RECIPE_NAME} {shlex.join(options)}")
-    yield f"With the same data, this remakes the run:\n\n{code(*lines)}"
+    return lines
 
 
 def _call_on_texts(facts: ModelFacts) -> str:
@@ -374,23 +400,3 @@ def _call_on_texts(facts: ModelFacts) -> str:
     for key, value in request.get("overrides", ()):
         words += [f"--{key}", str(value)]
     return shlex.join(words)
-
-
-def _section(title: str, *blocks: str) -> str:
-    found = [block for block in blocks if block]
-    return "\n\n".join([f"## {title}", *found]) if found else ""
-
-
-def table(rows: Iterable[tuple[str, str]]) -> str:
-    """(name, value) rows as a Markdown table without a header; "" without rows."""
-    lines = [f"| {name} | {_cell(value)} |" for name, value in rows]
-    return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def code(*lines: str, language: str = "sh") -> str:
-    """Lines as a Markdown code block."""
-    return "\n".join([f"```{language}", *lines, "```"])

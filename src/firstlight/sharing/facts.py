@@ -30,7 +30,6 @@ from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline.run_folder import read_state
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.numbers import final_numbers
 from firstlight.report.records import (
     METRICS_NAME,
     RECIPE_NAME,
@@ -39,6 +38,7 @@ from firstlight.report.records import (
     read_run,
 )
 from firstlight.report.series import Metrics
+from firstlight.report.summary import final_numbers
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import read_config, tokenizer_of
 

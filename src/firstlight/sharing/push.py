@@ -27,9 +27,14 @@ from firstlight.files.atomic import (
     write_file,
     write_json,
 )
-from firstlight.report.pictures import loss_picture
-from firstlight.sharing.card import CARD_NAME, PICTURE_NAME, RECIPE_NAME, model_card
-from firstlight.sharing.corpus_card import corpus_card
+from firstlight.report.report import loss_picture
+from firstlight.sharing.card import (
+    CARD_NAME,
+    PICTURE_NAME,
+    RECIPE_NAME,
+    corpus_card,
+    model_card,
+)
 from firstlight.sharing.facts import ModelFacts, corpus_facts, facts_of, neutral_recipe
 from firstlight.sharing.upload import require_name, require_repository, upload_folder
 from firstlight.tokenizer import Tokenizer

@@ -35,13 +35,14 @@ from typing import Any
 import tokenizers
 
 from firstlight.errors import InputError, TokenizerError
-from firstlight.tokenizer.chat_sandbox import render
 from firstlight.tokenizer.chat_template import (
     find_template,
     flagged_pieces,
     free_characters,
     plain_messages,
     protected,
+    render,
+    render_with_beginnings,
 )
 from firstlight.tokenizer.tokenizer import Tokenizer
 
@@ -114,17 +115,20 @@ class ChatEncoder:
         """
         plain = plain_messages(messages)
         marked, pattern = protected(plain, list(self._special), self._template)
-        text = self._render(marked)
         answers = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
+        is_partly_learned = not everything or bool(masked)
+        # The prompt of each answer, and the conversation up to it, are rendered in one call with
+        # the whole conversation, which saves most of the time for a template in a child process.
+        beginnings: list[tuple[int, bool]] = []
+        if is_partly_learned and not self._has_blocks:
+            beginnings = [(i, True) for i in answers] + [(i + 1, False) for i in answers]
+        text, lengths = render_with_beginnings(self._template, marked, self._variables, beginnings)
         flags = bytearray([everything]) * len(text)
-        if not everything or masked:
-            spans = self._spans(marked, pattern, text, answers)
+        if is_partly_learned:
+            spans = self._spans(marked, pattern, text, answers, lengths)
             for index, (start, end) in zip(answers, spans, strict=True):
                 flags[start:end] = bytes([index not in masked]) * (end - start)
         return self._encoded(text, flags, pattern)
-
-    def _render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        return render(self._template, messages, self._variables, **options)
 
     # The labels, as characters of the rendered text
 
@@ -134,6 +138,7 @@ class ChatEncoder:
         pattern: re.Pattern[str],
         text: str,
         answers: list[int],
+        lengths: list[int | None],
     ) -> list[tuple[int, int]]:
         """The characters of each answer that are labels, as (start, end) in `text`, in order.
 
@@ -142,6 +147,9 @@ class ChatEncoder:
             pattern: the pattern for marks and special tokens.
             text: the rendered text of `messages`.
             answers: indices of the assistant's messages.
+            lengths: for a template without blocks, the number of characters at the beginning of
+                `text` that are the prompt of each answer, and then of those that are the
+                conversation up to it; None where `text` does not begin with it.
         """
         free = free_characters(messages, self._template)
         marks = next(free), next(free)
@@ -153,7 +161,11 @@ class ChatEncoder:
                     f"{len(answers)} answers: it must make one of each"
                 )
             return spans
-        spans = [self._span(messages, pattern, text, i, marks) for i in answers]
+        count = len(answers)
+        spans = [
+            self._span(messages, pattern, text, i, marks, prompt=prompt, whole=whole)
+            for i, prompt, whole in zip(answers, lengths[:count], lengths[count:], strict=True)
+        ]
         before = [0, *(end for _, end in spans[:-1])]
         if any(
             start < earlier or start >= end
@@ -167,7 +179,8 @@ class ChatEncoder:
     ) -> list[tuple[int, int]]:
         """The spans in `text` of the template's `{% generation %}` blocks, located by `marks`
         before and after each block."""
-        parts = re.split(f"([{''.join(marks)}])", self._render(messages, generation_marks=marks))
+        marked = render(self._template, messages, self._variables, generation_marks=marks)
+        parts = re.split(f"([{''.join(marks)}])", marked)
         plain, signs = "".join(parts[::2]), parts[1::2]
         if plain != text or signs != [*marks] * (len(signs) // 2):
             raise TokenizerError("the chat template changes what its {% generation %} blocks hold")
@@ -184,12 +197,12 @@ class ChatEncoder:
         text: str,
         index: int,
         marks: tuple[str, str],
+        *,
+        prompt: int | None,
+        whole: int | None,
     ) -> tuple[int, int]:
         """The span in `text` of the answer `messages[index]` with its end token, for a template
-        without blocks."""
-        prompt = self._beginning(text, messages[:index], add_generation_prompt=True)
-        last = index + 1 == len(messages)
-        whole = len(text) if last else self._beginning(text, messages[: index + 1])
+        without blocks. For `prompt` and `whole`, see `lengths` of `_spans`."""
         if prompt is None or whole is None:
             # The part is not a prefix of the whole text: for example, some templates leave out the
             # thoughts of earlier answers.
@@ -204,15 +217,6 @@ class ChatEncoder:
         elif (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
             end += len(eos)  # the template ends a turn only where the next one begins
         return prompt, end
-
-    def _beginning(self, text: str, messages: list[dict[str, Any]], **options: Any) -> int | None:
-        """The length of the rendered text of `messages` if `text` begins with it; otherwise None.
-        `options` are those of `render`."""
-        try:
-            part = self._render(messages, **options)
-        except (InputError, TokenizerError):  # the template refuses a part of a conversation
-            return None
-        return len(part) if text.startswith(part) else None
 
     def _marked_content(
         self, messages: list[dict[str, Any]], text: str, index: int, marks: tuple[str, str]
@@ -230,9 +234,12 @@ class ChatEncoder:
         content = messages[index]["content"]
         core = content.strip()
         changed = content.replace(core, f"{before}{core}{after}", 1) if core else ""
-        found = self._render(
-            [*messages[:index], {**messages[index], "content": changed}, *messages[index + 1 :]]
-        )
+        others = [
+            *messages[:index],
+            {**messages[index], "content": changed},
+            *messages[index + 1 :],
+        ]
+        found = render(self._template, others, self._variables)
         unmarked = found.replace(before, "").replace(after, "")
         if unmarked != text or any(mark and found.count(mark) != 1 for mark in marks):
             raise TokenizerError(

@@ -1,20 +1,34 @@
 """Chat templates, which turn a conversation into the text that a model is trained on.
 
-A template is written in Jinja, in the dialect of Hugging Face's chat templates. This module has the
-built-in templates, and prepares the input of a template; `chat_sandbox` renders it.
+A template is written in Jinja, in the dialect of Hugging Face's chat templates. It often comes with
+a downloaded model, so it is treated as an untrusted program: it gets only plain JSON data, and runs
+in Jinja's sandbox, where it can neither change the data nor reach Python objects through them. Any
+template but a built-in one is rendered in a child process whose time and memory are limited (see
+`files.limits`), because nested loops, repeatedly doubled strings and recursive macros could take
+any of both.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from firstlight.errors import InputError
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from firstlight.errors import InputError, TokenizerError
 from firstlight.files.atomic import plain_lines, read_file
-from firstlight.tokenizer.chat_sandbox import render
+from firstlight.files.limits import LimitedProcess, LimitExceededError
 
 #: OpenAI's ChatML, without a bos before the first turn.
 _CHATML = """\
@@ -103,6 +117,11 @@ _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
 
 #: Most bytes of a chat template's file.
 _MAX_TEMPLATE_BYTES = 4_000_000
+#: Most characters of a template, and of a rendered conversation.
+_MAX_TEMPLATE_CHARS, _MAX_CHARS = 1_000_000, 10_000_000
+#: Limits of the child process: seconds of processor time for each rendering (a conversation of a
+#: million words takes a tenth of it), and bytes of memory.
+_SECONDS, _MEMORY = 1.0, 200 << 20
 
 
 def required_tokens(name: str) -> tuple[str, ...]:
@@ -152,6 +171,98 @@ def render_chat(
     return render(template, plain, variables, add_generation_prompt=add_generation_prompt)
 
 
+def check_template(template: str) -> None:
+    """Refuse a template that doesn't compile.
+
+    Raises:
+        TokenizerError: the template is too long, or invalid Jinja; the message names the line.
+    """
+    _within_limits({"template": template}, 1)
+
+
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, str],
+    *,
+    add_generation_prompt: bool = False,
+    generation_marks: tuple[str, str] = ("", ""),
+) -> str:
+    """The text of a conversation; see `render_chat`.
+
+    Args:
+        template, variables, add_generation_prompt: see `render_chat`.
+        messages: the messages, from `plain_messages`.
+        generation_marks: texts to write before and after the content of a `{% generation %}` block.
+
+    Raises:
+        InputError, TokenizerError: see `render_chat`.
+    """
+    options = {"add_generation_prompt": add_generation_prompt, _MARKS: generation_marks}
+    return render_with_beginnings(template, messages, {**variables, **options}, [])[0]
+
+
+def render_with_beginnings(
+    template: str,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+    beginnings: Sequence[tuple[int, bool]],
+) -> tuple[str, list[int | None]]:
+    """The text of a conversation, and how much of it is that of each of its beginnings.
+
+    Args:
+        template: the template, in Jinja.
+        messages: the messages, from `plain_messages`.
+        variables: further variables of the template.
+        beginnings: for each beginning, its number of messages, and whether it ends with the
+            beginning of the assistant's next turn.
+
+    Returns:
+        (text, for each beginning the number of its characters if the text begins with them;
+        otherwise, or if the template refuses the beginning, None)
+
+    Raises:
+        InputError, TokenizerError: see `render_chat`.
+    """
+    request = {
+        "template": template,
+        "messages": messages,
+        "variables": dict(variables),
+        "beginnings": beginnings,
+    }
+    text, lengths = _within_limits(request, 1 + len(beginnings))
+    return text, lengths
+
+
+#: Renders the templates that are not built in; it starts with the first of them.
+_CHILD = LimitedProcess("firstlight.tokenizer.chat_template:renderer", memory=_MEMORY)
+
+
+def _within_limits(request: dict[str, Any], renderings: int) -> Any:
+    """The result of `_rendered` for a request: computed here for a built-in template, otherwise in
+    the child process.
+
+    Args:
+        request: see `_rendered`.
+        renderings: number of renderings, each of which may take `_SECONDS`.
+    """
+    template = request["template"]
+    if len(template) > _MAX_TEMPLATE_CHARS:
+        raise TokenizerError(
+            f"the chat template has {len(template):,} characters, "
+            f"more than the {_MAX_TEMPLATE_CHARS:,} that are read"
+        )
+    if template in CHAT_TEMPLATES.values():
+        return _rendered(request)
+    try:
+        return _CHILD.call(request, seconds=_SECONDS * renderings)
+    except LimitExceededError as error:
+        raise TokenizerError(
+            f"the chat template takes {error}: use another one (--chat-template, or chat_template "
+            "in tokenizer_config.json)"
+        ) from error
+
+
 def chat_pieces(
     template: str,
     messages: Sequence[Mapping[str, Any]],
@@ -193,7 +304,9 @@ def flagged_pieces(
     Yields:
         (text of the piece without marks, flags of its characters, True if it is a special token)
     """
-    position, pending, own = 0, "", bytearray()
+    position = 0
+    pending = ""
+    own = bytearray()
     for match in pattern.finditer(text):
         pending += text[position : match.start()] + (match["text"] or "")
         own += flags[position : match.start()]
@@ -289,3 +402,140 @@ def protected(
 
     pattern = rf"{before}(?P<text>{names}){after}|(?P<special>{names})|[{before}{after}]"
     return [mark(message) for message in messages], re.compile(pattern)
+
+
+# Rendering, which for templates that are not built in happens in the child process
+
+
+def renderer() -> Callable[[dict[str, Any]], Any]:
+    """Make the function of the child process."""
+    _environment()
+    return _rendered
+
+
+def _rendered(request: dict[str, Any]) -> Any:
+    """The result of `render_with_beginnings`, whose arguments are in `request`; None if it has only
+    the template, which is then compiled."""
+    template = _compiled(request["template"])
+    if "messages" not in request:
+        return None
+    messages, variables = request["messages"], request["variables"]
+    text = _text(template, messages, variables)
+    lengths: list[int | None] = []
+    for count, add_generation_prompt in request["beginnings"]:
+        options = {**variables, "add_generation_prompt": add_generation_prompt}
+        is_whole = count == len(messages) and not add_generation_prompt
+        try:
+            part = text if is_whole else _text(template, messages[:count], options)
+        except (InputError, TokenizerError):  # the template refuses a part of a conversation
+            lengths.append(None)
+        else:
+            lengths.append(len(part) if text.startswith(part) else None)
+    return text, lengths
+
+
+def _text(
+    template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+) -> str:
+    # Templates test `tools is not none`, which is true for an undefined variable.
+    values = {"messages": messages, "tools": None, "documents": None, _MARKS: ("", ""), **variables}
+    pieces: list[str] = []
+    length = 0
+    try:
+        for piece in template.generate(values):
+            length += len(piece)
+            if length > _MAX_CHARS:
+                raise SecurityError(f"it writes more than {_MAX_CHARS:,} characters")
+            pieces.append(piece)
+    except _RefusalError as error:
+        raise InputError(f"the chat template refuses these messages: {error}") from error
+    except SecurityError as error:
+        problem = _one_line(error)
+        raise TokenizerError(f"the chat template does what it may not: {problem}") from error
+    except MemoryError:
+        raise  # for the child process
+    except Exception as error:
+        reason = _one_line(f"{type(error).__name__}: {error}")
+        raise TokenizerError(f"the chat template fails on these messages: {reason}") from error
+    return "".join(pieces)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(template)
+    except TemplateSyntaxError as error:
+        raise TokenizerError(
+            f"the chat template doesn't compile: line {error.lineno}: {_one_line(error.message)}"
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = _one_line(f"{type(error).__name__}: {error}")
+        raise TokenizerError(f"the chat template doesn't compile: {reason}") from error
+
+
+def _one_line(text: Any) -> str:
+    """A template's text for a message: at most 300 characters in one line, without control
+    characters, which a terminal could take for commands."""
+    words = "".join(c if c.isprintable() else " " for c in str(text)[:1000]).split()
+    return " ".join(words)[:300]
+
+
+#: Name of the variable with the marks of `{% generation %}` blocks. The space keeps templates from
+#: using it.
+_MARKS = " marks"
+
+
+class _RefusalError(TemplateError):
+    """The template called `raise_exception`."""
+
+
+def _raise_exception(message: Any) -> None:
+    raise _RefusalError(_one_line(message))
+
+
+def _strftime_now(format: str) -> str:  # the name that transformers gives the argument
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's `tojson`, but like that of transformers, this does not escape HTML, nor, by
+    default, characters other than ASCII."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+class _Generation(Extension):
+    """`{% generation %}` blocks, which templates put around an answer: the content is rendered as
+    usual, between the `generation_marks` of `render`."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_marked", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(lineno)
+
+    def _marked(self, context: Context, caller: Macro) -> str:
+        before, after = context[_MARKS]
+        return f"{before}{caller()}{after}"
+
+
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment

@@ -9,26 +9,22 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import hashlib
 import json
 import re
-import time
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from firstlight.errors import TokenizerError, describe_os_error
 from firstlight.files.atomic import plain_lines
-from firstlight.tokenizer.limits import (
-    LARGEST_FILE_BYTES,
-    read_tokenizer,
-    require_bounded,
-    require_few_tokens,
-    require_short,
-)
+from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.tokenizer.parts import (
+    LARGEST_FILE_BYTES,
     TokenizerParts,
     add_special_tokens,
     byte_level_split,
@@ -36,10 +32,11 @@ from firstlight.tokenizer.parts import (
     prepend_bos,
     read_chat_template,
     read_config,
+    read_tokenizer,
+    require_few_tokens,
+    require_short,
     token_text,
 )
-from firstlight.tokenizer.patterns import may_panic
-from firstlight.tokenizer.sentencepiece import from_sentencepiece, sentencepiece_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -75,8 +72,28 @@ _LLAMA3_SPECIAL_TOKENS = (
 )
 #: tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
-#: Most processor time, in seconds, for trying a tokenizer's patterns.
-_MOST_SECONDS = 0.3
+#: Limits of the child process in which an unknown tokenizer.json is tried: seconds of processor
+#: time, and bytes of memory, each with a part in proportion to the file. XLM-R's file of 9 MB,
+#: whose 250,000 tokens become a tree, takes 32 bytes of memory for each of its bytes.
+_TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
+_TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
+#: Sections of tokenizer.json with steps.
+_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+#: Most tokens or characters that a tokenizer may make of one character (some write "\n" as
+#: "<|newline|>"), and put around a text.
+_MOST_GROWTH, _MOST_PREPENDED = 16, 1000
+#: Highest id that is accepted; no vocabulary reaches it.
+_HIGHEST_ID = 1 << 26
+#: Most characters of the added tokens of a known tokenizer, as JSON.
+_MOST_KNOWN_CHARS = 500_000
+#: Most characters of an added token or a string of a step, of all added tokens, and of all strings
+#: of a section of steps.
+_LONGEST_STRING = 10_000
+_MOST_ADDED_CHARS = 4_000_000
+_MOST_STEP_CHARS = 100_000
+#: Largest `max_input_chars_per_word` of a WordPiece model, which tries every part of a word; it is
+#: 100 for BERT.
+_LONGEST_WORD = 1000
 
 #: Name of other vocabularies in tiktoken's format, by their number of ranks. They are refused,
 #: because they would silently be read with Llama 3's split pattern.
@@ -153,7 +170,7 @@ def _tokenizer_content(path: Path) -> bytes | None:
             model = state.get("model")
             known = "vocab" in model if isinstance(model, dict) else _is_vocabulary(path, state)
         else:
-            known = beginning[:1] != b"\n" or any(True for _ in sentencepiece_pieces(content))
+            known = beginning[:1] != b"\n" or any(True for _ in _sentencepiece_pieces(content))
     except (ValueError, IndexError, RecursionError):
         return None
     return content if known else None
@@ -187,7 +204,7 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
             raise TokenizerError(f"{path} needs vocab.json beside it")
         return read_tokenizer_file(vocabulary_path)
     else:
-        parts = from_sentencepiece(path, content)
+        parts = _from_sentencepiece(path, content)
     return dataclasses.replace(parts, config=parts.config | read_chat_template(path.parent))
 
 
@@ -200,13 +217,18 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
     # "model" is also an ordinary word of GPT-2's vocabulary.
     if not isinstance(state.get("model"), dict):
         return _from_vocab_and_merges(path, state)
-    require_bounded(path, state)
-    with library_errors(f"tokenizer {path} can't be loaded", muted=True):
+    _require_usable(path, content, state)
+    with library_errors(f"tokenizer {path} can't be loaded"):
         backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         leading = _leading_token(backend)
-    require_fast_patterns(path, backend)
     config = read_config(path.parent)
     vocabulary = backend.get_vocab(with_added_tokens=True)
+    # The library gives an added token another id than the file if that leaves a gap.
+    ids = [*vocabulary.values(), *(token["id"] for token in state.get("added_tokens") or [])]
+    if (highest := max(ids, default=0)) > _HIGHEST_ID:
+        raise TokenizerError(
+            f"tokenizer {path} gives a token the id {highest:,}: no real tokenizer does"
+        )
     bos = token_text(config.pop("bos_token", None)) or leading
     eos = token_text(config.pop("eos_token", None))
     if eos is None:
@@ -306,7 +328,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: a byte has no token")
     require_short(path, ranks)
-    characters = _byte_characters()
+    characters = byte_characters()
     text = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -329,37 +351,332 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
     return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=True)
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character for each byte in byte-level BPE files (openai/gpt-2 `encoder.py`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def require_fast_patterns(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Refuse a tokenizer whose regular expressions fail or take too long on short texts.
+# sentencepiece
+#
+# The protobuf package is not needed: the few necessary fields (google/sentencepiece
+# `sentencepiece_model.proto`) are read by their number from protobuf's wire format.
 
-    The library fails after ten million tries at one position of a text, which takes a tenth of a
-    second. Texts of growing length therefore reveal a slow pattern early.
+#: Most fields of a model, which has one for each piece (the largest have 262,144 pieces), and of a
+#: piece, which has three.
+_MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
 
-    Args:
-        path: the tokenizer's file, for messages.
-        backend: the tokenizer.
+
+def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
+    """(text, score, type) of each piece of a sentencepiece `ModelProto`.
+
+    Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score, 3 = type. The
+    types are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
 
     Raises:
-        TokenizerError: a pattern fails or takes longer than `_MOST_SECONDS`.
+        ValueError, IndexError: the bytes are not a `ModelProto`.
     """
-    if not may_panic(backend):
+    for field, value in _protobuf_fields(content):
+        if field == 1 and isinstance(value, bytes):
+            entry = dict(_protobuf_fields(value, _MOST_PIECE_FIELDS))
+            text = entry.get(1)
+            score = entry.get(2, b"\0\0\0\0")
+            kind = entry.get(3, 1)
+            is_score = isinstance(score, bytes) and len(score) == 4
+            if not isinstance(text, bytes) or not is_score or kind not in range(7):
+                raise ValueError("not a sentencepiece entry")
+            yield text.decode("utf-8"), struct.unpack("<f", cast(bytes, score))[0], cast(int, kind)
+
+
+def _unsupported_features(content: bytes) -> list[str]:
+    """The features of a `ModelProto` with which the ids here would differ from sentencepiece's.
+
+    Field 2 of the message is the trainer's specification: its field 3 is the model type (1 unigram,
+    2 BPE), 24 puts white space at the end of words. Field 3 of the message is the normalizer's
+    specification: its field 2 is a map of characters, 3 puts a space before the text, 4 joins
+    repeated spaces. A missing field has sentencepiece's default.
+
+    Raises:
+        ValueError, IndexError: the bytes are not a `ModelProto`.
+    """
+    parts = dict(_protobuf_fields(content))
+    trainer, normalizer = (
+        dict(_protobuf_fields(part)) if isinstance(part, bytes) else {}
+        for part in (parts.get(2), parts.get(3))
+    )
+    checks = {
+        "a model type other than BPE": trainer.get(3, 1) != 2,
+        "white space at the end of words": trainer.get(24, 0) != 0,
+        "a map of characters": normalizer.get(2, b"") != b"",
+        "no space before the text": normalizer.get(3, 1) != 1,
+        "repeated spaces joined": normalizer.get(4, 1) != 0,
+    }
+    return [feature for feature, asked in checks.items() if asked]
+
+
+def _protobuf_fields(content: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple[int, int | bytes]]:
+    """(field number, value) of each field of a protobuf message.
+
+    Args:
+        content: the message.
+        most: largest number of fields.
+
+    Raises:
+        ValueError, IndexError: the bytes are not a message, or it has more than `most` fields.
+    """
+    position = count = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = content[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+            if shift > 63:
+                raise ValueError("varint too long")
+
+    while position < len(content):
+        count += 1
+        if count > most:
+            raise ValueError("too many fields")
+        key = varint()
+        field, wire_type = key >> 3, key & 7
+        if wire_type == 0:
+            yield field, varint()
+            continue
+        sizes = {1: 8, 5: 4}
+        size = varint() if wire_type == 2 else sizes.get(wire_type)
+        if size is None or position + size > len(content):
+            raise ValueError("not a protobuf message")
+        yield field, content[position : position + size]
+        position += size
+
+
+def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
+    """Read a sentencepiece BPE model with byte fallback, such as Llama 2's `tokenizer.model`.
+
+    Args:
+        path: the file, for messages.
+        content: the file's bytes.
+
+    Raises:
+        TokenizerError: the file is not such a model, or has a feature that would give other ids.
+    """
+    try:
+        pieces = list(_sentencepiece_pieces(content))
+        unsupported = _unsupported_features(content)
+    except (IndexError, ValueError) as error:
+        raise TokenizerError(
+            f"tokenizer {path} is neither tokenizer.json, vocab.json + merges.txt, "
+            "a tiktoken rank file nor a sentencepiece model"
+        ) from error
+    vocabulary = {piece: index for index, (piece, _, _) in enumerate(pieces)}
+    names = {kind: [p for p, _, k in pieces if k == kind] for kind in (1, 2, 3, 6)}
+    if not names[1] or not names[2] or len(names[6]) != 256 or len(vocabulary) != len(pieces):
+        raise TokenizerError(
+            f"tokenizer {path} is not a sentencepiece BPE model with byte fallback"
+        )
+    if any(kind == 4 for _, _, kind in pieces):
+        unsupported.append("user-defined symbols")
+    if unsupported:
+        raise TokenizerError(
+            f"tokenizer {path} is a sentencepiece model with {' and '.join(unsupported)}, "
+            "which can't be read exactly: convert it to tokenizer.json with transformers"
+        )
+    require_short(path, vocabulary)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_sentencepiece_merges(pieces, vocabulary),
+            unk_token=names[2][0],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    add_special_tokens(backend, [*names[2], *names[3]])
+    bos = "<s>" if "<s>" in vocabulary else None
+    eos = "</s>" if "</s>" in vocabulary else None
+    if bos is not None:
+        prepend_bos(backend, bos)
+    return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=bos is not None)
+
+
+def _sentencepiece_merges(
+    pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
+    """The BPE merges that give the same ids as sentencepiece: every way to cut a normal piece into
+    two pieces, ordered by the score of the whole piece (highest first), then by the ids of the two
+    pieces."""
+    merges = [
+        (-score, vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])
+        for piece, score, kind in pieces
+        if kind == 1
+        for i in range(1, len(piece))
+        if piece[:i] in vocabulary and piece[i:] in vocabulary
+    ]
+    return [(left, right) for *_, left, right in sorted(merges, key=lambda merge: merge[:3])]
+
+
+# A tokenizer.json from strangers
+
+
+def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
+    """Refuse a tokenizer.json that takes too much memory or time, or fails on short texts, or gives
+    the same text other ids each time.
+
+    tokenizer.json is a small program: steps that rewrite a text, patterns that split it, templates
+    that put tokens around it. The library runs it without limits, so anything but the steps of
+    known byte-level BPE tokenizers is tried in a child process first.
+
+    Args:
+        path: the file.
+        content: its bytes.
+        state: its content; "model" is an object.
+
+    Raises:
+        TokenizerError: the tokenizer can't be used.
+    """
+    vocabulary, dropout = state["model"].get("vocab"), state["model"].get("dropout")
+    require_few_tokens(path, len(vocabulary) if isinstance(vocabulary, dict | list) else 0)
+    if dropout:
+        raise TokenizerError(
+            f"tokenizer {path} has a BPE dropout of {dropout!r:.100}, which gives the same text "
+            "other tokens each time: set model.dropout to null in the file"
+        )
+    _require_few_characters(path, state)
+    key = hashlib.sha256(content).digest()
+    if key in _TRIED or _is_known(state):
         return
-    began = time.thread_time()
-    for text in _trial_texts():
-        with library_errors(f"tokenizer {path} fails on {text[:8]!r}...", muted=True):
-            backend.decode(backend.encode(text, add_special_tokens=False).ids)
-        if time.thread_time() - began > _MOST_SECONDS:
+    seconds = _TRIAL_SECONDS + len(content) // _BYTES_PER_SECOND
+    memory = _TRIAL_MEMORY + len(content) * _MEMORY_PER_BYTE
+    child = LimitedProcess("firstlight.tokenizer.formats:trial", memory=memory)
+    try:
+        child.call(str(path), seconds=seconds)
+    except LimitExceededError as error:
+        raise TokenizerError(
+            f"tokenizer {path} takes {error} to load and to encode short texts: use another one"
+        ) from error
+    finally:
+        child.close()
+    _TRIED.add(key)
+
+
+#: SHA-256 of the files that were tried in this process.
+_TRIED: set[bytes] = set()
+
+
+def _require_few_characters(path: Path, state: dict[str, Any]) -> None:
+    """Refuse steps and tokens that take much time on long texts only, which are not tried."""
+    for section in ("added_tokens", *_STEPS):
+        most = _MOST_ADDED_CHARS if section == "added_tokens" else _MOST_STEP_CHARS
+        lengths = [len(text) for text in _strings(state.get(section))]
+        if max(lengths, default=0) > _LONGEST_STRING or sum(lengths) > most:
             raise TokenizerError(
-                f"tokenizer {path} has a pattern that takes over {_MOST_SECONDS:g} s on texts "
-                f"such as {text[:8]!r}...: use another tokenizer"
+                f"tokenizer {path} has texts of {sum(lengths):,} characters in its {section}: no "
+                "real tokenizer does"
             )
+    longest = state["model"].get("max_input_chars_per_word")
+    if isinstance(longest, int) and longest > _LONGEST_WORD:
+        raise TokenizerError(
+            f"tokenizer {path} takes words of {longest:,} characters for one token: no real "
+            "tokenizer does"
+        )
+
+
+def _is_known(state: dict[str, Any]) -> bool:
+    """True for a byte-level BPE model whose steps take time and memory in proportion to the text,
+    as those of firstlight, GPT-2, Llama 3 and Qwen."""
+    splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    model = state["model"]
+    decoder = state.get("decoder")
+    added = state.get("added_tokens")
+    return (
+        state.get("normalizer") in (None, {"type": "NFC"})
+        and state.get("pre_tokenizer") in [json.loads(split.__getstate__()) for split in splits]
+        and isinstance(decoder, dict)
+        and decoder.get("type") == "ByteLevel"
+        and model.get("type") == "BPE"
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and _is_known_frame(state.get("post_processor"))
+        and len(json.dumps(added)) < _MOST_KNOWN_CHARS
+    )
+
+
+def _is_known_frame(step: Any) -> bool:
+    """True for a post-processor that puts no tokens around a text, or only tokens that it defines;
+    the library panics on others."""
+    if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
+        return step is None or (isinstance(step, dict) and step.get("type") == "ByteLevel")
+    content, tokens = json.dumps(step), step.get("special_tokens")
+    names = re.findall(r'"SpecialToken": {"id": ("(?:[^"\\]|\\.)*")', content)
+    return isinstance(tokens, dict) and {json.loads(name) for name in names} <= tokens.keys()
+
+
+def trial() -> Callable[[str], None]:
+    """Make the function that tries a tokenizer.json, for a `LimitedProcess`."""
+    return _try_out
+
+
+def _try_out(name: str) -> None:
+    """Load the tokenizer.json at `name`, and encode and decode short texts with it.
+
+    Raises:
+        TokenizerError: the library fails, or the tokenizer makes texts far longer.
+    """
+    with library_errors(f"tokenizer {name} can't be loaded"):
+        backend = tokenizers.Tokenizer.from_file(name)
+        _leading_token(backend)
+    normalizer = backend.normalizer
+    steps = (normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
+    states = [json.loads(step.__getstate__()) for step in steps if step is not None]
+    for text in (*_strings(states), *_trial_texts()):
+        with library_errors(f"tokenizer {name} fails on {text[:8]!r}..."):
+            try:
+                encoding = backend.encode(text)
+                decoded = backend.decode(encoding.ids, skip_special_tokens=False)
+                normal = text if normalizer is None else normalizer.normalize_str(text)
+            except MemoryError:
+                raise
+            except Exception:  # noqa: BLE001 - the library's errors have no class of their own
+                continue  # such as a word without a token, of which encoding such a text tells
+        longest = max(len(encoding.ids), len(decoded), len(normal))
+        if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:
+            raise TokenizerError(
+                f"tokenizer {name} makes {longest:,} tokens or characters of a text of {len(text)} "
+                "characters: no real tokenizer does"
+            )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The strings in JSON data; in a tokenizer's steps, they are what the steps look for in texts,
+    but for sentencepiece's map of characters, a long string in base64."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list):
+            rest.extend(part)
+        elif isinstance(part, dict):
+            rest.extend(v for name, v in part.items() if name != "precompiled_charsmap")
 
 
 def _trial_texts() -> Iterator[str]:
@@ -368,6 +685,9 @@ def _trial_texts() -> Iterator[str]:
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
             text = run * (length // len(run))
             yield from (text, text + "\0!")
+
+
+# Long documents
 
 
 def encodes_in_pieces(state: dict[str, Any]) -> bool:

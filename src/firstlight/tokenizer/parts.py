@@ -1,5 +1,5 @@
-"""The parts of a tokenizer: its configuration and chat template, its backend's steps and special
-tokens, and the errors of the `tokenizers` library.
+"""The parts of a tokenizer: its files, its configuration and chat template, its backend's steps and
+special tokens, and the errors of the `tokenizers` library.
 
 The library is written in Rust. On unexpected input its code may panic: it writes a page to stderr,
 and raises a PanicException, which in Python is not a subclass of Exception.
@@ -10,29 +10,36 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import os
 import re
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
 from firstlight.errors import FirstlightError, InputError, TokenizerError
-from firstlight.files.atomic import plain_lines, read_file, read_json_object
-from firstlight.tokenizer.patterns import may_panic
+from firstlight.files.atomic import (
+    plain_lines,
+    read_file,
+    read_json_object,
+    require_few_values,
+)
 
 T = TypeVar("T")
 
 #: Usual names of padding tokens. Qwen pads with `<|endoftext|>`, because its turns end with another
 #: token.
 _PAD_TOKENS = (
-    *("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|padding|>", "<|finetune_right_pad_id|>"),
+    "<pad>",
+    "<|pad|>",
+    "[PAD]",
+    "<PAD>",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
     "<|endoftext|>",
 )
 
@@ -41,6 +48,69 @@ _THREAD, _LONGEST_WAIT = "tokenizers", 2.0
 
 #: Most bytes of a chat template's file.
 _MAX_TEMPLATE_BYTES = 4_000_000
+
+#: Largest file of a tokenizer that is read.
+LARGEST_FILE_BYTES = 100_000_000
+#: Most bytes to process when every token is cut in two in every possible way, which is the sum of
+#: the squared token lengths; 10^7 for Llama 3.
+_MOST_CUT_BYTES = 200_000_000
+#: Most tokens of a vocabulary, about 600 bytes each in the library; the largest has 262,144.
+_MOST_TOKENS = 500_000
+#: Most colons in a JSON file (one for each entry of an object), or lines of another file. Each
+#: takes 100 bytes of memory or more once parsed. The largest published merges have 580,000 lines.
+_MOST_ENTRIES = 1_000_000
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """The bytes of a tokenizer's file.
+
+    Raises:
+        TokenizerError: the path can't be read, is not a file, or has more bytes, values or lines
+            than a tokenizer's file may have.
+    """
+    try:
+        content = read_file(path, LARGEST_FILE_BYTES)
+        require_few_values(path, content)
+    except InputError as error:
+        raise TokenizerError(f"tokenizer {error}") from error
+    is_json = content.lstrip()[:1] == b"{"
+    entries = content.count(b":") if is_json else content.count(b"\n")
+    if entries > _MOST_ENTRIES:
+        what = "entries" if is_json else "lines"
+        raise TokenizerError(
+            f"tokenizer {path} has {entries:,} {what}, and {_MOST_ENTRIES:,} are read at most"
+        )
+    return content
+
+
+def require_few_tokens(path: Path, count: int) -> None:
+    """Refuse a vocabulary with more tokens than any model has.
+
+    Args:
+        path: the tokenizer's file, for the message.
+        count: number of tokens.
+
+    Raises:
+        TokenizerError: the vocabulary has more than 500,000 tokens.
+    """
+    if count > _MOST_TOKENS:
+        raise TokenizerError(
+            f"tokenizer {path} has {count:,} tokens, more than the {_MOST_TOKENS:,} that are read"
+        )
+
+
+def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
+    """Refuse tokens so long that cutting each in two in every way would take too much time.
+
+    Args:
+        path: the tokenizer's file, for the message.
+        tokens: the vocabulary's tokens.
+
+    Raises:
+        TokenizerError: the tokens are too long.
+    """
+    if sum(len(token) ** 2 for token in tokens) > _MOST_CUT_BYTES:
+        raise TokenizerError(f"tokenizer {path} holds tokens that are longer than any text's words")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -164,7 +234,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
     if any(added.content == token for added in backend.get_added_tokens_decoder().values()):
         raise TokenizerError(f"'{token}' is an added token of this tokenizer already")
     # The vocabulary may hold the word in another form, such as Ġthe or ▁the.
-    with library_errors(f"the tokenizer can't encode '{token}'", muted=may_panic(backend)):
+    with library_errors(f"the tokenizer can't encode '{token}'"):
         ids = backend.encode(token, add_special_tokens=False).ids
         is_word = len(ids) == 1 and backend.decode(ids) == token
     if is_word or backend.token_to_id(token) is not None:
@@ -209,16 +279,14 @@ def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
 
 
 @contextlib.contextmanager
-def library_errors(problem: str, *, muted: bool) -> Iterator[None]:
+def library_errors(problem: str) -> Iterator[None]:
     """Turn an error or panic of the library into a `TokenizerError` with one line.
 
     Args:
         problem: the beginning of the line.
-        muted: also suppress the page that the library writes to stderr when it panics.
     """
     try:
-        with _muted_library() if muted else contextlib.nullcontext():
-            yield
+        yield
     except BaseException as error:
         # By its name, because KeyboardInterrupt is a BaseException, too, and must pass.
         is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
@@ -270,45 +338,6 @@ def _remedy(reason: str) -> str:
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "mend its tokenizer.json, or take another tokenizer"
-
-
-_MUTED = threading.Lock()
-
-
-@contextlib.contextmanager
-def _muted_library() -> Iterator[None]:
-    """Drop what is written to stderr in the block if the library panics; otherwise write it at the
-    end of the block, since it may come from other threads."""
-    # File descriptor 2 is redirected, because the library does not write through `sys.stderr`.
-    with _MUTED, contextlib.ExitStack() as stack:
-        try:
-            stderr = os.dup(2)
-            stack.callback(os.close, stderr)
-            held = stack.enter_context(_unnamed_file())
-            os.dup2(held.fileno(), 2)
-        except OSError:  # there is no stderr, or the unnamed file can't be created
-            yield
-            return
-        stack.callback(os.dup2, stderr, 2)
-        try:
-            yield
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":
-                _pass_on(held, stderr)
-            raise
-        _pass_on(held, stderr)
-
-
-def _unnamed_file() -> IO[bytes]:
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("stderr"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
-
-
-def _pass_on(held: IO[bytes], stderr: int) -> None:
-    held.seek(0)
-    with contextlib.suppress(OSError):
-        os.write(stderr, held.read())
 
 
 def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from firstlight.tokenizer.parts import (
     natural_pad_token,
     require_unicode,
 )
-from firstlight.tokenizer.patterns import may_panic
 
 #: Sections of tokenizer.json on which the ids of a text depend, besides the added tokens.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
@@ -67,7 +66,6 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True
         self.backend = backend
-        self._may_panic = may_panic(backend)
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.config = dict(config or {})
@@ -172,7 +170,7 @@ class Tokenizer:
         backend = extended_backend(self.backend, tokens, self.vocab_size)
         config = dict(self.config)
         if chat_template is not None:
-            from firstlight.tokenizer.chat_sandbox import check_template
+            from firstlight.tokenizer.chat_template import check_template
 
             check_template(chat_template)
             config["chat_template"] = chat_template
@@ -209,7 +207,7 @@ class Tokenizer:
         """
         require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
-        with library_errors(_CANT_ENCODE, muted=self._may_panic):
+        with library_errors(_CANT_ENCODE):
             if len(text) < _LONG:
                 return backend.encode(text, add_special_tokens=False)
             batch = in_thread(lambda: backend.encode_batch([text], add_special_tokens=False))
@@ -222,7 +220,7 @@ class Tokenizer:
         for text in texts:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
-        with library_errors(_CANT_ENCODE, muted=self._may_panic):
+        with library_errors(_CANT_ENCODE):
             encode = backend.encode_batch_fast
             call = functools.partial(encode, list(texts), add_special_tokens=False)
             is_long = sum(map(len, texts)) >= _LONG
@@ -257,7 +255,7 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer's decoder fails on the ids.
         """
-        with library_errors("the tokenizer can't decode its tokens", muted=self._may_panic):
+        with library_errors("the tokenizer can't decode its tokens"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @functools.cached_property
@@ -304,26 +302,22 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = False,
-        check: Callable[[Sequence[str]], None] = lambda pieces: None,
     ) -> list[int]:
         """The ids of the text of `apply_chat_template`. Only the template's own text can become
-        special tokens; the messages' text is plain text. Before they are encoded, `check` is called
-        with the pieces of the text (no token spans two pieces), and may raise an error.
+        special tokens; the messages' text is plain text.
 
         Raises:
             InputError, TokenizerError: see `apply_chat_template`.
         """
         from firstlight.tokenizer.chat_template import chat_pieces
 
-        found = chat_pieces(
+        pieces = chat_pieces(
             self._required_template(),
             messages,
             self.named_tokens,
             list(self.special_tokens),
             add_generation_prompt=add_generation_prompt,
         )
-        pieces = list(found)
-        check([piece for piece, _ in pieces])
         special = self.special_tokens
         ids = (([special[piece]] if known else self.encode(piece)) for piece, known in pieces)
         return [token_id for some in ids for token_id in some]

@@ -155,7 +155,9 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 2.0**16) -> None:
-        self.scale, self.good_steps, self.skipped_steps = scale, 0, 0
+        self.scale = scale
+        self.good_steps = 0
+        self.skipped_steps = 0
 
     def update(self, finite: bool) -> None:
         """Adapt the scale after a step.

@@ -14,21 +14,25 @@ from typing import Any, TypeVar
 
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.console import notebook_display
-from firstlight.errors import CheckpointError, DataError, RunReplacedError
+from firstlight.errors import (
+    CheckpointError,
+    DataError,
+    RunReplacedError,
+    first_line,
+    lacks_memory,
+)
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.hardware.environment import sharing_cores
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed import with_deepspeed_file
-from firstlight.report.findings import Finding, best_checkpoint, findings_of
-from firstlight.report.numbers import final_numbers
 from firstlight.report.records import read_run
 from firstlight.report.report import REPORT_NAME, draw_report
+from firstlight.report.summary import Finding, best_checkpoint, final_numbers, findings_of
 from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
 from firstlight.training.minutes import decide_length
-from firstlight.training.notebook import show_picture
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.processes import (
     Stopping,
@@ -38,10 +42,10 @@ from firstlight.training.processes import (
     run_processes,
     wait_for_main,
 )
+from firstlight.training.progress import show_picture
 from firstlight.training.run import Run
 from firstlight.training.saving import RunCheckpoints
-from firstlight.training.setup import set_up
-from firstlight.training.start import begin_run, open_run
+from firstlight.training.start import begin_run, open_run, set_up
 from firstlight.training.step import train_step
 from firstlight.training.validation import evaluate
 
@@ -323,11 +327,16 @@ def _reported(run: Run) -> dict[str, Any]:
     try:
         draw_report(run.folder)
         found = read_run(run.folder)
-    except CheckpointError as error:
-        run.tell(
-            f"warning: {error}: it was damaged during the run, and the report is not drawn; the "
-            "checkpoint is saved: --resume drops the damaged lines and draws the report"
-        )
+    except Exception as error:
+        if isinstance(error, CheckpointError):
+            why = f"{error}: it was damaged during the run"
+            then = "--resume drops the damaged lines and draws the report"
+        elif lacks_memory(error):
+            why = f"out of memory ({first_line(error)})"
+            then = "`firstlight report` draws it"
+        else:
+            raise
+        run.tell(f"warning: {why}, and the report is not drawn; the checkpoint is saved: {then}")
         return ended
     numbers = final_numbers(found)
     medians = ("step_seconds", "samples_per_second", "tokens_per_second")

@@ -1,4 +1,4 @@
-"""The logs of a run: metrics.jsonl, samples.jsonl and events.jsonl, and the same for TensorBoard.
+"""The logs of a run: metrics.jsonl, samples.jsonl and events.jsonl.
 
 metrics.jsonl has one line for each step, with floats that are read back exactly, and no step twice.
 """
@@ -14,24 +14,30 @@ from typing import Any
 from firstlight.checkpoint.manifest import RUN_NAME
 from firstlight.files.atomic import remove_file, set_aside, storage_errors, write_file
 from firstlight.files.disk import AppendedFile
-from firstlight.report.length import LENGTH_NAME
 from firstlight.report.records import (
     EVENTS_NAME,
+    LENGTH_NAME,
     METRICS_NAME,
     RECIPE_NAME,
     SAMPLES_NAME,
     STARTS_NAME,
-    read_json_lines,
     sound_json_lines,
 )
 from firstlight.report.report import HTML_NAME, REPORT_NAME
 from firstlight.training.forecast import FORECAST_NAME
-from firstlight.training.tensorboard_log import TENSORBOARD_NAME, TensorBoardLog
 
 #: Files other than checkpoints that a run writes into its folder, and can be resumed without.
 _DERIVED = (
-    *(METRICS_NAME, SAMPLES_NAME, EVENTS_NAME, STARTS_NAME, RECIPE_NAME, RUN_NAME),
-    *(LENGTH_NAME, FORECAST_NAME, REPORT_NAME, HTML_NAME),
+    METRICS_NAME,
+    SAMPLES_NAME,
+    EVENTS_NAME,
+    STARTS_NAME,
+    RECIPE_NAME,
+    RUN_NAME,
+    LENGTH_NAME,
+    FORECAST_NAME,
+    REPORT_NAME,
+    HTML_NAME,
 )
 
 
@@ -185,8 +191,6 @@ class RunLogs:
         events: the lines of events.jsonl, which replace those of the file; without any, the file is
             removed.
         is_branch: True if the run branches off another one after `last_step`, and has no lines yet.
-        tensorboard: write all metrics into the folder tensorboard/ too; False leaves that folder as
-            it is.
         tell: called with a message for each file with damaged or missing lines, which do not keep
             the run from continuing.
 
@@ -201,11 +205,11 @@ class RunLogs:
         events: Sequence[Mapping[str, Any]] = (),
         *,
         is_branch: bool = False,
-        tensorboard: bool = False,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._folder, self._is_branch, self._tell = folder, is_branch, tell
-        self._tensorboard = TensorBoardLog(folder / TENSORBOARD_NAME) if tensorboard else None
+        self._folder = folder
+        self._is_branch = is_branch
+        self._tell = tell
         self._open(last_step)
         self.write_events(events)
 
@@ -219,13 +223,10 @@ class RunLogs:
         self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()
     ) -> None:
         """Append a step's metrics, and the texts written after it."""
-        samples = list(samples)
         for sample in samples:
             # Samples first, so that a step with metrics is complete.
             self._samples.write(sample)
         self._metrics.write(record)
-        if self._tensorboard is not None:
-            self._tensorboard.write(record, samples)
 
     def write_events(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Replace the content of events.jsonl by these lines; remove the file if there are none."""
@@ -256,17 +257,13 @@ class RunLogs:
                 remove_file(self._folder / name)
         self._metrics = JsonLines(self._folder / METRICS_NAME)
         self._samples = JsonLines(self._folder / SAMPLES_NAME)
-        if self._tensorboard is not None:
-            # Rewritten from the lines that are kept, so that no step is in it twice.
-            lines = (read_json_lines(self._folder / name) for name in (METRICS_NAME, SAMPLES_NAME))
-            self._tensorboard.begin(*lines)
 
     def _say_damage(
         self, name: str, steps: Sequence[int], problem: str | None, last_step: int
     ) -> None:
         """Give messages about a log's damage, and about steps without metrics."""
         if problem is not None:
-            self._tell(f"warning: {problem}; the run goes on without the damaged lines")
+            self._tell(f"warning: {problem}; the run continues without the damaged lines")
         if name != METRICS_NAME:
             return
         # A run that branched off another one, or continues another one's schedule, has no lines of
@@ -283,8 +280,6 @@ class RunLogs:
     def _close(self) -> None:
         self._metrics.close()
         self._samples.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
 
 class SilentLogs:

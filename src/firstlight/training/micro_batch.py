@@ -42,7 +42,9 @@ from firstlight.training.starting_model import attach
 _SHARE = 0.9
 
 #: Exit codes of a trial's process: the micro-batch fits; the recipe is invalid; out of memory.
-_FITS, _REFUSED, _TOO_LARGE = 0, 3, 4
+_FITS = 0
+_REFUSED = 3
+_TOO_LARGE = 4
 
 
 def largest_micro_batch(
@@ -158,6 +160,30 @@ def ask_module(module: str, request: Mapping[str, Any]) -> subprocess.CompletedP
     )
 
 
+def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
+    """The program of a recipe with new weights, and a micro-batch of random tokens on the device.
+
+    Raises:
+        ConfigError: the recipe's methods can't work together.
+    """
+    model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
+    model.init_weights(torch.Generator().manual_seed(0), recipe.init)
+    attach(model, recipe, hardware)
+    program = TrainingProgram(recipe, model, hardware)
+    shape = (recipe.batch.rows, recipe.data.seq_len)
+    input_ids = torch.randint(recipe.model.vocab_size, shape)
+    documents = references = None
+    if recipe.preference is not None:
+        # One pair in each row: the halves of the row are its answers.
+        documents = (torch.arange(shape[1]) >= shape[1] // 2).int().expand(shape).contiguous()
+        references = torch.zeros((shape[0], 2), dtype=torch.float64)
+    elif recipe.data.document_masking:
+        documents = torch.zeros(shape, dtype=torch.int32)
+    # Every token is a label, which takes the most memory that a batch of this shape can take.
+    batch = Batch(input_ids, input_ids, input_ids.numel(), documents, references)
+    return program, batch.to(hardware.device)
+
+
 def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     """Do two steps in this process: the first one makes the optimizer's state, with which the
     second one reaches the peak of memory.
@@ -167,15 +193,7 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     """
     on_gpu = hardware.device.type == "cuda"
     level = 0 if on_gpu else psutil.Process().memory_info().rss
-    model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
-    model.init_weights(torch.Generator().manual_seed(0))
-    attach(model, recipe, hardware)
-    program = TrainingProgram(recipe, model, hardware)
-    shape = (recipe.batch.rows, recipe.data.seq_len)
-    input_ids = torch.randint(recipe.model.vocab_size, shape)
-    documents = torch.zeros(shape, dtype=torch.int32) if recipe.data.document_masking else None
-    # Every token is a label, which takes the most memory that a batch of this shape can take.
-    batch = Batch(input_ids, input_ids, input_ids.numel(), documents).to(hardware.device)
+    program, batch = trial_program(recipe, hardware)
     # Two micro-batches if a step has several: the gradients of the first are then in memory while
     # the second runs.
     count = min(2, recipe.batch.accumulation(recipe.data.seq_len))

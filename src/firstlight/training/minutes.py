@@ -14,17 +14,17 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import PredictedLength, most_steps
 from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.resolve import USUAL_MFU
-from firstlight.training.length import (
+from firstlight.training.processes import on_main
+from firstlight.training.program import TrainingProgram
+from firstlight.training.run import Run
+from firstlight.training.time_budget import (
+    LoopTimes,
     Periodic,
     TimeBudget,
     length_of,
     predicted_steps,
     recorded_length,
 )
-from firstlight.training.processes import on_main
-from firstlight.training.program import TrainingProgram
-from firstlight.training.run import Run
-from firstlight.training.times import LoopTimes
 
 #: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
 #: share of those in a step, seconds of a generated token, written bytes of a checkpoint a second.
@@ -161,12 +161,15 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
         sequence_seconds: seconds of a sequence in a step, from which the first evaluation is
             guessed.
     """
-    evaluation, checkpoint, found = run.recipe.evaluation, run.recipe.checkpoint, run.times.seconds
+    evaluation = run.recipe.evaluation
+    checkpoint = run.recipe.checkpoint
+    found = run.times.seconds
+    tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
+    samples = found.get("samples", _SAMPLED_TOKEN_SECONDS * tokens)
     seconds = found.get("evaluation")
     if seconds is None:
-        tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
-        forward = _FORWARD_SHARE * sequence_seconds * _evaluated_sequences(run)
-        seconds = forward + _SAMPLED_TOKEN_SECONDS * tokens
+        seconds = _FORWARD_SHARE * sequence_seconds * _evaluated_sequences(run)
+        seconds += 0.0 if evaluation.samples_at == "epoch" else samples
     optimizer = run.program.optimizer
     size = checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
     writing = size / _WRITTEN_PER_SECOND
@@ -184,6 +187,9 @@ def _periodic(run: Run, sequence_seconds: float) -> list[Periodic]:
         Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
         Periodic(checkpoint.every_steps, save, last_save),
     ]
+    if evaluation.samples_at == "epoch":
+        epoch_steps = run.dataset.num_rows(run.seq_len) // run.batch.at(run.state.step)
+        periodic.append(Periodic(max(epoch_steps, 1), samples, samples))
     if run.tasks:
         every, tasks = evaluation.tasks_every_steps, found.get("tasks", 0.0)
         periodic.append(Periodic(every or evaluation.every_steps, tasks, tasks))

@@ -27,7 +27,9 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
         TrainingError: not even one row fits into memory, or memory ran out in the update.
     """
     # Kept, because dropout draws random numbers in an attempt that fails later.
-    random, size, step = torch_random_states(), run.micro_batch_size, run.state.step
+    random = torch_random_states()
+    size = run.micro_batch_size
+    step = run.state.step
     try:
         yield
         return

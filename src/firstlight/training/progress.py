@@ -1,19 +1,385 @@
-"""The progress of a run: a live view in a terminal or a notebook, one line a minute in a log."""
+"""The progress of a run: its figures, the curve of its loss and the last sample text.
+
+They are shown as a live view in a terminal or a notebook, or as one line per minute in a log.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import html
+import importlib
+import itertools
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.live import Live
+from rich.text import Text
 
-from firstlight.console import console, notebook_display, say, visible
-from firstlight.training.course import Course
-from firstlight.training.notebook import NotebookView
+from firstlight.console import console, notebook_display, rounded, say, visible
+from firstlight.report.records import MOSTLY_LEARNED
+
+#: First steps of a process, which allocate and compile, and are left out of the mean.
+_SLOW_STEPS = 2
+
+#: Most rows of the loss curve, of the sample text with its prompt, and of the figures.
+_CURVE_ROWS = 8
+_SAMPLE_ROWS = 4
+_FIGURE_ROWS = 2
+#: Smallest size of a terminal in which the loss curve and more than one row of figures are shown.
+_LEAST_COLUMNS, _LEAST_ROWS = 40, 12
+#: Bits of the dots of a braille character, by row and column (Unicode 15, chapter 21.1).
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+class LossCurve:
+    """The losses of a run as means over equal numbers of steps, in constant memory.
+
+    Attributes:
+        first_step, last_step: first and last step in the curve; 0 before any.
+    """
+
+    #: Most means that are kept. Each two neighbours are merged when there would be more.
+    most = 512
+
+    def __init__(self) -> None:
+        self.first_step = self.last_step = 0
+        #: (sum, count) of each mean. The thread that draws the view reads the list while steps are
+        #: added, so an entry is always replaced as a whole.
+        self._parts: list[tuple[float, int]] = []
+        self._steps_of_a_mean = 1
+
+    def add(self, step: int, loss: float) -> None:
+        """Add a step's loss; a loss that is not finite is left out."""
+        if not math.isfinite(loss):
+            return
+        self.first_step, self.last_step = self.first_step or step, step
+        if self._parts and self._parts[-1][1] < self._steps_of_a_mean:
+            total, count = self._parts[-1]
+            self._parts[-1] = (total + loss, count + 1)
+            return
+        if len(self._parts) == self.most:
+            pairs = zip(self._parts[::2], self._parts[1::2], strict=True)
+            self._parts = [(a + b, m + n) for (a, m), (b, n) in pairs]
+            self._steps_of_a_mean *= 2
+        self._parts.append((loss, 1))
+
+    @property
+    def means(self) -> list[float]:
+        """The mean losses, the first steps first."""
+        return [total / count for total, count in self._parts]
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        """(loss at the upper edge, loss at the lower edge) of a picture of the means."""
+        return _edges(self.means)
+
+    def drawn(self, columns: int, rows: int) -> tuple[list[str], float, float]:
+        """The curve in braille characters.
+
+        Returns:
+            (`rows` texts of `columns` characters at most, loss at the upper edge, loss at the
+            lower edge).
+        """
+        points = _resampled(self.means, 2 * columns)
+        high, low = _edges(points)
+        scale = (4 * rows - 1) / (high - low) if high > low else 0.0
+        heights = [round((high - min(point, high)) * scale) for point in points]
+        cells = [[0] * columns for _ in range(rows)]
+        before = heights[0]
+        for x, y in enumerate(heights):
+            # A vertical line from the height of the dot before, so that a steep curve has no gaps.
+            for dot in range(min(before + (y > before), y), max(before - (y < before), y) + 1):
+                cells[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
+            before = y
+        # Trailing blanks would wrap into a new line if the terminal is made narrower.
+        texts = ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
+        return [text.rstrip() for text in texts], high, low
+
+    def lines(self, columns: int, rows: int) -> Iterator[str]:
+        """The curve in `rows` lines with the losses at its edges, and a line with its first and
+        last step."""
+        label = 8
+        drawn, high, low = self.drawn(columns - label - 1, rows)
+        for number, row in enumerate(drawn):
+            edge = {0: f"{high:.3f}", rows - 1: f"{low:.3f}"}.get(number, "")
+            yield f"{edge:>{label - 1}} {row}"
+        first, last = f"step {self.first_step:,}", f"{self.last_step:,}"
+        yield " " * label + f"{first}{last:>{columns - label - 1 - len(first)}}"
+
+
+def _edges(points: list[float]) -> tuple[float, float]:
+    """(95th percentile of the losses, lowest loss). Not the highest: a run begins at the loss of
+    guessing, which would press the rest of the curve to the lower edge."""
+    ordered = sorted(points)
+    return ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
+
+
+def _resampled(values: list[float], count: int) -> list[float]:
+    """`count` values of the same curve: means of neighbours if there are more values, linear
+    interpolation if there are fewer."""
+    if len(values) >= count:
+        edges = [round(i * len(values) / count) for i in range(count + 1)]
+        return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    found = []
+    for i in range(count):
+        place = i * (len(values) - 1) / max(count - 1, 1)
+        left = min(int(place), max(len(values) - 2, 0))
+        right = min(left + 1, len(values) - 1)
+        found.append(values[left] + (values[right] - values[left]) * (place - left))
+    return found
+
+
+class RunProgress:
+    """The figures of a run so far, and the lines that show them.
+
+    Args:
+        max_steps: function that returns the number of steps of the whole run, which may change
+            during a run in minutes.
+        start_step: number of steps done before this call of `train`.
+        max_minutes: minutes that the run may take; None without a limit.
+        clock: monotonic clock in seconds; None for `time.monotonic`.
+        step_limit: function that returns the step at which a run in minutes ends even if minutes
+            are left: the decided number of steps, or before the decision the limit of steps or
+            passes over the data; None without a limit.
+
+    Attributes:
+        predicted_bytes: predicted memory of the run in bytes; None without a forecast.
+        curve: the training losses.
+    """
+
+    def __init__(
+        self,
+        max_steps: Callable[[], int],
+        start_step: int,
+        max_minutes: float | None = None,
+        clock: Callable[[], float] | None = None,
+        step_limit: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._step_limit = step_limit
+        self._max_steps = max_steps
+        self._start_step = start_step
+        self._max_minutes = max_minutes
+        self._clock = clock or time.monotonic
+        self._sample = self._prompt = ""
+        self.predicted_bytes: int | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all steps."""
+        self._begun, self._last_at = self._clock(), 0.0
+        self._done = 0
+        self._mean_seconds = 0.0
+        self._most_share = 0.0
+        self._record: Mapping[str, Any] = {"step": self._start_step}
+        self._val_loss: float | None = None
+        self.curve = LossCurve()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Add a step's metrics."""
+        now = self._clock()
+        self._done += 1
+        if self._done > _SLOW_STEPS + 1:
+            # The time since the last step includes evaluations and saves, which will recur.
+            seconds = now - self._last_at
+            # Step n has the weight n in the mean, which so follows a machine that becomes slower. A
+            # mean of a few last steps would jump at each evaluation, which takes many steps' time.
+            weight = 2 / (self._done - _SLOW_STEPS)
+            self._mean_seconds += weight * (seconds - self._mean_seconds)
+        self._last_at, self._record = now, record
+        self._most_share = self.share
+        if record["train/loss"] is not None:
+            self.curve.add(record["step"], record["train/loss"])
+        if record.get("val/loss") is not None:
+            self._val_loss = record["val/loss"]
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Set the sample text that is shown: a prompt and the model's continuation."""
+        self._sample = f"step {step}: {visible(text).lstrip()}"
+        self._prompt = f"prompt: {prompt!r}"
+
+    @property
+    def is_done(self) -> bool:
+        """True if the last step is done."""
+        return bool(self._record["step"] >= self._max_steps())
+
+    @property
+    def share(self) -> float:
+        """Share of the run that is done, from 0 to 1: of its steps; for a run in minutes, of its
+        time or of its limit of steps, whichever share is larger."""
+        last = self._last_step
+        by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
+        if self._budget_left is None or self._max_minutes is None:
+            return by_steps
+        # The decision can only lower the limit of steps, and a correction may raise it.
+        by_time = 1 - self._budget_left / (60 * self._max_minutes)
+        return max(by_steps, by_time, self._most_share)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the end of the run by the mean time of a step; for a run in minutes, at most
+        the rest of its minutes. None before there is a mean or a rest."""
+        budget_left, last = self._budget_left, self._last_step
+        if last is None or (self._done <= _SLOW_STEPS + 1 and not self.is_done):
+            return budget_left
+        by_steps = float(max(last - self._record["step"], 0)) * self._mean_seconds
+        return by_steps if budget_left is None else min(by_steps, budget_left)
+
+    @property
+    def _last_step(self) -> int | None:
+        """The step at which the run ends at the latest; None if only its minutes end it."""
+        is_by_steps = self._budget_left is None or self.is_done
+        return self._max_steps() if is_by_steps else self._step_limit()
+
+    @property
+    def _budget_left(self) -> float | None:
+        """Seconds that a run in minutes has left; None for other runs and before the first
+        step."""
+        used = self._record.get("elapsed_seconds")
+        if used is None or self._max_minutes is None:
+            return None
+        return max(60 * self._max_minutes - self._seconds_over, 0.0)
+
+    @property
+    def _seconds_over(self) -> float:
+        """Elapsed seconds of this call; for a run in minutes, of the whole run."""
+        used = self._record.get("elapsed_seconds")
+        if used is None:
+            return self._clock() - self._begun
+        return float(used) + self._clock() - self._last_at
+
+    @property
+    def line(self) -> str:
+        """The figures in one line, for a log."""
+        record, seconds = self._record, self.seconds_left
+        left = "?" if seconds is None else f"{seconds:.0f}"
+        return (
+            f"step {record['step']}/{self._max_steps()}  {_loss(record)}  {_rates(record)}  "
+            f"{record['memory_bytes'] / 2**30:.2f} GiB  {left} s left"
+        )
+
+    @property
+    def time(self) -> str:
+        """The elapsed time and the time that is left, for a terminal."""
+        over, left = _clock(self._seconds_over), self.seconds_left
+        budget = "" if self._max_minutes is None else f" of {_clock(60 * self._max_minutes)}"
+        if self.is_done:
+            return f"{over}{budget}"
+        return f"{over}{budget}, {'?' if left is None else _clock(left)} left"
+
+    @property
+    def figures(self) -> list[str]:
+        """The figures of the last step as texts, the most important first; a note before the first
+        step."""
+        record = self._record
+        if "train/loss" not in record:
+            return ["waiting for the first step"]
+        val = [] if self._val_loss is None else [f"val/loss {self._val_loss:.3f}"]
+        memory = f"memory {_size(record['memory_bytes'])}"
+        if self.predicted_bytes is not None:
+            memory += f" (predicted {_size(self.predicted_bytes)})"
+        if "reserved_bytes" in record:
+            memory += f", reserved {_size(record['reserved_bytes'])}"
+        gpu = []
+        if "gpu_utilization" in record:
+            used = _size(record["device_used_bytes"])
+            gpu = [f"GPU {record['gpu_utilization']:.0%} busy, {used} used"]
+        rate = f"learning rate {record['learning_rate']:.3g}"
+        return [_loss(record), *val, *_rates(record).split("  "), memory, *gpu, rate]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        for line in self.lines(options.max_width, console.height):
+            yield Text(line, no_wrap=True, overflow="crop")
+
+    def lines(self, columns: int, rows: int) -> Iterator[str]:
+        """The lines of the view for a terminal of this number of columns and rows."""
+        yield _bar(
+            f"step {self._record['step']:,}/{self._max_steps():,}", self.share, self.time, columns
+        )
+        is_large = columns >= _LEAST_COLUMNS and rows >= _LEAST_ROWS
+        figures = _fitting(self.figures, columns, _FIGURE_ROWS if is_large else 1)
+        yield from figures
+        free = rows - 2 - len(figures)
+        sample = self.sample_lines(columns, max(min(free - 1, _SAMPLE_ROWS), 0))
+        height = min(free - len(sample) - 2, _CURVE_ROWS)
+        if is_large and self.curve.last_step:
+            yield from self.curve.lines(columns, height)
+        yield from sample
+
+    def sample_lines(self, columns: int, rows: int | None = None) -> list[str]:
+        """The model's last continuation, wrapped to this number of columns and without blank lines,
+        and its prompt in a last line.
+
+        Args:
+            columns: number of columns of the terminal.
+            rows: largest number of lines; None for no limit.
+        """
+        width = columns - 1
+        if not self._sample or width < 1:
+            return []
+        # A model at the start of its training writes many blank lines.
+        lines = [line for line in self._sample.expandtabs(4).splitlines() if line.strip()]
+        wrapped = [line[i : i + width] for line in lines for i in range(0, len(line), width)]
+        # The continuation follows the end of the prompt, so a long prompt is cut at its beginning.
+        long = len(self._prompt) - width
+        prompt = f"…{self._prompt[long + 1 :]}" if long > 0 else self._prompt
+        return [*wrapped[: None if rows is None else max(rows - 1, 1)], prompt][:rows]
+
+
+def _bar(left: str, share: float, right: str, columns: int) -> str:
+    """A line with a progress bar in its middle; without the bar if there is no room for it."""
+    text = f"{left}  {share:4.0%}  "
+    room = columns - 1 - len(text) - len(right) - 2
+    if room < 5:
+        return _fitting([left, f"{share:.0%}", right], columns, 1)[0]
+    full = round(share * room)
+    return f"{text}{'█' * full}{'░' * (room - full)}  {right}"
+
+
+def _fitting(parts: list[str], columns: int, rows: int) -> list[str]:
+    """Lines of the first parts, as many parts as this number of rows has room for."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) < columns:
+            lines[-1] += f"  {part}"
+        elif len(lines) < rows and len(part) < columns:
+            lines.append(part)
+        else:
+            break
+    return lines
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def _clock(seconds: float) -> str:
+    """75 -> '1:15', 3700 -> '1:01:40'."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    loss = record["train/loss"]
+    text = f"loss {'overflow' if loss is None else format(loss, '.3f')}"
+    return f"{text}  (skipped)" if record.get("skipped") else text
+
+
+def _rates(record: Mapping[str, Any]) -> str:
+    """Tokens and sequences a second, and the tokens with a loss a second if they are clearly fewer,
+    as in conversations. The metrics of an older release lack some of these."""
+    tokens = record["tokens_per_second"]
+    learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))
+    text = f"{tokens:,.0f} tokens/s"
+    if learned is not None and learned < MOSTLY_LEARNED * tokens:
+        text += f" ({learned:,.0f} learned)"
+    return text if samples is None else f"{text}  {rounded(samples)} samples/s"
+
 
 #: Seconds to the first line of a log, and between two lines afterwards.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
@@ -22,20 +388,20 @@ _FRAMES_PER_SECOND = 2.0
 
 
 class View(Protocol):
-    """A terminal, notebook or log that shows the course of a run."""
+    """A terminal, notebook or log that shows the progress of a run."""
 
     def open(self) -> None:
         """Start drawing."""
 
-    def step(self, course: Course) -> None:
-        """Show the course of the run after a step.
+    def step(self, progress: RunProgress) -> None:
+        """Show the progress of the run after a step.
 
         Args:
-            course: the figures of the run, which include the step.
+            progress: the figures of the run, which include the step.
         """
 
     def message(self, text: str) -> None:
-        """Show a message line in addition to the course."""
+        """Show a message line in addition to the progress."""
 
     def close(self) -> None:
         """Draw the last state, and stop drawing."""
@@ -46,7 +412,7 @@ class _NoView:
 
     def open(self) -> None: ...
 
-    def step(self, course: Course) -> None: ...
+    def step(self, progress: RunProgress) -> None: ...
 
     def message(self, text: str) -> None: ...
 
@@ -59,22 +425,22 @@ class _LogView(_NoView):
     def __init__(self) -> None:
         self._due = time.monotonic() + _SECONDS_TO_FIRST_LINE
 
-    def step(self, course: Course) -> None:
+    def step(self, progress: RunProgress) -> None:
         now = time.monotonic()
-        if now >= self._due or course.is_done:
+        if now >= self._due or progress.is_done:
             self._due = now + _SECONDS_BETWEEN_LINES
-            say(course.line)
+            say(progress.line)
 
     def message(self, text: str) -> None:
         say(text)
 
 
 class _TerminalView(_NoView):
-    """Draws the course in the last rows of a terminal, in a thread of rich."""
+    """Draws the progress in the last rows of a terminal, in a thread of rich."""
 
-    def __init__(self, course: Course, target: Console) -> None:
+    def __init__(self, progress: RunProgress, target: Console) -> None:
         self._live = Live(
-            course,
+            progress,
             console=target,
             refresh_per_second=_FRAMES_PER_SECOND,
             # Otherwise rich would print stdout above its rows, also if it is redirected to a file.
@@ -92,12 +458,12 @@ class _TerminalView(_NoView):
         self._live.stop()
 
 
-def _view(course: Course) -> View:
+def _view(progress: RunProgress) -> View:
     """The view for the place where the process runs: notebook, terminal or log."""
     display, target = notebook_display(), console()
     if display is not None:
-        return NotebookView(course, display)
-    return _TerminalView(course, target) if target.is_interactive else _LogView()
+        return NotebookView(progress, display)
+    return _TerminalView(progress, target) if target.is_interactive else _LogView()
 
 
 class TrainingProgress:
@@ -105,17 +471,17 @@ class TrainingProgress:
     context manager.
 
     Args:
-        course: the figures of the run.
+        progress: the figures of the run.
         shown: False shows nothing at all.
     """
 
-    def __init__(self, course: Course, *, shown: bool) -> None:
-        self._course = course
+    def __init__(self, progress: RunProgress, *, shown: bool) -> None:
+        self._progress = progress
         # Terminal and notebook draw the sample text themselves; elsewhere it is a message.
         self._shows_samples = True
         self._view: View = _NoView()
         if shown:
-            self._view = _view(course)
+            self._view = _view(progress)
             self._shows_samples = isinstance(self._view, _LogView)
 
     def __enter__(self) -> TrainingProgress:
@@ -131,19 +497,112 @@ class TrainingProgress:
 
     def predict_memory(self, predicted_bytes: int | None) -> None:
         """Show the predicted memory, in bytes, beside the measured memory; None shows none."""
-        self._course.predicted_bytes = predicted_bytes
+        self._progress.predicted_bytes = predicted_bytes
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show the metrics of a step."""
-        self._course.step(record)
-        self._view.step(self._course)
+        self._progress.step(record)
+        self._view.step(self._progress)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Show the model's continuation `text` of a prompt."""
-        self._course.sample(step, prompt, text)
+        self._progress.sample(step, prompt, text)
         if self._shows_samples:
             self._view.message(f"step {step}: {prompt!r} -> {text!r}")
 
     def message(self, text: str) -> None:
         """Show a message line to the user."""
         self._view.message(text)
+
+
+#: Seconds between two updates of the output.
+_SECONDS_BETWEEN_UPDATES = 1.0
+#: Characters of a line; width and height of the loss curve in pixels.
+_COLUMNS = 110
+_WIDTH = 640
+_HEIGHT = 150
+#: Most message lines that are shown above the figures.
+_MOST_MESSAGES = 40
+
+
+class NotebookView:
+    """The progress of a run as one output of a cell, with the messages of the run above it.
+
+    Args:
+        progress: the figures of the run.
+        display: IPython's `display`.
+    """
+
+    def __init__(self, progress: RunProgress, display: Callable[..., Any]) -> None:
+        self._progress, self._display = progress, display
+        self._messages: list[str] = []
+        self._handle: Any = None
+        self._due = 0.0
+
+    def open(self) -> None:
+        """Show the output below the cell."""
+        self._handle = self._display(self._content(), raw=True, display_id=True)
+
+    def step(self, progress: RunProgress) -> None:
+        """Show the progress after a step, at most once a second, and after the last step."""
+        if time.monotonic() >= self._due or progress.is_done:
+            self._update()
+
+    def message(self, text: str) -> None:
+        """Show a message line above the figures."""
+        self._messages = [*self._messages, text][-_MOST_MESSAGES:]
+        self._update()
+
+    def close(self) -> None:
+        """Draw the last state."""
+        self._update()
+
+    def _update(self) -> None:
+        self._due = time.monotonic() + _SECONDS_BETWEEN_UPDATES
+        if self._handle is not None:
+            self._handle.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        """The output by MIME type, as text and as HTML: a notebook shows the one that it can."""
+        (
+            first,
+            figures,
+            *_,
+        ) = self._progress.lines(_COLUMNS, 3)
+        plain = [*self._messages, first, figures, *self._progress.sample_lines(_COLUMNS)]
+        escaped = html.escape("\n".join([*self._messages, first, figures]))
+        sample = html.escape("\n".join(self._progress.sample_lines(_COLUMNS)))
+        page = f"<pre>{escaped}</pre>{_curve(self._progress)}<pre>{sample}</pre>"
+        return {"text/plain": "\n".join(plain), "text/html": page}
+
+
+def _curve(progress: RunProgress) -> str:
+    """The loss curve as an SVG element; "" if it has fewer than two points."""
+    means = progress.curve.means
+    if len(means) < 2:
+        return ""
+    high, low = progress.curve.edges
+    scale = (_HEIGHT - 20) / (high - low) if high > low else 0.0
+    width = (_WIDTH - 70) / (len(means) - 1)
+    points = " ".join(
+        f"{60 + width * i:.1f},{10 + (high - min(mean, high)) * scale:.1f}"
+        for i, mean in enumerate(means)
+    )
+    text = 'font-family="monospace" font-size="12" fill="currentColor"'
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 15}" width="{_WIDTH}" role="img" '
+        'aria-label="training loss by step">'
+        f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
+        f'<text x="2" y="15" {text}>{high:.3f}</text>'
+        f'<text x="2" y="{_HEIGHT - 6}" {text}>{low:.3f}</text>'
+        f'<text x="60" y="{_HEIGHT + 12}" {text}>step {progress.curve.first_step:,}</text>'
+        f'<text x="{_WIDTH - 10}" y="{_HEIGHT + 12}" text-anchor="end" {text}>'
+        f"{progress.curve.last_step:,}</text></svg>"
+    )
+
+
+def show_picture(path: Path) -> None:
+    """Show a picture below the cell; does nothing outside a notebook or if the file is missing."""
+    display = notebook_display()
+    if display is not None and path.is_file():
+        display(importlib.import_module("IPython.display").Image(filename=str(path)))

@@ -29,12 +29,12 @@ from firstlight.optim.schedule import ScheduleConfig, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe
 from firstlight.report.records import RECIPE_NAME
-from firstlight.training.length import length_of
 from firstlight.training.model_section import changed_keys
 from firstlight.training.processes import on_main
 from firstlight.training.run import Run
 from firstlight.training.starting_model import read_start
 from firstlight.training.state import TrainState, restore
+from firstlight.training.time_budget import length_of
 
 #: Keys of the `optimizer` section on which the tensors of the optimizer's state depend.
 _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bits")

@@ -24,7 +24,6 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import origin
 from firstlight.training.guard import Guard
-from firstlight.training.length import TimeBudget
 from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
@@ -36,7 +35,7 @@ from firstlight.training.state import (
     restore,
 )
 from firstlight.training.step import StepResult
-from firstlight.training.times import LoopTimes
+from firstlight.training.time_budget import LoopTimes, TimeBudget
 from firstlight.training.trackers import Trackers
 
 
@@ -311,7 +310,9 @@ class Run:
 
     def _metrics(self, result: StepResult, lr_scale: float, seconds: float) -> dict[str, float]:
         """The step's metrics, as in metrics.jsonl, before any evaluation."""
-        program, state, hardware = self.program, self.state, self.program.hardware
+        program = self.program
+        state = self.state
+        hardware = self.program.hardware
         sequences = self.batch.at(state.step - 1)
         # All tokens of the sequences, as MFU counts them, also those without a loss.
         tokens_per_second = sequences * self.seq_len / seconds
@@ -359,7 +360,9 @@ class Run:
         # After the writing, since trackers read the logs.
         self.trackers.check()
         self.last_record = record
-        self.samples, self.state.pending, self.unsaved = [], None, True
+        self.samples = []
+        self.state.pending = None
+        self.unsaved = True
         return record
 
     def add_event(self, event: str, step: int, **details: Any) -> None:

@@ -90,7 +90,9 @@ def capture(
         origin: further entries of the trainer state as JSON values: recipe, data, init_from,
             loader, guard. They replace entries of the same name.
     """
-    model, scaler, engine = program.model, program.scaler, program.engine
+    model = program.model
+    scaler = program.scaler
+    engine = program.engine
     engine.reshard()
     files = model_files(model.config, tokenizer)
     words, rest = python_random_states()

@@ -1,12 +1,13 @@
-"""The trackers that need a library of their own: Weights & Biases, MLflow and trackio.
+"""The clients of the trackers: TensorBoard, Weights & Biases, MLflow and trackio.
 
-A tracker runs in a separate process (`tracker_process.py`), and only there its library is imported.
-Importing this module imports none of the libraries, and not torch. No data leave the machine unless
-environment variables of the library ask for it.
+A client is used by a thread of the main process (`trackers.py`), in which its library is imported.
+No data leave the machine unless environment variables of the library ask for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import re
@@ -16,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 #: Name of the project (in MLflow, experiment) of runs if no environment variable names another.
 PROJECT = "firstlight"
 
@@ -24,7 +27,15 @@ Step = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 
 
 class Tracker(Protocol):
-    """A tracker of runs. Each method may raise any error of the tracker's library."""
+    """A tracker of runs. Each method may raise any error of the tracker's library.
+
+    Attributes:
+        is_mirror: True if the tracker has the run's logs as they are now: it is opened again for
+            each start of the run, and whenever the run went back to an earlier step, and gets all
+            steps of the logs anew. False if it is given each step once.
+    """
+
+    is_mirror: bool
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         """Begin a run, or resume one.
@@ -65,14 +76,95 @@ def sample_text(sample: Mapping[str, Any]) -> str:
     return f"{sample.get('prompt', '')}{sample.get('text', '')}".encode(errors="replace").decode()
 
 
+def fenced(text: str) -> str:
+    """A text as a code block of Markdown, whose fence is longer than any run of backticks in it."""
+    fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
+    return f"{fence}\n{text}\n{fence}"
+
+
+#: Name of TensorBoard's folder in a run folder.
+TENSORBOARD_NAME = "tensorboard"
+
+
+class TensorboardTracker:
+    """The event file of TensorBoard in the folder `tensorboard/` of the run folder.
+
+    Scalars are fp32; the sample texts of a step have the names `samples/0`, `samples/1` and so on.
+    The wall time of an event is the start of the run plus the training time up to the event,
+    without pauses before a run was resumed.
+    """
+
+    is_mirror = True
+    _file: io.BufferedWriter | None = None
+
+    def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        if self._file is not None:
+            self._file.close()
+        place = folder / TENSORBOARD_NAME
+        place.mkdir(exist_ok=True)
+        earlier = sorted(place.glob("events.out.tfevents.[0-9]*.[0-9]*.firstlight"))
+        for path in earlier:
+            # Emptied, not deleted: an open TensorBoard goes on to the next file at the end of the
+            # file that it reads, but not if that file is deleted.
+            if path.is_file() and not path.is_symlink():
+                os.truncate(path, 0)
+        began, number = str(int(time.time())), 0
+        if earlier:
+            began, last = earlier[-1].name.split(".")[3:5]
+            number = int(last)
+        name = f"events.out.tfevents.{began}.{number + 1:06d}.firstlight"
+        self._file = open(place / name, "wb")  # noqa: SIM115
+        self._records = RecordWriter(self._file)
+        self._seconds = float(began)
+        self._add(Event(file_version="brain.Event:2"))
+        # Makes TensorBoard drop the steps of earlier files of the run.
+        self._add(Event(session_log=SessionLog(status=SessionLog.START)))
+        recipe = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        self._add(Event(summary=text_pb("recipe", fenced(recipe))))
+        self._file.flush()
+        return TENSORBOARD_NAME
+
+    def write(self, steps: Sequence[Step]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        assert self._file is not None
+        for record, samples in steps:
+            for key in ("seconds", "save_stall_seconds"):
+                self._seconds += record.get(key) or 0.0
+            summary = Summary()
+            for key, value in numbers(record).items():
+                summary.value.add(tag=key, simple_value=value)
+            for number, sample in enumerate(samples):
+                summary.MergeFrom(text_pb(f"samples/{number}", fenced(sample_text(sample))))
+            self._add(Event(step=record["step"], summary=summary))
+        self._file.flush()
+
+    def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
+        assert self._file is not None
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = self._seconds
+        self._records.write(event.SerializeToString())
+
+
 class WandbTracker:
     """A run of Weights & Biases, in the folder `wandb/` of the run folder (or of WANDB_DIR).
 
     It is offline, to be uploaded by `wandb sync`, unless WANDB_MODE is set to another mode.
     """
 
+    is_mirror = False
+
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         mode = os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_SILENT", "true")
         if mode != "online":
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # else errors of wandb are sent
         import wandb
@@ -85,7 +177,7 @@ class WandbTracker:
             dir=os.environ.get("WANDB_DIR", str(folder)),
             config=dict(config),
             resume="allow",
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(console="off"),
         )
         return str(self._run.id)
 
@@ -114,12 +206,16 @@ class WandbTracker:
 #: Characters that MLflow does not allow in names of metrics; its limits of the metrics and the
 #: parameters in one call, and of the characters of a parameter's value.
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
-_MLFLOW_METRICS, _MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 1000, 100, 6000
+_MLFLOW_METRICS = 1000
+_MLFLOW_PARAMETERS = 100
+_MLFLOW_LENGTH = 6000
 
 
 class MlflowTracker:
     """A run of MLflow, in the store that MLFLOW_TRACKING_URI names, by default the file mlflow.db
     in the current folder."""
+
+    is_mirror = False
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -182,22 +278,24 @@ class TrackioTracker:
     """A run of trackio, in its local store (TRACKIO_DIR, by default in Hugging Face's cache), or on
     the server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
 
+    is_mirror = False
+
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
-        if not any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"))):
-            os.environ["HF_HUB_OFFLINE"] = "1"  # else it asks the hub for the name of the user
         import trackio
 
+        is_remote = any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
         # trackio identifies runs by name, which run folders in different places may share.
         self._name = run_id or f"{folder.name}-{secrets.token_hex(3)}"
-        self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=self._name,
-            config=dict(config),
-            resume="never" if run_id is None else "must",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        with contextlib.nullcontext() if is_remote else _hub_offline():
+            self._run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=self._name,
+                config=dict(config),
+                resume="never" if run_id is None else "must",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
         return self._name
 
     def write(self, steps: Sequence[Step]) -> None:
@@ -206,12 +304,7 @@ class TrackioTracker:
         for record, samples in steps:
             values: dict[str, Any] = dict(numbers(record))
             for number, sample in enumerate(samples):
-                fence = "`" * max(
-                    [3, *(len(run) + 1 for run in re.findall("`+", sample_text(sample)))]
-                )
-                values[f"samples/{number}"] = trackio.Markdown(
-                    f"{fence}\n{sample_text(sample)}\n{fence}"
-                )
+                values[f"samples/{number}"] = trackio.Markdown(fenced(sample_text(sample)))
             self._run.log(values, step=record["step"])
 
     def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
@@ -222,8 +315,22 @@ class TrackioTracker:
         self._run.finish()
 
 
+@contextlib.contextmanager
+def _hub_offline() -> Iterator[None]:
+    """Context without requests to the Hugging Face hub, which trackio would ask for the name of the
+    user."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 #: Tracker classes by their names in `run.trackers`.
 LIBRARIES: dict[str, type[Tracker]] = {
+    "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,

@@ -1,4 +1,9 @@
-"""The trackers of a run: each has a process that follows the run's logs (`tracker_process.py`)."""
+"""The trackers of a run. Each has a thread that follows the run's logs and passes the new steps on
+to the client of the tracker's library (`tracker_libraries.py`).
+
+The logs are the queue between the training loop and the trackers: the loop never waits for a
+tracker, and a slow tracker loses no step. A tracker that fails is reported once and left out.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +12,32 @@ import dataclasses
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from firstlight.errors import MissingDependencyError, StorageError
-from firstlight.files import disk as seam
-from firstlight.files.atomic import make_folder, remove_file, storage_errors
-from firstlight.report.records import METRICS_NAME, SAMPLES_NAME
+from firstlight.errors import MissingDependencyError
+from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, LineFollower, StepFollower
 from firstlight.report.report import HTML_NAME, REPORT_NAME
-from firstlight.training.tensorboard_log import require_tensorboard
-from firstlight.training.tracker_process import Ending, Order, read_progress
+from firstlight.training.tracker_libraries import LIBRARIES, Step, Tracker
 
 TRACKERS_NAME = "trackers"
 
-#: Seconds after a run's end in which a tracker's process has to end, without and with a checkpoint
-#: to store.
+#: Seconds after a run's end in which a tracker has to end, without and with a checkpoint to store.
 _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
 #: Seconds of waiting for a tracker after which a message says so.
 _SECONDS_UNSAID = 3.0
-
-_COMMAND = [sys.executable, "-P", "-m", "firstlight.training.tracker_process"]
+#: Seconds between two readings of the run's logs.
+_SECONDS_BETWEEN = 1.0
+#: Most steps in one call of `Tracker.write`.
+_STEPS_AT_ONCE = 50
+#: Most characters of an error in a message.
+_MAX_ERROR = 500
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -41,15 +47,16 @@ def require_trackers(names: Sequence[str]) -> None:
         MissingDependencyError: a tracker's package is not installed.
     """
     for name in names:
-        if name == "tensorboard":
-            require_tensorboard()
-        elif importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(name, name, f"run.trackers: {name}")
+        if importlib.util.find_spec(name) is None:
+            extra = "dash" if name == "tensorboard" else name
+            raise MissingDependencyError(name, extra, f"run.trackers: {name}")
 
 
 def destination(name: str, folder: Path) -> str:
     """The place to which a tracker writes, and how to see it, as text for messages."""
     env = os.environ.get
+    if name == "tensorboard":
+        return f"{folder / 'tensorboard'} (tensorboard --logdir {folder})"
     if name == "wandb":
         place = env("WANDB_DIR", str(folder))
         if env("WANDB_MODE", "offline") != "offline":
@@ -64,92 +71,126 @@ def destination(name: str, folder: Path) -> str:
     )
 
 
-class _TrackerProcess:
-    """The process of one tracker.
+@dataclass(frozen=True)
+class TrackerProgress:
+    """The progress of a tracker with a run.
+
+    Attributes:
+        run_id: the tracker's id of the run; None before the run is opened.
+        begun: last step that was about to be written to the tracker; -1 without any.
+        done: last step that was written to the tracker; -1 without any.
+    """
+
+    run_id: str | None = None
+    begun: int = -1
+    done: int = -1
+
+
+def read_progress(path: Path) -> TrackerProgress:
+    """The progress in a tracker's state file, which has an object with fields of `TrackerProgress`
+    on each line."""
+    follower, found = LineFollower(path), TrackerProgress()
+    for line in follower.new()[0]:
+        found = dataclasses.replace(found, **{k: v for k, v in line.items() if k in _KEYS})
+    follower.close()
+    return found
+
+
+_KEYS = {one.name for one in dataclasses.fields(TrackerProgress)}
+
+
+class _TrackerThread(threading.Thread):
+    """Follows the logs of a run for one tracker. A daemon, so that a tracker that hangs does not
+    keep the process alive.
 
     Args:
         name: name of the tracker, as in `run.trackers`.
         folder: the run folder.
         config: the resolved recipe.
         is_new: True to begin a new run in the tracker; False to resume the recorded one.
-
-    Raises:
-        StorageError: the tracker's log or state can't be written.
     """
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], *, is_new: bool) -> None:
-        self.name, self._folder = name, folder / TRACKERS_NAME
-        self.state = self._folder / f"{name}.jsonl"
-        if is_new:
-            remove_file(self.state)
-        self._log = self._folder / f"{name}.log"
-        # Remove the log of an earlier process: its last line would be taken for this one's error.
-        remove_file(self._log)
-        order = Order(
-            name,
-            str(folder.resolve()),
-            str(self.state.resolve()),
-            str((folder / METRICS_NAME).resolve()),
-            str((folder / SAMPLES_NAME).resolve()),
-            config,
-        )
-        with storage_errors(self._log), seam.disk.append(self._log) as log:
-            self._process = subprocess.Popen(
-                _COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                # So that Ctrl-C does not end it: the run's last steps are still to be written.
-                start_new_session=True,
-            )
-        self._send(dataclasses.asdict(order))
-        self.is_over = False
+        super().__init__(name=name, daemon=True)
+        self.state = folder / TRACKERS_NAME / f"{name}.jsonl"
+        self.error: str | None = None
+        self.checkpoint: Path | None = None
+        self.has_failed_run = False
+        self.run_is_over = threading.Event()
+        self._folder = folder
+        self._config = config
+        self._is_new = is_new
 
-    def failure(self) -> str | None:
-        """The error that has ended the process; None without one, or if it was returned before."""
-        if self.is_over or self._process.poll() is None:
-            return None
-        self.is_over = True
-        return self._said() if self._process.returncode else None
+    def run(self) -> None:
+        """Pass on the run's steps until `run_is_over`; set `error` if the tracker fails."""
+        try:
+            self._follow(LIBRARIES[self.name]())
+        except BaseException as error:  # noqa: BLE001 -- a tracker must not end the run
+            text = " ".join(str(error).split())[:_MAX_ERROR]
+            self.error = f"{type(error).__name__}: {text}" if text else type(error).__name__
 
-    def end(self, ending: Ending) -> None:
-        """Send the run's end to the process."""
-        self._send(dataclasses.asdict(ending))
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+    def _follow(self, tracker: Tracker) -> None:
+        folder = self._folder.resolve()
+        follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
+        self.state.parent.mkdir(exist_ok=True)
+        if self._is_new:
+            self.state.unlink(missing_ok=True)
+        with contextlib.closing(follower), open(self.state, "ab", buffering=0) as state:
+            progress = read_progress(self.state)
+            run_id = tracker.open(progress.run_id, folder, self._config)
+            _note(state, run_id=run_id)
+            begun = -1 if tracker.is_mirror else progress.begun
+            is_over = False
+            while not is_over:
+                is_over = self.run_is_over.wait(_SECONDS_BETWEEN)
+                steps = follower.new()
+                if tracker.is_mirror and steps and steps[0][0]["step"] <= begun:
+                    # The logs were rewritten, because the run went back to a checkpoint.
+                    tracker.open(run_id, folder, self._config)
+                    begun = -1
+                for part in _parts(steps, begun):
+                    begun = part[-1][0]["step"]
+                    # Noted before the steps are written: if this process is killed in between,
+                    # these steps are missing in the tracker, but none is in it twice.
+                    _note(state, begun=begun)
+                    tracker.write(part)
+                    _note(state, done=begun)
+            files = [path for name in (HTML_NAME, REPORT_NAME) if (path := folder / name).is_file()]
+            tracker.close(files, self.checkpoint, failed=self.has_failed_run)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end of the process; True if it ends within this number of seconds."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self._process.poll() is not None
 
-    def kill(self) -> None:
-        """Kill the process, and those that its library has started."""
-        with contextlib.suppress(ProcessLookupError):
-            # The process group: processes of the library would otherwise go on, with the log open.
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+def _note(state: FileIO, **values: object) -> None:
+    state.write(json.dumps(values).encode() + b"\n")
 
-    def _send(self, values: object) -> None:
-        assert self._process.stdin is not None
-        # A process that has failed reads nothing more; `failure` reports it.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(values).encode() + b"\n")
-            self._process.stdin.flush()
 
-    def _said(self) -> str:
-        """The last line that the process wrote into its log; "" without one."""
-        with contextlib.suppress(OSError):
-            lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-            return next((line for line in reversed(lines) if line.strip()), "")
-        return ""
+def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
+    """The steps after `begun`, without any that do not rise, in lists of at most 50. A resumed run
+    does the steps after its checkpoint again: they are left out, so that no step is in a tracker
+    twice."""
+    rising: list[Step] = []
+    for step in steps:
+        if step[0]["step"] > begun:
+            rising.append(step)
+            begun = step[0]["step"]
+    for start in range(0, len(rising), _STEPS_AT_ONCE):
+        yield rising[start : start + _STEPS_AT_ONCE]
+
+
+class _OwnStdout:
+    """sys.stdout for the thread that makes this object. Other threads, in which the trackers'
+    libraries print messages, write to stderr, so that these do not mix with results on stdout."""
+
+    def __init__(self) -> None:
+        self._stdout, self._owner = sys.stdout, threading.current_thread()
+
+    def __getattr__(self, name: str) -> Any:
+        is_owner = threading.current_thread() is self._owner
+        return getattr(self._stdout if is_owner else sys.stderr, name)
 
 
 class Trackers:
-    """The trackers of a run that need a library of their own. A context manager: at its end it
-    waits until each tracker has all steps, or gives it up after a time.
+    """The trackers of a run. A context manager: at its end it waits until each tracker has all
+    steps, or gives it up after a time.
 
     Args:
         names: names of the trackers, as in `run.trackers`; none except in the main process.
@@ -170,64 +211,63 @@ class Trackers:
         is_new: bool,
         with_checkpoint: bool,
     ) -> None:
-        # TensorBoard's file is written with the run's own logs, in this process.
-        self._names = [name for name in names if name != "tensorboard"]
-        self._folder, self._config, self._tell = folder, config, tell
-        self._is_new, self._with_checkpoint = is_new, with_checkpoint
-        self._checkpoint: Path | None = None
-        self._processes: list[_TrackerProcess] = []
+        self._folder = folder
+        self._tell = tell
+        self._with_checkpoint = with_checkpoint
+        self._threads = [_TrackerThread(name, folder, config, is_new=is_new) for name in names]
+        self._reported: set[str] = set()
+        self._redirected = contextlib.ExitStack()
 
     def __enter__(self) -> Trackers:
-        for name in self._names:
-            try:
-                make_folder(self._folder / TRACKERS_NAME)
-                process = _TrackerProcess(name, self._folder, self._config, is_new=self._is_new)
-            except StorageError as error:
-                # A tracker must not end the run, whose own logs have all metrics.
-                self._tell(f"warning: {name} gets nothing of this run: {error} (the run goes on)")
-                continue
-            self._processes.append(process)
-            self._tell(f"{name}: {destination(name, self._folder)}")
+        if self._threads:
+            stdout: Any = _OwnStdout()
+            self._redirected.enter_context(contextlib.redirect_stdout(stdout))
+        for thread in self._threads:
+            thread.start()
+            self._tell(f"{thread.name}: {destination(thread.name, self._folder)}")
         return self
 
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        reports = [str((self._folder / name).resolve()) for name in (HTML_NAME, REPORT_NAME)]
-        checkpoint = None if self._checkpoint is None else str(self._checkpoint.resolve())
-        for process in self._processes:
+        for thread in self._threads:
+            thread.has_failed_run = error is not None
             # Before the first one is waited for, so that all finish at the same time.
-            process.end(Ending(error is not None, reports, checkpoint))
-        for process in self._processes:
-            self._finish(process)
+            thread.run_is_over.set()
+        with self._redirected:
+            for thread in self._threads:
+                self._await(thread)
 
     def give_checkpoint(self, checkpoint: Path) -> None:
         """Set the checkpoint that the trackers store, if the recipe asks them to store one."""
         if self._with_checkpoint:
-            self._checkpoint = checkpoint
+            for thread in self._threads:
+                thread.checkpoint = checkpoint.resolve()
 
     def check(self) -> None:
         """Give a message for each tracker that has failed, once for each."""
-        for process in self._processes:
-            if (said := process.failure()) is not None:
-                self._tell(f"warning: {process.name} has failed: {said} ({_has(process)})")
+        for thread in self._threads:
+            if thread.error is not None and thread.name not in self._reported:
+                self._reported.add(thread.name)
+                self._tell(f"warning: {thread.name} has failed: {thread.error} ({_has(thread)})")
 
-    def _finish(self, process: _TrackerProcess) -> None:
-        """Wait for the end of a tracker's process, and kill it after a time."""
-        limit = _SECONDS if self._checkpoint is None else _SECONDS_WITH_CHECKPOINT
-        if not process.wait(min(limit, _SECONDS_UNSAID)):
-            self._tell(f"waiting for {process.name}, {limit:.0f} s at most")
-            if not process.wait(limit - _SECONDS_UNSAID):
-                process.kill()
-                process.is_over = True
-                self._tell(
-                    f"warning: {process.name} has not ended after {limit:.0f} s and is given up "
-                    f"({_has(process)})"
-                )
+    def _await(self, thread: _TrackerThread) -> None:
+        """Wait for the end of a tracker, and give it up after a time."""
+        limit = _SECONDS if thread.checkpoint is None else _SECONDS_WITH_CHECKPOINT
+        thread.join(min(limit, _SECONDS_UNSAID))
+        if thread.is_alive():
+            self._tell(f"waiting for {thread.name}, {limit:.0f} s at most")
+            thread.join(limit - _SECONDS_UNSAID)
+        if thread.is_alive():
+            self._reported.add(thread.name)
+            self._tell(
+                f"warning: {thread.name} has not ended after {limit:.0f} s and is given up "
+                f"({_has(thread)})"
+            )
         self.check()
 
 
-def _has(process: _TrackerProcess) -> str:
+def _has(thread: _TrackerThread) -> str:
     """The steps that a tracker has, as text for messages."""
-    done = read_progress(process.state).done
+    done = read_progress(thread.state).done
     return f"it has {'no step' if done < 0 else f'the steps to {done:,}'}; --resume adds the others"

@@ -55,18 +55,23 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     check()
     run.program.model.eval()
     run.samples = []
-    if samples_due and not losses_due:
+    prompts = config.sample_prompts
+    if (
+        (losses_due or samples_due)
+        and "first text" not in run.times.seconds
+        and run.budget is not None
+        and prompts
+    ):
+        # The first generation of a process on a GPU took 7 s longer, for loading kernels. The
+        # times of the evaluations, by which the steps are decided, must not contain that.
+        with run.times.part("first text"):
+            _sample(run, prompts[0], 2, check)
+    if samples_due and config.samples_at == "epoch":
         with run.times.part("samples"):
             _write_samples(run, check)
     if losses_due:
-        prompts = config.sample_prompts
-        if "first text" not in run.times.seconds and run.budget is not None and prompts:
-            # The first generation of a process on a GPU took 7 s longer, for loading kernels. The
-            # times of the evaluations, by which the steps are decided, must not contain that.
-            with run.times.part("first text"):
-                _sample(run, prompts[0], 2, check)
         with run.times.part("evaluation"):
-            if samples_due:
+            if samples_due and config.samples_at == "evaluation":
                 _write_samples(run, check)
             _validate(run, check)
     if tasks_due:

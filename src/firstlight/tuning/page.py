@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firstlight.bench.pictures import new_figure, png_of
 from firstlight.console import compact
 from firstlight.tuning.space import SearchKey, show_value
 
@@ -59,6 +59,8 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
         objective: name of the loss.
         lines: lines of the trials, of which at least one is complete.
     """
+    from matplotlib.figure import Figure
+
     lines = [line for line in lines if line["objective"] is not None]
     best = in_order(lines)[0]
     ends = [line["objective"] for line in lines if line["state"] == "complete"]
@@ -66,7 +68,8 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
     top = lowest + max(_SPAN * (statistics.median(ends) - lowest), 0.01 * lowest)
     columns = min(len(keys) + 1, _COLUMNS)
     rows = -(-(len(keys) + 1) // columns)
-    figure = new_figure(4.4 * columns, 3.4 * rows + 0.4)
+    # Without pyplot, which would look for a window system and keep global state.
+    figure = Figure(figsize=(4.4 * columns, 3.4 * rows + 0.4), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for place, key in zip(axes, keys, strict=False):
         _draw_key(place, key, lines, best, top)
@@ -79,7 +82,9 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
         "edge; pale: an early trial",
         fontsize="small",
     )
-    return png_of(figure)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, top: float) -> None:

@@ -52,7 +52,9 @@ from firstlight.tuning.study import (
 )
 from firstlight.tuning.trial import PACE_EVERY, Asker, ask_trial, trial_processes
 
-STUDY_NAME, BEST_NAME, PICTURE_NAME = "study.json", "best.yaml", "tuning.png"
+STUDY_NAME = "study.json"
+BEST_NAME = "best.yaml"
+PICTURE_NAME = "tuning.png"
 
 #: Minimum steps of a trial whose length follows from the budget: two steps between evaluations.
 _FEWEST_STEPS = 2 * POINTS

@@ -27,17 +27,33 @@ POINTS = 6
 
 #: Sections whose keys can be searched, since they change the training result.
 _SECTIONS = (
-    *("model", "init", "batch", "schedule", "optimizer", "loss"),
-    *("efficiency", "lora", "preference"),
+    "model",
+    "init",
+    "batch",
+    "schedule",
+    "optimizer",
+    "loss",
+    "efficiency",
+    "lora",
+    "preference",
 )
 
 #: Keys that can't be searched: they set the length of a run, and longer runs are always better.
-_LENGTHS = (*("schedule.max_steps", "schedule.epochs", "schedule.max_minutes", "schedule.resume"),)
+_LENGTHS = (
+    "schedule.max_steps",
+    "schedule.epochs",
+    "schedule.max_minutes",
+    "schedule.resume",
+)
 
 #: Keys that count steps or tokens of the whole run; they are scaled to the length of a trial.
 _SCALED = (
-    *("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.decay_steps"),
-    *("schedule.decay_tokens", "schedule.cooldown_steps", "batch.ramp_steps"),
+    "schedule.warmup_steps",
+    "schedule.warmup_tokens",
+    "schedule.decay_steps",
+    "schedule.decay_tokens",
+    "schedule.cooldown_steps",
+    "batch.ramp_steps",
     "optimizer.muon_momentum_warmup_steps",
 )
 

@@ -28,9 +28,14 @@ _RANDOM_TRIALS = 8
 _TRIALS_TO_WEIGH = 8
 
 #: A trial is pruned if its lowest loss so far is above this percentile of the complete trials'
-#: losses at the same evaluation; but not while fewer trials than the second number are complete,
-#: and not before the evaluation of the third number, a third of the trial.
-_KEPT_PERCENT, _UNPRUNED_TRIALS, _UNPRUNED_POINTS = 75.0, 5, 2
+#: losses at the same evaluation.
+_KEPT_PERCENT = 75.0
+
+#: Number of complete trials below which no trial is pruned.
+_UNPRUNED_TRIALS = 5
+
+#: Number of evaluations, a third of a trial, before which no trial is pruned.
+_UNPRUNED_POINTS = 2
 
 #: Number of proposals for a trial after which all combinations count as tried.
 _ATTEMPTS = 50

@@ -30,7 +30,6 @@ from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
 from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.loading import LoadingMode, count_tensors, load_weights
-from firstlight.weights.nearest_family import nearest_family
 from firstlight.weights.stored import FileState, stored_tensors
 
 CONFIG_NAME = "config.json"
@@ -230,9 +229,11 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
             "was not quantised"
         )
     if family is None:
+        classes = content.get("architectures")
+        architecture = f" ({classes[0]})" if isinstance(classes, list) and classes else ""
         raise ModelError(
-            f"{where}: model_type '{content.get('model_type')}' is not supported"
-            f"{nearest_family(content)} (supported: {', '.join(FAMILIES)})"
+            f"{where}: model_type '{content.get('model_type')}'{architecture} is not supported "
+            f"(supported: {', '.join(FAMILIES)})"
         )
     try:
         return family.config.from_hf(content)

@@ -266,7 +266,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path} has a header of {length:,} bytes, more than the {MAX_JSON_BYTES:,} "
                     "that are read"
                 )
-            content = file.read(length) if length <= MAX_JSON_BYTES else b""
+            # safetensors maps the whole file before it looks at its header.
+            if not 0 < length <= state.state[0] - 8:
+                raise ModelError(
+                    f"{path} is damaged or cut short, copy it again: its header would be "
+                    f"{length:,} bytes long"
+                )
+            content = file.read(length)
             if (count := content.count(b"{")) > _MOST_TENSORS:
                 raise ModelError(f"{path} has {count:,} tensors: the limit is {_MOST_TENSORS:,}")
             # safetensors checks the header and the file's length, but does not tell offsets.

@@ -57,12 +57,12 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
         order, each with its backward pass in two stretches (see `prediction.predict`).
     """
     depth = recipe.model.num_hidden_layers
-    if depth <= _FEW + 1 or not _are_alike(recipe.model):
+    if depth <= _FEW + 1 or not are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
     # Two shallow models give the line: its slope is what one layer adds.
     steps = depth - _FEW - 1
     return (
-        [_with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
+        [with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
         lambda found: _deeper(found[1], found[0], steps),
     )
 
@@ -83,9 +83,9 @@ def few_compiled_layers(
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
     if recipe.efficiency.attention == "blockwise":
         few = max(few, _FEW_BLOCKWISE)
-    if depth <= few + 1 or not _are_alike(recipe.model):
+    if depth <= few + 1 or not are_alike(recipe.model):
         return None
-    return _with_layers(recipe, few), _with_layers(recipe, few + 1), depth - few
+    return with_layers(recipe, few), with_layers(recipe, few + 1), depth - few
 
 
 def from_graphs(
@@ -241,7 +241,7 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
     return replace(prediction, phases=phases, phase="backward" if is_later else prediction.phase)
 
 
-def _are_alike(config: ModelConfig) -> bool:
+def are_alike(config: ModelConfig) -> bool:
     """True if all layers attend to as many tokens, and all or none have experts."""
     # GPT-2 may scale the scores of each layer by a different number, which takes no memory.
     kinds = {
@@ -259,7 +259,8 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
     return PhasePeak(sum(parts.values()), {name: size for name, size in parts.items() if size})
 
 
-def _with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
+def with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
+    """The recipe with another number of layers of its model."""
     return recipe.with_keys("model", num_hidden_layers=count)
 
 

@@ -323,7 +323,9 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         ConfigError: the model or the batch can't be divided among the processes.
     """
     copies = copies_of(recipe, processes)
-    cut, batch, model = recipe.distributed, recipe.batch, recipe.model
+    cut = recipe.distributed
+    batch = recipe.batch
+    model = recipe.model
     # Raises the error of a batch that can't be divided evenly.
     batch.accumulation(recipe.data.seq_len, copies)
     if batch.global_batch_tokens is not None:

@@ -24,12 +24,12 @@ from firstlight.planner.plan.estimate import (
 )
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.planner.plan.search import (
-    BUSY_TOKENS,
     best_estimate,
     micro_batches,
     nearest_estimates,
     open_micro_batch,
 )
+from firstlight.planner.speed.timed import BUSY_TOKENS
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.forecast import Forecast
 from firstlight.training.micro_batch import Trial, ask_module, try_rows
@@ -46,13 +46,14 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
     if machine is None:
         return None
     found = estimate(recipe, machine)
+    if machine.gpu is None and recipe.schedule.max_minutes is not None:
+        # The warm-up is a share of the steps that the minutes have time for.
+        found = Estimator().timed(found, machine)
     if found.training is None or found.evaluation is None:
         return None
     peaks = run_phases(found.training, found.evaluation, recipe, machine)
     phase = max(peaks, key=lambda name: peaks[name].bytes)
-    # Several processes share the CPU, and the speed model does not cover that.
-    is_shared = processes > 1 and machine.target.kind == "cpu"
-    rate = None if is_shared else found.tokens_per_second
+    rate = found.tokens_per_second
     return Forecast(
         peaks[phase].bytes,
         phase,
@@ -160,7 +161,7 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     machine = _this_machine(hardware, processes)
     if machine is None:
         return None
-    estimator = Estimator(measures=False)
+    estimator = Estimator()
     first = estimator.estimate(Candidate(recipe, machine, evaluates=False))
     if first.training is None:
         return None

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.errors import FirstlightError, TrainingError
+from firstlight.hardware.device import is_out_of_memory
 from firstlight.optim.registry import OPTIMIZERS
+from firstlight.parallel.selection import named_engine
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled, without_compile
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of, of_one_rank, own_part
@@ -20,14 +22,13 @@ from firstlight.planner.plan.processes import WorkerProcesses
 from firstlight.planner.speed.gpu import Range
 from firstlight.planner.speed.recipe import estimate_speed
 from firstlight.planner.speed.throughput import SpeedPrediction
+from firstlight.planner.speed.timed import StepTime, time_step, timed_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend
 
-#: Least and most seconds for timing operators that were never timed on this machine, and the time
-#: in seconds in which a plan should be complete.
-_LEAST_MEASURING_SECONDS, _MOST_MEASURING_SECONDS = 0.2, 3.0
-_PLANNING_SECONDS = 5.0
+#: Seconds after which no further method of the table is timed.
+_METHODS_SECONDS = 30.0
 
 _GIB = 2**30
 
@@ -63,11 +64,14 @@ class Estimate:
         recipe: the recipe with `changes` applied; without them if they are invalid.
         training, evaluation: predicted memory of one device in training and in an evaluation with
             its sample texts.
-        speed: predicted speed of training; None if the device's rates are not known.
+        speed: speed of training, predicted for a GPU of the table or timed here; None if it is not
+            known.
         usable_bytes: bytes of a device that a run may take.
         problem: the reason why the candidate is invalid; "" if it is valid.
         is_bound: True if `training` is the memory of the step without torch.compile, mostly an
             upper bound of the compiled step's.
+        compile_gain: predicted speed of a recipe that compiles, as a multiple of that without
+            torch.compile; 1 if it is not known.
         traced: the prediction with the operators of one process's step, from which `speed` is
             predicted; None once that is done.
     """
@@ -81,6 +85,7 @@ class Estimate:
     usable_bytes: int = 0
     problem: str = ""
     is_bound: bool = False
+    compile_gain: float = 1.0
     traced: MemoryPrediction | None = field(default=None, repr=False)
 
     @property
@@ -106,7 +111,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> Range | None:
-        """Rate of all devices together; None if the device's rates are not known."""
+        """Rate of all devices together; None if it is not known."""
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
@@ -130,8 +135,6 @@ class Estimator:
 
     Args:
         workers: processes that trace; None traces in this process.
-        measures: True times operators that were never timed on this machine's CPU, for some
-            seconds: the longer tracing took, the fewer. The next plan times further ones.
         tell: called with a message about what is estimated.
     """
 
@@ -139,21 +142,19 @@ class Estimator:
         self,
         workers: WorkerProcesses | None = None,
         *,
-        measures: bool = True,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._workers, self._measures, self.tell = workers or WorkerProcesses(), measures, tell
-        self._until = time.monotonic() + _PLANNING_SECONDS
+        self._workers, self.tell = workers or WorkerProcesses(), tell
+        self._times: dict[str, StepTime] = {}
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """The estimate for one candidate."""
+        """The estimate for one candidate, without a speed for a CPU (see `timed`)."""
         return self._with_speed(_memory_of(candidate, self._workers), candidate)
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
         """Estimates for several candidates, in their order, each as soon as it is made; `tell` is
         called with the candidate's name then."""
         traced = self._workers.map(_memory_of, [(candidate,) for candidate in candidates])
-        # Not in the workers: operators that are timed at the same time slow each other down.
         for estimate, candidate in zip(traced, candidates, strict=True):
             found = self._with_speed(estimate, candidate)
             self.tell(found.name)
@@ -162,30 +163,56 @@ class Estimator:
     def _with_speed(self, estimate: Estimate, candidate: Candidate) -> Estimate:
         if estimate.traced is None:
             return estimate
-        seconds = 0.0
-        if self._measures:
-            # The longer tracing took, the less is left for measuring.
-            left = self._until - time.monotonic()
-            seconds = min(max(left, _LEAST_MEASURING_SECONDS), _MOST_MEASURING_SECONDS)
+        recipe = estimate.recipe
+        machine = candidate.machine
+        gain = 1.0
         try:
-            speed = estimate_speed(
-                estimate.traced, estimate.recipe, candidate.machine, measuring_seconds=seconds
-            )
+            speed = estimate_speed(estimate.traced, recipe, machine)
+            if speed is not None and recipe.efficiency.compile and _is_timed(machine):
+                plain = estimate_speed(estimate.traced, uncompiled(recipe), machine)
+                assert plain is not None
+                gain = plain.step_seconds.expected / speed.step_seconds.expected
         except FirstlightError as error:
             return dataclasses.replace(estimate, problem=str(error))
         # Estimates are kept until the plan is shown: drop the thousands of operators.
-        return dataclasses.replace(estimate, speed=speed, traced=None)
+        return dataclasses.replace(estimate, speed=speed, compile_gain=gain, traced=None)
+
+    def timed(self, estimate: Estimate, machine: Machine) -> Estimate:
+        """The estimate with the speed of steps that are timed, if it fits and is for one device of
+        this machine; else the same estimate. Nothing may run in the workers."""
+        if not (_is_timed(machine) and estimate.fits) or _is_offloaded(estimate.recipe):
+            return estimate
+        key = estimate.recipe.model_dump_json()
+        try:
+            if key not in self._times:
+                self._times[key] = time_step(estimate.recipe, machine.hardware)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return estimate
+        speed = timed_speed(estimate.recipe, self._times[key], estimate.compile_gain)
+        return dataclasses.replace(estimate, speed=speed)
+
+
+def _is_timed(machine: Machine) -> bool:
+    return machine.is_here and machine.count == 1
+
+
+def _is_offloaded(recipe: ResolvedRecipe) -> bool:
+    """True if the state of a run with one process is not where a timed step has it."""
+    engine = named_engine(recipe.distributed)
+    return engine.updates_itself or recipe.distributed.offload != "none"
 
 
 def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
-    """The estimate for a recipe as it stands, made in this process without timing operators.
+    """The estimate for a recipe as it stands, made in this process without timing steps.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
         evaluates: True includes the memory of evaluations.
     """
-    return Estimator(measures=False).estimate(Candidate(recipe, machine, evaluates=evaluates))
+    return Estimator().estimate(Candidate(recipe, machine, evaluates=evaluates))
 
 
 def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:
@@ -245,7 +272,8 @@ def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
 
 def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
     """An estimate for each method that the recipe does not use, added alone to the recipe. The
-    memory is that without torch.compile, unless compiling is the method.
+    memory is that without torch.compile, unless compiling is the method. On this machine methods
+    are timed for some time, but torch.compile is not.
 
     Args:
         recipe: the resolved recipe.
@@ -263,7 +291,13 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
         )
         for name, changes in methods(recipe, machine)
     ]
-    return list(estimator.estimate_all(candidates))
+    found, begun = list(estimator.estimate_all(candidates)), time.monotonic()
+    for place, one in enumerate(found):
+        if time.monotonic() - begun > _METHODS_SECONDS:
+            break
+        if machine.gpu is not None or "efficiency.compile" not in one.changes:
+            found[place] = estimator.timed(one, machine)
+    return found
 
 
 def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -319,7 +353,9 @@ def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
     """Changes that set the precision, and the attention backend if it was chosen by precision."""
-    config, seq_len, facts = recipe.efficiency, recipe.data.seq_len, facts_of(recipe, machine)
+    config = recipe.efficiency
+    seq_len = recipe.data.seq_len
+    facts = facts_of(recipe, machine)
     changes: dict[str, Any] = {"efficiency.precision": precision}
     if config.attention == attention_backend(
         recipe, recipe.model, seq_len, facts, config.precision

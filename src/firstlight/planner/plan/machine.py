@@ -34,8 +34,8 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.deepspeed import with_deepspeed_file
 from firstlight.recipe.resolve import AutoPrecision, Facts, facts_here, for_new_model, resolve
-from firstlight.training.length import predicted_steps
 from firstlight.training.model_section import with_positions
+from firstlight.training.time_budget import predicted_steps
 from firstlight.weights.huggingface import read_config
 
 #: Usable share of the memory of a GPU that is not in the table.

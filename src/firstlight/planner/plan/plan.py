@@ -12,18 +12,20 @@ from typing import Any
 
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
-from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.registry import OPTIMIZERS
 from firstlight.parallel.selection import named_engine
-from firstlight.planner.memory.ranks import copies_of, why_not_cut
-from firstlight.planner.plan.compute_optimal import (
-    MOST_EPOCHS,
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import MachineFacts, TextFacts
+from firstlight.planner.advise.model import (
     Suggestion,
     model_ladder,
     suggest,
-    useful_tokens,
+    usual_text,
     with_steps,
 )
+from firstlight.planner.advise.speed import new_model_speed
+from firstlight.planner.memory.ranks import copies_of, why_not_cut
 from firstlight.planner.plan.estimate import (
     Candidate,
     Estimate,
@@ -139,6 +141,7 @@ class Plan:
         if self.suggestion is not None:
             suggestion = dataclasses.asdict(self.suggestion)
             suggestion["config"] = self.suggestion.config.model_dump(mode="json")
+            suggestion["bits_per_byte"] = self.suggestion.bits_per_byte
             suggestion["cost"] = cost(self.suggestion.seconds, self.budget, self.machine)
         run: dict[str, Any] | None = None
         if self.run is not None:
@@ -205,6 +208,7 @@ def make_plan(
     estimator = estimator or Estimator()
     estimator.tell("as it stands")
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
+    first = estimator.timed(first, machine)
     if first.problem:
         raise ConfigError(first.problem)
     run = _run_of(first, machine)
@@ -276,9 +280,6 @@ def _run_of(estimate: Estimate, machine: Machine) -> PlannedRun | None:
 #: differs from the assumed rate, one suggested by its rate.
 _TRIES = 6
 
-#: Relative difference of two rates of FLOPs below which the suggestion does not change.
-_SAME_RATE = 0.1
-
 #: Bytes that a parameter takes in training, with fp32 AdamW.
 _STATE_BYTES = 16
 
@@ -286,59 +287,64 @@ _STATE_BYTES = 16
 def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`.
 
-    All models of a try are compared at one rate of FLOPs. The first try has the predicted rate of
-    the recipe's own model, each further try that of the last suggestion, until it stays the same.
+    The models of the first try are compared by the machine's speed for new models. Where the
+    suggested one has quite another speed with the recipe's methods, they are compared again, at a
+    multiple of it.
     """
-    best = plan.best or plan.as_it_stands
-    if best.tokens_per_second is None:
+    recipe, machine = plan.recipe, plan.machine
+    if machine.gpu is None and not (machine.is_here and machine.count == 1):
         raise ConfigError(
             "what to train in a time needs a known GPU: give --gpu NAME instead of --gpu-memory"
         )
-    recipe, machine = plan.recipe, plan.machine
     seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
-    unique, most_epochs = epoch_tokens(recipe), largest_epochs(recipe)
+    text = usual_text(recipe.model.vocab_size, epoch_tokens(recipe))
+    epochs = largest_epochs(recipe)
     most_parameters = _most_parameters(recipe, machine)
-    flops = best.tokens_per_second.expected * _flops_per_token(recipe.model, seq_len)
+    speed = new_model_speed(machine)
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
         # Defaults bind the values of this turn of the loop; later turns change them.
         def rate(
-            config: ModelConfig, most: float = most_parameters, flops: float = flops
+            model: Suggestion,
+            step: float,
+            most: float = most_parameters,
+            speed: MachineFacts = speed,
         ) -> float | None:
-            if count_parameters(meta_model(config)).total > most:
+            if model.parameters > most:
                 return None
-            return flops / _flops_per_token(config, seq_len)
+            return speed.tokens_per_second(model.flops, step)
 
         found = suggest(
             rate,
             models,
+            text,
             seq_len=seq_len,
             seconds=budget.seconds,
             tokens=budget.tokens,
-            unique_tokens=unique,
-            most_epochs=most_epochs,
+            epochs=epochs,
         )
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
         estimate = best_estimate(_suggested_recipe(plan, found), machine, estimator)
-        if estimate is None or "optimizer.name" in estimate.changes:
+        of_own = estimate is not None and "optimizer.name" not in estimate.changes
+        if estimate is None or not of_own or estimate.tokens_per_second is None:
             # Next a model that is a fifth smaller, but not smaller than one that is known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
-        assert estimate.tokens_per_second is not None
         fitting = max(fitting, found.parameters)
-        one = _in_time(found, estimate, budget, unique, most_epochs)
-        if not suggested or _loss(one) < _loss(suggested):
+        one = _in_time(found, estimate, budget, text, epochs)
+        if not suggested or one["suggestion"].bits < suggested["suggestion"].bits:
             suggested = one
-        reached = estimate.tokens_per_second.expected * _flops_per_token(found.config, seq_len)
-        is_same = abs(reached / flops - 1) < _SAME_RATE or found.config in seen
+        reached = estimate.tokens_per_second.expected
+        factor = reached / speed.tokens_per_second(found.flops, found.global_batch_tokens)
+        is_same = max(factor, 1 / factor) < defaults.OTHER_SPEED or found.config in seen
         # With a budget in tokens, the rate only changes the duration.
         if budget.seconds is None or is_same:
             break
         seen.append(found.config)
-        flops = reached
+        speed = speed.times(factor)
     if not suggested:
         raise ConfigError("no model of the ladder fits this machine: give one with more memory")
     return suggested
@@ -346,13 +352,8 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
 
 def largest_epochs(recipe: Recipe) -> float:
     """Largest number of passes over the text in a budget of time: `schedule.epochs`, or
-    `MOST_EPOCHS`."""
-    return min(recipe.schedule.epochs or MOST_EPOCHS, MOST_EPOCHS)
-
-
-def _loss(suggested: dict[str, Any]) -> float:
-    found: Suggestion = suggested["suggestion"]
-    return sum(found.loss)
+    `defaults.MOST_EPOCHS`."""
+    return recipe.schedule.epochs or defaults.MOST_EPOCHS
 
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
@@ -387,10 +388,6 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
     return dataclasses.replace(
         found, global_batch_tokens=batch, max_steps=steps, tokens=steps * batch
     )
-
-
-def _flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    return train_flops_per_token(meta_model(config), seq_len)
 
 
 def _suggested_recipe(plan: Plan, found: Suggestion) -> ResolvedRecipe:
@@ -439,8 +436,9 @@ def _kept_schedule(plan: Plan) -> dict[str, Any]:
 
     def share(steps: int) -> float:
         assert run is not None
-        # Rounded down, so that two shares of a run are not more than all of it.
-        return min(math.floor(1e5 * steps / run.max_steps) / 1e5, 1.0)
+        # Rounded down, so that two shares of a run are not more than all of it; but not to 0, so
+        # that one step of a long run stays one.
+        return min(max(math.floor(1e5 * steps / run.max_steps), 1) / 1e5, 1.0)
 
     if config.warmup_steps or config.warmup_tokens:
         values |= {"warmup_steps": None, "warmup_tokens": None}
@@ -455,17 +453,17 @@ def _in_time(
     found: Suggestion,
     estimate: Estimate,
     budget: Budget,
-    unique_tokens: float | None,
-    most_epochs: float,
+    text: TextFacts,
+    epochs: float,
 ) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`. With a budget in seconds, with as
     many steps as the estimated speed has time for."""
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
-        tokens = useful_tokens(budget.seconds * speed, unique_tokens, most_epochs)
+        tokens = min(budget.seconds * speed, epochs * text.train_tokens)
         steps = max(int(tokens / found.global_batch_tokens), 1)
-        found = with_steps(found, steps, unique_tokens)
+        found = with_steps(found, steps, text)
         changes = {"schedule.max_steps": steps}
         estimate = dataclasses.replace(estimate, recipe=with_changes(estimate.recipe, changes))
     found = dataclasses.replace(found, seconds=found.tokens / speed)

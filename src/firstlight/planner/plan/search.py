@@ -17,6 +17,7 @@ from firstlight.planner.plan.estimate import (
     without_average,
 )
 from firstlight.planner.plan.machine import Machine, with_changes
+from firstlight.planner.speed.timed import BUSY_TOKENS
 from firstlight.recipe import ResolvedRecipe
 
 #: Changes that are tried to make a step fit or its micro-batches larger; those that cost least
@@ -44,9 +45,6 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
 )
-
-#: Tokens of a micro-batch that keep a device busy: larger micro-batches gain little speed.
-BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 #: LoRA as it is tried if nothing fits, and the changes with which all such settings are tried.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
@@ -91,7 +89,7 @@ def best_estimate(
     if found is not None:
         estimator.tell(f"{found.name}, compiled")
         estimates.append(estimator.estimate(Candidate(recipe, machine, found.name, found.changes)))
-    fitting = [one for one in estimates if one.fits]
+    fitting = [estimator.timed(one, machine) for one in estimates if one.fits]
     if not fitting:
         hopeless = {name for name, one in without.items() if not one.may_fit_compiled}
         return _fastest(recipe, machine, estimator, {}, compiles=True, hopeless=hopeless)
@@ -138,7 +136,7 @@ def _fastest(
         looked_at[name] = one
         if not one.fits:
             continue
-        found.append(one)
+        found.append(estimator.timed(one, machine))
         if _is_busy(one, machine):
             break
     return max(found, key=_rate, default=None)
@@ -274,7 +272,11 @@ def nearest_estimates(
             least["batch.gradient_accumulation_steps"] = max(sequences // copies, 1)
         candidates.append(Candidate(recipe, where, name, {**least, **changes}, compiles=False))
     found = list(estimator.estimate_all(candidates))
-    fitting = [one for one in found if one.fits]
+    fitting = [
+        estimator.timed(one, candidate.machine)
+        for candidate, one in zip(candidates, found, strict=True)
+        if one.fits
+    ]
     if fitting or not recipe.efficiency.compile:
         return fitting
     compiled = [

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from firstlight.planner.memory.prediction import PARTS
-from firstlight.planner.plan.compute_optimal import MOST_EPOCHS
 from firstlight.planner.plan.estimate import Estimate
 from firstlight.planner.plan.machine import PlannedRun
 from firstlight.planner.plan.plan import Plan, cost, has_width_rule, largest_epochs
@@ -45,6 +43,8 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
         yield method_rows(plan)
         if any(one.is_bound for one in plan.methods):
             yield "  < is without torch.compile, and what it saves beside a step without"
+        if plan.as_it_stands.speed and any(one.fits and not one.speed for one in plan.methods):
+            yield "  methods without a speed were not timed, to keep planning short"
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
@@ -212,13 +212,13 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     )
     yield f"    {in_words(estimate)}"
     yield f"    {hours(found.seconds)}{_price(plan, found.seconds)}"
-    low, high = found.loss
-    if low == math.log(config.vocab_size):
-        yield "    expected loss not known: the run is too short for the scaling laws"
+    low, high = found.bits_per_byte
+    if high >= 8:
+        yield "    expected bits per byte not known: the run is too short for the law"
     else:
         yield (
-            f"    expected loss {low:.2f} to {high:.2f} nats a token: on web text with a "
-            "vocabulary of 32,000; other text has another"
+            f"    expected {low:.2f} to {high:.2f} bits per byte of held-out text that is as hard "
+            "as English prose or source code"
         )
     if found.epochs is not None:
         yield f"    the prepared text is read {found.epochs:.2g} times{_limit(plan, found.epochs)}"
@@ -241,9 +241,9 @@ def _limit(plan: Plan, epochs: float) -> str:
     # Not exactly the limit, because a run has whole steps.
     if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
         return ""
-    if epochs < 0.9 * MOST_EPOCHS:
+    if plan.recipe.schedule.epochs:
         return ", as schedule.epochs limits it"
-    return ": more would be worth little, and more text much"
+    return ": more would help little, or harm, and more text would help much"
 
 
 def _written(value: Any) -> str:

@@ -29,7 +29,9 @@ _GAIN_ON_GPUS = 1 / DEFAULT_SHARES.misaligned.expected
 #: Multiplications of a measured product [tokens, inner] x [inner, size].
 _PRODUCT_SIZE = 2e8
 #: Bounds of a measured product's tokens, and its largest inner size.
-_LEAST_TOKENS, _MOST_TOKENS, _MOST_INNER = 16, 256, 512
+_LEAST_TOKENS = 16
+_MOST_TOKENS = 256
+_MOST_INNER = 512
 #: Counted measurements of each product.
 _ROUNDS = 5
 

@@ -39,9 +39,9 @@ from typing import Any
 
 import torch
 
-from firstlight.data.remote import cache_folder
 from firstlight.errors import InputError
 from firstlight.files.atomic import read_json, write_json
+from firstlight.files.cache import cache_folder
 from firstlight.hardware.gpus import GPU, GPUS
 from firstlight.models.blockwise import blocks_of
 from firstlight.planner.memory.kernels import Operator

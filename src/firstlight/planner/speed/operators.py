@@ -1,26 +1,17 @@
 """Kinds of operators in the speed model (matrix products, attention, and streams, which are bound
 by memory bandwidth), with the sizes and bytes that their speed depends on.
-
-A trace knows shapes and dtypes, not strides. Whether a factor of a product lies transposed in
-memory, which costs up to half of its speed on CPUs, is derived from the way autograd
-differentiates: see `transposed_factors`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
 from firstlight.planner.memory.kernels import (
-    LISTS,
-    Layout,
     Operator,
-    OperatorCount,
-    bytes_of,
     total_bytes,
 )
 
@@ -42,7 +33,15 @@ _OPTIMIZER_PHASES = ("optimizer", "clipping")
 _GROUPED = ("grouped_linear", "grouped_linear_backward")
 
 _PRODUCTS = (
-    *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "addbmm", "_scaled_mm", "_int_mm"),
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "matmul",
+    "linear",
+    "addbmm",
+    "_scaled_mm",
+    "_int_mm",
     *_GROUPED,
 )
 
@@ -109,7 +108,6 @@ class MatrixProduct:
 
     Attributes:
         added: True if a bias or another matrix is added.
-        transposed: True for each of the two factors that lies transposed in memory.
     """
 
     batch: int
@@ -118,32 +116,21 @@ class MatrixProduct:
     k: int
     dtype: torch.dtype
     added: bool = False
-    transposed: tuple[bool, bool] = (False, False)
 
     @property
     def flops(self) -> int:
         """Number of multiplications and additions."""
         return 2 * self.batch * self.m * self.n * self.k
 
-    @property
-    def layout(self) -> str:
-        """The factors' layouts in BLAS' letters: "n" for as written, "t" for transposed."""
-        return "".join("t" if it else "n" for it in self.transposed)
 
-
-def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False)) -> MatrixProduct:
+def product_of(operator: Operator) -> MatrixProduct:
     """The matrix product of an operator of the kind "matrix_products". The products of all experts
-    count as one product of all rows by one weight; their backward pass as two of them.
-
-    Args:
-        operator: the operator.
-        transposed: see `transposed_factors`.
-    """
+    count as one product of all rows by one weight; their backward pass as two of them."""
     name = operator.base_name
     if is_grouped(operator):
         count = 2 if name.endswith("backward") else 1
         ((rows, _), dtype), (_, n, k) = operator.inputs[0], operator.inputs[count][0]
-        return MatrixProduct(count, rows, n, k, dtype, transposed=transposed)
+        return MatrixProduct(count, rows, n, k, dtype)
     factors = [layout for layout in operator.inputs if len(layout[0]) >= 2]
     added = name in ("addmm", "baddbmm", "addbmm")
     if added:
@@ -151,53 +138,8 @@ def product_of(operator: Operator, transposed: tuple[bool, bool] = (False, False
     (first, dtype), (second, _) = factors[:2]
     n, k = (second[-2], second[-1]) if name == "linear" else (second[-1], second[-2])
     if len(second) > 2:
-        return MatrixProduct(math.prod(first[:-2]), first[-2], n, k, dtype, added, transposed)
-    return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype, added, transposed)
-
-
-def transposed_factors(counts: Iterable[OperatorCount]) -> dict[Operator, tuple[bool, bool]]:
-    """For each matrix product, True for each factor that is transposed in memory.
-
-    A layer with T tokens and weight W computes x @ W.T if W is stored [out, in], and x @ W if it is
-    stored [in, out]. Autograd gives the weight's gradient the layout of the weight (torch's
-    mm_mat2_backward): g.T @ x or x.T @ g. So if there is a product [in, T] x [T, out] besides the
-    forward product [T, in] x [in, out], W is stored [in, out]; otherwise [out, in]. For a square
-    weight both have the same shape: it is taken to be stored as the others. Of batched products,
-    those with n > k (queries by keys) have a transposed second factor.
-    """
-    products = {
-        entry.operator: product_of(entry.operator)
-        for entry in counts
-        if kind_of(entry.operator) == "matrix_products"
-    }
-    made = {(it.m, it.n, it.k) for one, it in products.items() if one.phase != "optimizer"}
-    weights = {  # sizes of the weights that are stored [in, out]
-        (it.k, it.n)
-        for one, it in products.items()
-        if one.phase == "forward" and it.k != it.n and (it.k, it.n, it.m) in made
-    }
-    squares = {(it.k, it.k) for _, it in products.items()} if weights else set()
-    stored_in_out = weights | squares
-    forward = {
-        (it.m, it.k, it.n) for one, it in products.items() if one.phase in ("forward", "loss")
-    }
-    result = {}
-    for one, it in products.items():
-        if is_grouped(one):
-            result[one] = (False, False)
-        elif it.batch > 1:
-            result[one] = (False, it.n > it.k)
-        elif one.phase == "optimizer":
-            result[one] = (False, False)
-        elif {(it.k, it.m, it.n), (it.k, it.n, it.m)} & forward and one.phase != "forward":
-            result[one] = (True, False)
-        elif one.phase == "forward" or ((it.m, it.k, it.n) in forward and one.phase == "loss"):
-            result[one] = (False, (it.k, it.n) not in stored_in_out)
-        else:
-            result[one] = (False, (it.n, it.k) in stored_in_out)
-        if "transposed" in one.options:  # the tracer has seen the strides of the first factor
-            result[one] = (True, result[one][1])
-    return result
+        return MatrixProduct(math.prod(first[:-2]), first[-2], n, k, dtype, added)
+    return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype, added)
 
 
 #: Number of times that in-place operators over lists, whose results are not in a trace, move each
@@ -239,72 +181,3 @@ def streamed_bytes(operator: Operator) -> float:
         # An in-place operator names no result: its input is read and written.
         return 2.0 * operator.moved_bytes
     return float(operator.moved_bytes)
-
-
-def smaller(operator: Operator) -> Operator | None:
-    """An operator of the same kind and about half the work, which runs at the same rate; None if
-    there is no such operator.
-
-    For a product the largest size is halved, for attention the batch, for other operators the first
-    dimension of the tensors that have it; from lists of tensors, the largest tensor is left out.
-    """
-    if not operator.outputs:
-        return _shorter_lists(operator)
-    if kind_of(operator) == "matrix_products":
-        return _halved(operator, _largest_size(operator))
-    if is_attention(operator):
-        return _half_the_batch(operator)
-    shapes = [shape for shape, _ in (*operator.inputs, *operator.outputs) if len(shape) > 1]
-    if not shapes or "embedding" in operator.base_name:
-        return None
-    # The data's first dimension; a norm's gradient, a mask or a bias may not have it.
-    return _halved(operator, max(shapes, key=math.prod)[0])
-
-
-def _largest_size(operator: Operator) -> int:
-    product = product_of(operator)
-    return max(product.m, product.n, product.k)
-
-
-def _halved(operator: Operator, size: int) -> Operator | None:
-    if size < 2:
-        return None
-
-    def half(layout: Layout) -> Layout:
-        shape, dtype = layout
-        return tuple(-(-n // 2) if n == size else n for n in shape), dtype
-
-    return _resized(operator, half)
-
-
-def _half_the_batch(operator: Operator) -> Operator | None:
-    batch = operator.inputs[0][0][0]
-    if batch < 2:
-        return None
-
-    def half(layout: Layout) -> Layout:
-        shape, dtype = layout
-        # A mask of two dimensions is shared by all sequences.
-        has_it = len(shape) > 2 and shape[0] == batch
-        return ((batch // 2, *shape[1:]) if has_it else shape), dtype
-
-    return _resized(operator, half)
-
-
-def _resized(operator: Operator, resize: Callable[[Layout], Layout]) -> Operator:
-    inputs, outputs = (tuple(map(resize, group)) for group in (operator.inputs, operator.outputs))
-    return replace(
-        operator, inputs=inputs, outputs=outputs, moved_bytes=total_bytes(inputs + outputs)
-    )
-
-
-def _shorter_lists(operator: Operator) -> Operator | None:
-    lists = LISTS.get(operator.base_name)
-    if lists is None or len(operator.inputs) <= lists:
-        return None
-    count = len(operator.inputs) // lists
-    largest = max(range(count), key=lambda i: bytes_of(operator.inputs[i]))
-    kept = tuple(
-        layout for i, layout in enumerate(operator.inputs[: lists * count]) if i % count != largest
-    )
-    return replace(operator, inputs=kept, moved_bytes=total_bytes(kept))

@@ -3,7 +3,6 @@ measured steps."""
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -12,21 +11,12 @@ from dataclasses import dataclass, replace
 from firstlight.efficiency.compilation import records_cuda_graphs
 from firstlight.hardware.gpus import GPU
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.planner.memory.kernels import OperatorCount, Target
+from firstlight.planner.memory.kernels import OperatorCount
 from firstlight.planner.memory.prediction import MemoryPrediction
-from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.ranks import copies_of, engine_of
-from firstlight.planner.memory.recipe import trace_memory
 from firstlight.planner.plan.machine import Machine
-from firstlight.planner.speed.calibration import Calibration
 from firstlight.planner.speed.exchange import Exchange
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, Range, shares_of
-from firstlight.planner.speed.operators import transposed_factors
-from firstlight.planner.speed.store import (
-    load_calibration,
-    measure_operators,
-    save_calibration,
-)
 from firstlight.planner.speed.throughput import SpeedPrediction, Workload, predict_speed
 from firstlight.recipe import ResolvedRecipe
 
@@ -38,7 +28,9 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
         recipe: the resolved recipe.
         exchange: communication of several processes; None for one process.
     """
-    model, batch, seq_len = recipe.model, recipe.batch, recipe.data.seq_len
+    model = recipe.model
+    batch = recipe.batch
+    seq_len = recipe.data.seq_len
     exchange = exchange or Exchange()
     return Workload(
         global_batch_tokens=batch.rows
@@ -91,38 +83,6 @@ def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPredict
     return replace(prediction, operators=operators)
 
 
-def count_operators(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
-    """Count the operators of a recipe's step for `predict_speed`: those of all layers and
-    micro-batches, without torch.compile. The memory in the result is not that of a compiled run.
-
-    Args:
-        recipe: the resolved recipe.
-        target: the device to predict for; None is this machine's CPU.
-
-    Raises:
-        ConfigError: the recipe's methods can't work together.
-    """
-    prediction = trace_memory(uncompiled(recipe), target)
-    return all_micro_batches(prediction, recipe.batch.accumulation(recipe.data.seq_len))
-
-
-def predict_recipe_speed(
-    recipe: ResolvedRecipe,
-    machine: Calibration | GPU,
-    counted: MemoryPrediction,
-    exchange: Exchange | None = None,
-) -> SpeedPrediction:
-    """Predict the training speed of a recipe.
-
-    Args:
-        recipe: the resolved recipe.
-        machine: the calibrated machine, or a GPU of the table.
-        counted: result of `count_operators`.
-        exchange: communication of several processes; None is one process.
-    """
-    return predict_speed(counted, workload_of(recipe, exchange), machine)
-
-
 def exchange_of(
     recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
 ) -> Exchange:
@@ -158,58 +118,23 @@ def exchange_of(
 
 
 def estimate_speed(
-    prediction: MemoryPrediction,
-    recipe: ResolvedRecipe,
-    machine: Machine,
-    *,
-    measuring_seconds: float,
+    prediction: MemoryPrediction, recipe: ResolvedRecipe, machine: Machine
 ) -> SpeedPrediction | None:
-    """Predict a recipe's training speed on a machine; None for a GPU whose rates are unknown.
+    """Predict a recipe's training speed on GPUs of the table; None for another machine.
 
     Args:
         prediction: memory and operators of one process's training step without torch.compile.
         recipe: the resolved recipe.
         machine: the machine to run on.
-        measuring_seconds: time for measuring operators that were never timed on this machine's CPU,
-            the costliest first.
     """
-    if machine.gpu is None and machine.target.kind == "cuda":
+    if machine.gpu is None:
         return None
     copies = copies_of(recipe, machine.count)
     accumulation = recipe.batch.accumulation(recipe.data.seq_len, copies)
     counted = all_micro_batches(prediction, accumulation)
     parameters = count_parameters(meta_model(recipe.model)).total
     exchange = exchange_of(recipe, parameters, machine.count, prediction.host_bytes)
-    if machine.gpu is not None:
-        return predict_recipe_speed(recipe, machine.gpu, counted, exchange)
-    calibration = this_calibration()
-    before = len(calibration.entries)
-    if measuring_seconds:
-        measure_operators(calibration, _unknown(calibration, counted), measuring_seconds)
-    if len(calibration.entries) > before:
-        save_calibration(calibration)
-    return predict_recipe_speed(recipe, calibration, counted, exchange)
-
-
-@functools.cache
-def this_calibration() -> Calibration:
-    """This machine's store, with the present times of its reference operators; read and measured
-    once a process."""
-    return load_calibration()
-
-
-def _unknown(calibration: Calibration, prediction: MemoryPrediction) -> tuple[OperatorCount, ...]:
-    """The operators to measure: all of the step; none if operators that were measured before take
-    nine tenths of its predicted time."""
-    known, total = 0.0, 0.0
-    transposed = transposed_factors(prediction.operators)
-    for entry in prediction.operators:
-        estimate = calibration.seconds(
-            entry.operator, transposed.get(entry.operator, (False, False))
-        )
-        total += entry.count * estimate.seconds
-        known += entry.count * estimate.seconds * (estimate.source == "measured")
-    return () if known >= 0.9 * total else prediction.operators
+    return predict_speed(counted, workload_of(recipe, exchange), machine.gpu)
 
 
 # Constants of the speed model of GPUs, fitted on steps that were measured on one
@@ -226,7 +151,7 @@ class TimedStep:
     """A training step that was measured.
 
     Attributes:
-        counted: operators of the step, see `count_operators`.
+        counted: operators of all micro-batches of the step, see `all_micro_batches`.
         work: see `Workload`.
         seconds: median time of the step.
     """
@@ -295,11 +220,15 @@ def _minimum(function: Callable[[float], float], low: float, high: float) -> tup
     at_left, at_right = function(left), function(right)
     for _ in range(_TRIES):
         if at_left < at_right:
-            high, right, at_right = right, left, at_left
+            high = right
+            right = left
+            at_right = at_left
             left = high - _GOLDEN * (high - low)
             at_left = function(left)
         else:
-            low, left, at_left = left, right, at_right
+            low = left
+            left = right
+            at_left = at_right
             right = low + _GOLDEN * (high - low)
             at_right = function(right)
     return (left, at_left) if at_left < at_right else (right, at_right)

@@ -1,7 +1,7 @@
-"""The speed of a training step, from the operators that a trace counted.
+"""The speed of a training step on a GPU, from the operators that a trace counted.
 
-Three hardware models: a GPU by its data sheet or by fitted constants (`gpu.py`), a CPU whose
-operators were timed (`calibration.py`), and the links between several GPUs (`Exchange`).
+Two hardware models: a GPU by its data sheet or by fitted constants (`gpu.py`), and the links
+between several GPUs (`Exchange`). On this machine steps are timed instead, see `timed.py`.
 
 The trace of a step has no kernels of torch.compile, which fuse everything between matrix products
 and attention. Operands and results of those still pass through memory: `fused_bytes` counts them.
@@ -16,7 +16,6 @@ from typing import Any, Literal
 from firstlight.hardware.gpus import GPU
 from firstlight.planner.memory.kernels import OperatorCount, total_bytes
 from firstlight.planner.memory.prediction import MemoryPrediction
-from firstlight.planner.speed.calibration import Calibration, Source
 from firstlight.planner.speed.exchange import Exchange, bubble, exchange_seconds
 from firstlight.planner.speed.gpu import (
     DEFAULT_SHARES,
@@ -33,15 +32,10 @@ from firstlight.planner.speed.operators import (
     is_free,
     kind_of,
     streamed_bytes,
-    transposed_factors,
 )
 
 Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
 
-#: Assumed relative error, on each side, of an operator's time on a calibrated machine, by source.
-_OFF: dict[Source, float] = {"measured": 0.10, "interpolated": 0.20, "guessed": 0.45}
-#: The same, also assumed, for kernels that torch.compile fuses, whose bytes are an estimate too.
-_FUSED_OFF = 0.40
 #: Phases that torch.compile compiles, and in which a pipeline's stages wait for each other.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
 #: Look-ups of rows and the sums of their gradients count as separate kernels in compiled code too.
@@ -80,11 +74,10 @@ class SpeedPrediction:
     Attributes:
         step_seconds: seconds of an optimizer step; `slow` is the largest value.
         tokens_per_second, mfu: speed of all processes together; `slow` is the smallest value. MFU
-            is relative to a GPU's data sheet, or to the rate of products measured on a CPU.
+            is relative to a GPU's data sheet, or to the rate of products measured here.
         phases: expected seconds by phase of the step.
-        kinds: expected seconds by the names in `KINDS`.
-        bound: the resource that takes most of the time.
-        measured_share: fraction of the expected time that comes from operators timed here.
+        kinds: expected seconds by the names in `KINDS`; {} for steps that were timed.
+        bound: the resource that takes most of the time; None for steps that were timed.
         source: origin of the rates, as text for the user.
         notes: assumptions of the prediction, as text for the user.
     """
@@ -93,9 +86,8 @@ class SpeedPrediction:
     tokens_per_second: Range
     mfu: Range
     phases: dict[str, float]
-    kinds: dict[str, float]
-    bound: Bound
-    measured_share: float = 0.0
+    kinds: dict[str, float] = field(default_factory=dict)
+    bound: Bound | None = None
     source: str = ""
     notes: tuple[str, ...] = ()
 
@@ -119,7 +111,6 @@ class _Sums:
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     compute: float = 0.0
     memory: float = 0.0
-    measured: float = 0.0
 
     def add(self, phase: str, kind: str, seconds: Range) -> None:
         self.phases[phase] = self.phases.get(phase, ZERO) + seconds
@@ -133,7 +124,7 @@ class _Sums:
 def predict_speed(
     prediction: MemoryPrediction,
     work: Workload,
-    machine: Calibration | GPU,
+    gpu: GPU,
     shares: Shares | None = None,
 ) -> SpeedPrediction:
     """Predict the speed of the step whose operators were counted.
@@ -141,22 +132,17 @@ def predict_speed(
     Args:
         prediction: prediction for one process, with the operators of an optimizer step.
         work: the step's tokens, precision and communication.
-        machine: the calibrated machine that this runs on, or a GPU of the table.
-        shares: fractions of a GPU's rates that are reached; None takes those of its type.
+        gpu: a GPU of the table.
+        shares: fractions of the GPU's rates that are reached; None takes those of its type.
     """
-    if isinstance(machine, Calibration):
-        shares, link, source = shares or DEFAULT_SHARES, 0.0, "timed on this machine"
-        sums, peak, notes = _on_calibrated(prediction.operators, work, machine)
-    else:
-        shares, link = shares or shares_for(machine), machine.link
-        source = shares.source
-        sums, peak, notes = _on_gpu(prediction.operators, work, machine, shares)
+    shares = shares or shares_for(gpu)
+    sums, peak, notes = _on_gpu(prediction.operators, work, gpu, shares)
     exchange = work.exchange
     if waits := bubble(exchange):
         # Stages wait in the passes only: each updates its own parameters without the others.
         for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
             sums.add(phase, "communication", sums.phases[phase] * waits)
-    sent = exchange_seconds(exchange, link, sums.phases.get("backward", ZERO), shares)
+    sent = exchange_seconds(exchange, gpu.link, sums.phases.get("backward", ZERO), shares)
     if sent.slow:
         sums.add("communication", "communication", sent)
     step = sums.total
@@ -171,8 +157,7 @@ def predict_speed(
         phases={name: found.expected for name, found in sums.phases.items()},
         kinds=sums.kinds,
         bound=_bound(sums),
-        measured_share=sums.measured / max(step.expected, 1e-12),
-        source=source,
+        source=shares.source,
         notes=tuple(notes),
     )
 
@@ -204,9 +189,6 @@ def fused_bytes(counts: Iterable[OperatorCount]) -> dict[str, float]:
             size = total_bytes((*one.inputs, *one.outputs))
             found[one.phase] = found.get(one.phase, 0.0) + entry.count * size
     return found
-
-
-# A GPU by its data sheet
 
 
 def _on_gpu(
@@ -273,49 +255,3 @@ def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shar
         # Only the time beyond the kernels: while they run, launching the next ones is free.
         extra = Range(*(a - b for a, b in zip(waited, busy, strict=True)))
         sums.add(phase, "launching", extra)
-
-
-# A machine that was measured
-
-
-def _on_calibrated(
-    counts: Sequence[OperatorCount], work: Workload, machine: Calibration
-) -> tuple[_Sums, float, list[str]]:
-    sums, notes = _Sums(), list(machine.notes)
-    transposed = transposed_factors(counts)
-    calls: dict[str, float] = {}
-    guessed = 0.0
-    for entry in counts:
-        one = entry.operator
-        if _fuses(entry, work):
-            continue
-        calls[one.phase] = calls.get(one.phase, 0.0) + entry.count
-        if is_free(one):
-            continue
-        estimate = machine.seconds(one, transposed.get(one, (False, False)))
-        kind = kind_of(one)
-        seconds = entry.count * estimate.seconds
-        sums.add(one.phase, kind, Range.around(seconds, _OFF[estimate.source]))
-        sums.measured += seconds if estimate.source == "measured" else 0.0
-        guessed += seconds if estimate.source == "guessed" else 0.0
-        if kind in ("matrix_products", "attention"):
-            sums.compute += seconds
-        else:
-            sums.memory += seconds
-    for phase, size in fused_bytes(counts).items() if work.compiled else ():
-        seconds = size * DEFAULT_SHARES.fused_traffic.expected / machine.reference.rates["stream"]
-        sums.add(phase, "elementwise", Range.around(seconds, _FUSED_OFF))
-        sums.memory += seconds
-    for phase, count in calls.items():
-        compiled = work.compiled and phase in _COMPILED_PHASES
-        # Assumed: compiled code avoids three quarters of a call's Python and autograd; 50 % error.
-        each = machine.reference.call_seconds * (0.25 if compiled else 1.0)
-        sums.add(phase, "launching", Range.around(count * each, 0.5))
-    if guessed > 0.1 * sums.total.expected:
-        notes.append(
-            f"{guessed / sums.total.expected:.0%} of the step's time is from operators unlike "
-            "those that were measured here"
-        )
-    # MFU is relative to the measured rate of matrix products in the step's precision.
-    dtype = "bfloat16" if work.precision.startswith("bf16") else "float32"
-    return sums, machine.reference.rates[dtype], notes

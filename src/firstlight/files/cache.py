@@ -1,0 +1,52 @@
+"""The cache on this machine, and its locks.
+
+The cache is $FIRSTLIGHT_CACHE, otherwise $XDG_CACHE_HOME/firstlight, otherwise ~/.cache/firstlight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from firstlight.console import say
+from firstlight.errors import StorageError, describe_os_error
+from firstlight.files.atomic import storage_errors
+
+
+def cache_folder() -> Path:
+    """The cache's folder."""
+    if own := os.environ.get("FIRSTLIGHT_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"
+
+
+@contextlib.contextmanager
+def held(path: Path, work: str, progress: bool) -> Iterator[None]:
+    """Hold a lock of the cache, after waiting for any other process that holds it.
+
+    The lock is released at the end of the block, and by the kernel if the process ends (`flock`).
+
+    Args:
+        path: the lock file, which is created if necessary and never deleted.
+        work: the work under the lock, for the message "waiting for another process, which is ...".
+        progress: print this message while waiting.
+
+    Raises:
+        StorageError: the lock's file can't be made or locked.
+    """
+    with storage_errors(path):
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = open(os.open(path, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                say(f"waiting for another process, which is {work}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise StorageError(f"{path} can't be locked: {describe_os_error(error)}") from error
+        yield

@@ -1,0 +1,238 @@
+"""The one seam for hostile input: a child process with limits of memory and processor time.
+
+Some files are small programs: a chat template, the steps of a tokenizer.json, a JSON Schema. A
+library that runs them has no limits of its own, and a call into it can only be stopped from
+outside. So a `LimitedProcess` makes such calls in a child process, which is killed when a call
+exceeds a limit, and started again for the next one.
+
+    limit            kept by
+    processor time   a timer in the child (ITIMER_PROF), whose signal ends it even inside C code
+    time             the parent, which waits no longer
+    memory           RLIMIT_DATA in the child, and the parent, which looks at the child's resident
+                     memory while it waits. macOS does not enforce RLIMIT_DATA, so there a child may
+                     take more for the tenth of a second between two looks.
+
+The child is in a session of its own, so Ctrl-C in a terminal does not reach it. It ends when its
+connection is closed, which also happens when the parent is killed.
+
+Requests and answers are JSON, not pickles: the child may be under the control of its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from firstlight import errors
+from firstlight.errors import FirstlightError
+
+#: Seconds between two looks at the child's memory, and after which a call is given up, per second
+#: of processor time that it may take. The latter has room for a busy machine.
+_LOOK_SECONDS, _PATIENCE = 0.1, 20.0
+#: Processor time, in seconds, that a child may take to start.
+_START_SECONDS = 30.0
+
+
+class LimitExceededError(FirstlightError):
+    """A call exceeded a limit, or ended its process. The message says which limits there are."""
+
+
+class LimitedProcess:
+    """Calls a function in a child process, within limits. Safe for threads and forks.
+
+    Args:
+        factory: the function that makes the function to call, as "module:name". The module should
+            import little, because the child starts in the time that this takes.
+        arguments: arguments of `factory`, as JSON data.
+        memory: bytes that the child may take beyond what it has when `factory` returns.
+
+    Attributes:
+        lock: lock that is held during a call.
+    """
+
+    def __init__(self, factory: str, arguments: tuple[Any, ...] = (), *, memory: int) -> None:
+        self.lock = threading.RLock()
+        self._factory = factory
+        self._arguments = arguments
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        _ALL.add(self)
+
+    def start(self) -> int:
+        """Start the child if it does not run; return the number of starts so far."""
+        with self.lock:
+            if self._process is None:
+                self._connection, theirs = Pipe()
+                with theirs:
+                    # The child finds modules where this process does, but not in its current
+                    # folder, whose modules could hide others.
+                    paths = [path for path in sys.path if path]
+                    code = f"import sys; sys.path[:] = {paths!r}; " + _CHILD_CODE
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-c", code, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,
+                        # A page about a panic of Rust code would take 50 MB, and is not shown.
+                        env={**os.environ, "RUST_BACKTRACE": "0"},
+                    )
+                self._finalizer = weakref.finalize(self, _end, self._process, self._connection)
+                self._starts += 1
+                self._most_resident = sys.maxsize
+                try:
+                    self._exchange([self._factory, self._arguments, self._memory], _START_SECONDS)
+                except BaseException:
+                    self.close()
+                    raise
+                self._most_resident = self._resident() + self._memory
+            return self._starts
+
+    def call(self, request: Any, *, seconds: float) -> Any:
+        """The function's result for `request`; both are JSON data.
+
+        Args:
+            request: the function's argument.
+            seconds: limit of processor time.
+
+        Raises:
+            LimitExceededError: the call exceeded a limit, or ended its process.
+            FirstlightError: the function raised this error.
+        """
+        with self.lock:
+            self.start()
+            return self._exchange(request, seconds)
+
+    def close(self) -> None:
+        """End the child; the next call starts another one."""
+        with self.lock:
+            if self._process is not None:
+                self._finalizer()
+                self._process = None
+
+    def _exchange(self, request: Any, seconds: float) -> Any:
+        try:
+            # Text as it is: escapes would take six bytes for a character.
+            content = json.dumps([request, seconds], ensure_ascii=False)
+            self._connection.send_bytes(content.encode("utf-8", "surrogatepass"))
+            until = time.monotonic() + _PATIENCE * max(seconds, 1.0)
+            while not self._connection.poll(_LOOK_SECONDS):
+                if time.monotonic() > until or self._resident() > self._most_resident:
+                    raise EOFError
+            kind, result = json.loads(
+                self._connection.recv_bytes().decode("utf-8", "surrogatepass")
+            )
+        except (OSError, EOFError):
+            self.close()
+            raise LimitExceededError(
+                f"more than {seconds:g} s of processor time or {self._memory >> 20:,} MiB of memory"
+            ) from None
+        except BaseException:
+            # Such as Ctrl-C: the answer to this request must not be taken for that to the next.
+            self.close()
+            raise
+        if not kind:
+            return result
+        error = getattr(errors, kind, None)
+        if isinstance(error, type) and issubclass(error, FirstlightError):
+            raise error(result)
+        raise RuntimeError(f"{self._factory} failed: {kind}: {result}")
+
+    def _resident(self) -> int:
+        import psutil
+
+        assert self._process is not None
+        with contextlib.suppress(psutil.Error):
+            return int(psutil.Process(self._process.pid).memory_info().rss)
+        return 0  # it has ended, which reading its answer will show
+
+    def forget(self) -> None:
+        """In a process that was forked from the one of the child: leave the child to that process.
+        Otherwise both would talk to it, and it would outlive the other process."""
+        self.lock = threading.RLock()
+        if self._process is not None:
+            self._finalizer.detach()
+            self._connection.close()
+            self._process.returncode = 0  # not a child of this process, which must not wait for it
+            self._process = None
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+_ALL: weakref.WeakSet[LimitedProcess] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for process in _ALL:
+        process.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+# In the child
+
+_CHILD_CODE = "from firstlight.files.limits import serve; serve(int(sys.argv[1]))"
+
+
+def serve(descriptor: int) -> None:
+    """In the child: answer requests until the connection is closed.
+
+    Args:
+        descriptor: file descriptor of the connection.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The parent may ignore or block it, which a child inherits.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    connection = Connection(descriptor)
+    function: Callable[[Any], Any] = _prepare
+    while True:
+        try:
+            content = connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        request, seconds = json.loads(content.decode("utf-8", "surrogatepass"))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        kind = ""
+        try:
+            result: Any = function(request)
+        except MemoryError:
+            raise  # the end of this process
+        except Exception as error:  # noqa: BLE001 - the parent raises it
+            kind, result = type(error).__name__, str(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if function is _prepare and not kind:
+            function, result = result, None
+        answer = json.dumps([kind, result], ensure_ascii=False)
+        connection.send_bytes(answer.encode("utf-8", "surrogatepass"))
+
+
+def _prepare(request: tuple[str, list[Any], int]) -> Callable[[Any], Any]:
+    """Make the function to call, then limit the memory."""
+    factory, arguments, memory = request
+    module, _, name = factory.partition(":")
+    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)(*arguments)
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            data = int(file.read().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (data + memory, data + memory))
+    return function

@@ -1,0 +1,219 @@
+"""Constants for choosing settings: layouts, learning rates, shapes, and the formula of the expected
+loss.
+
+Constants without another source were measured with models of 0.8 to 5 million parameters that were
+trained on the source code of Python's standard library (`benchmarks learning`). For larger
+models they are extrapolated by the published scaling laws that are named here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from firstlight.optim.new_model import MODEL, NEW_MODEL
+
+#: Model layout, initial weights, optimizer and schedule of new models, by `section.key`.
+LAYOUT: dict[str, Any] = {
+    f"{section}.{key}": value
+    for section, values in {"model": MODEL, **NEW_MODEL}.items()
+    for key, value in values.items()
+}
+
+#: Learning rates of other optimizers than Muon, if the user chooses one. AdamW's is that of the
+#: setting `nanogpt-tuned` in the benchmark; Lion takes a third to a tenth of it (Chen et al. 2023),
+#: and the steps of Adafactor are relative to the parameters' size.
+RATES = {"adamw": 2e-3, "adamw8bit": 2e-3, "paged_adamw8bit": 2e-3, "lion": 4e-4, "adafactor": 1e-2}
+
+#: (hidden_size, num_hidden_layers) of the candidate models, smallest first. Widths are multiples of
+#: 64, the size of an attention head.
+SHAPES = (
+    (64, 2),
+    (64, 4),
+    (128, 3),
+    (128, 4),
+    (192, 4),
+    (256, 4),
+    (256, 6),
+    (320, 6),
+    (384, 6),
+    (384, 8),
+    (448, 8),
+    (512, 8),
+    (576, 10),
+    (640, 10),
+    (704, 12),
+    (768, 12),
+    (896, 14),
+    (1024, 16),
+    (1152, 18),
+    (1280, 20),
+    (1536, 20),
+    (1792, 22),
+    (2048, 24),
+    (2304, 26),
+    (2560, 28),
+    (3072, 28),
+    (3584, 30),
+    (4096, 32),
+    (5120, 40),
+    (6144, 48),
+    (7168, 60),
+    (8192, 80),
+)
+HEAD_DIM = 64
+
+#: (hidden_size, num_hidden_layers) of the names of `--size`.
+SIZES = {
+    "tiny": (128, 4),
+    "small": (256, 6),
+    "medium": (512, 8),
+    "large": (768, 12),
+    "xl": (1280, 20),
+}
+
+#: Vocabulary sizes by bytes of text: (upper limit of bytes, vocabulary size). For texts of 1 MB,
+#: which are read four times in a few minutes, 512 tokens had 0.8 % (Shakespeare) and 0.6 %
+#: (WikiText-2) fewer bits than 1,024. Those for 1.5 to 10 MB are interpolated.
+VOCABULARIES = (
+    (1.5e6, 512),
+    (3e6, 1024),
+    (10e6, 2048),
+    (40e6, 4096),
+    (400e6, 8192),
+    (4e9, 16384),
+    (float("inf"), 32768),
+)
+#: Mean bytes of Latin text per token, by vocabulary size.
+BYTES_PER_TOKEN = {512: 1.9, 1024: 2.35, 2048: 2.8, 4096: 3.3, 8192: 3.7, 16384: 4.1, 32768: 4.4}
+
+#: Sequence lengths by width of the model: (upper limit of hidden_size, tokens of a sequence).
+SEQ_LENS = ((320, 256), (640, 512), (1 << 30, 1024))
+#: Tokens of a run from which on a sequence has LONG_SEQ_LEN tokens at least. Standard library, 1.9M
+#: parameters, bits per byte with 512 and 256 tokens: 1.260 and 1.247 in a run of 3.4 million
+#: tokens, 1.085 and 1.142 in one of 6.3 million (with another seed 1.129 and 1.168).
+LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
+
+#: Tokens of a step (BATCH_TOKENS) for a run of BATCH_AT_TOKENS tokens. They grow with the root of
+#: the run's tokens, because the gradient noise scale grows as the loss falls (McCandlish et al.
+#: 2018), up to MOST_BATCH_TOKENS. In runs of 6.3 million tokens (standard library, 1.9M parameters,
+#: one run each), 4,096 tokens had as many bits as 2,048, and 4.2 % fewer than 8,192. In runs of 3.4
+#: million, 4,096 had 4.4 % fewer than 2,048.
+BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 1_600_000
+MOST_BATCH_TOKENS = 524_288
+
+#: Tokens of a forward pass that are enough to keep a device busy, by kind of device.
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
+
+#: Expected bits per character of held-out text:
+#:
+#:     FLOOR x^FLOOR_POWER + A / parameters^ALPHA + B / max(x, 1) / characters^BETA,
+#:
+#: multiplied by (n-gram bits / NGRAM_BITS)^NGRAM_POWER, and divided by xz's bits per character over
+#: DENSE_XZ_BITS where they are more.
+#:
+#: Here x is xz's bits per character of a sample of the text, divided by those of the standard
+#: library (XZ_OF_LIBRARY); text that xz makes smaller than those is no harder to learn. Parameters
+#: are those of the layers, characters those that training reads. N-gram bits and xz's are those of
+#: `ngrams.Hardness`; n-gram bits are taken to be LEAST_NGRAM_BITS at least.
+#:
+#: ALPHA, BETA and A are close to those of Hoffmann et al. 2022. With B they were fitted to 28 runs
+#: with 0.6 to 7.6 million parameters that read 0.9 to 44 MB of the standard library, Shakespeare,
+#: WikiText-2, and Debian's documents in eight languages.
+#:
+#: The other constants were chosen by 149 runs of 64,000 to 1.5 million tokens on 116 texts (source
+#: code in 30 languages, prose, manuals, web pages, messages, data files, tables, word lists and
+#: dictionaries, a fifth of them in Chinese, Japanese, Korean, Arabic, Persian, Hebrew, Russian,
+#: Greek, Hindi, Bengali, Urdu, Tamil, Telugu or Khmer), and seven runs of 2 to 12.7 million tokens
+#: on the three texts above. Their n-gram bits were 0.6 to 6.4.
+FLOOR = 0.66
+A = 6.5
+ALPHA = 0.27
+B = 49.0
+BETA = 0.28
+XZ_OF_LIBRARY, FLOOR_POWER = 1.72, 1.45
+NGRAM_BITS = 2.24
+NGRAM_POWER = 0.95
+LEAST_NGRAM_BITS = 0.1
+DENSE_XZ_BITS = 2.8
+#: Lowest and highest ratio of measured to expected bits, in 111 of the 116 runs on usual texts, and
+#: in 31 of the 33 on unusual ones, whose `ngrams.Hardness.long_ngram_ratio` is outside
+#: USUAL_LONG_NGRAMS: most of them tables, sorted lists, and data that repeats itself. In the other
+#: runs the ratios were 0.5 to 1.5.
+EXPECTED_RANGE, UNUSUAL_RANGE = (0.84, 1.18), (0.6, 1.3)
+USUAL_LONG_NGRAMS = (0.78, 1.16)
+
+#: GOOD_EPOCHS: passes over the text up to which a repetition is nearly as good as new text
+#: (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: largest
+#: number of passes. With a weight decay of 0.1 to 0.3, the held-out loss rose from 4 to 5 passes on
+#: with 85,000 tokens and 9 parameters per token, and from 4 passes on with 400,000 tokens and 2
+#: parameters per token, with or without dropout. At 12 passes it was much higher. With 3.0, six
+#: passes had 0.2 % fewer bits than four (one run each).
+GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
+#: Bytes of text below which the plan says that the text is too little for a language.
+LITTLE_TEXT = 50_000
+#: The plan says how many bits this multiple of a text would save.
+MORE_TEXT = 10.0
+#: The largest model whose expected bits are within this fraction of the lowest is chosen, because
+#: the estimates for very small models are the least certain.
+#: INDIFFERENT_SHARE: the same as a fraction of the bits above `law.least_bits`. It counts for large
+#: models, and balances them about as the published laws do (Hoffmann et al. 2022: 20 tokens per
+#: parameter).
+INDIFFERENT, INDIFFERENT_SHARE = 0.005, 0.03
+#: Largest number of the layers' parameters per token of the text: a larger model memorizes it.
+#: After four passes over 1 MB (Shakespeare, 512 tokens), 15 parameters per token and a weight decay
+#: of 2.5 had 1.1 % fewer bits than 6 and 2.0. More were not measured.
+MOST_PARAMETERS_A_TOKEN = 16.0
+#: Weight decay, and weight decay if the text is read more often than `GOOD_EPOCHS`, by Muon and by
+#: other optimizers, for models of REPEATED_PARAMETERS and more parameters of the layers per token
+#: of the text. Below, it is proportional to the parameters, because a model that is small for its
+#: text does not memorize it. Muon after four passes over 1 MB (Shakespeare, 1,024 tokens): with 7.5
+#: parameters per token, 2.0 had 0.9 % fewer bits than 1.0, and 3.0 had 0.1 % fewer than 2.0. With
+#: 18, 2.5 had 1.9 % fewer than 1.0. After four passes over the standard library, with 0.25
+#: parameters per token, 0.1 had 5.4 % fewer bits than 2.0. Between 0.25 and 3 it is interpolated.
+#: AdamW's was not measured again. One run each.
+WEIGHT_DECAY = 0.1
+REPEATED_WEIGHT_DECAY = 2.0
+REPEATED_ADAMW_DECAY = 0.3
+REPEATED_PARAMETERS = 3.0
+
+#: Ratio of two speeds, that with which a model was chosen and that which it reaches, from which the
+#: model is chosen again.
+OTHER_SPEED = 1.5
+#: Fraction of the given time below which a run is said to end early, with its passes over the text.
+EARLY = 0.8
+#: Expected seconds of a command for other work than training and preparing the text, which are
+#: imports, measuring the machine's speed, the first evaluation and the report; and bytes of text
+#: that are read and prepared in a second. 1.1 MB (Shakespeare) took 11 s in all on 2 cores.
+OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
+#: Bytes of text that are prepared in any case; of longer texts as much as the run reads, if that is
+#: more.
+PREPARED_BYTES = 64 << 20
+#: Fraction of the run's time for all evaluations together, and number of evaluations of a run.
+EVALUATION_SHARE, EVALUATIONS = 0.06, 4
+#: Tokens per second of an evaluation, divided by those of training.
+EVALUATION_SPEED = 3.0
+#: Length of a run in seconds from which compiling pays on a GPU. On an H100 it took 25 s for a
+#: GPT-2 of 124M parameters, and gave 2.3 times the speed.
+COMPILE_SECONDS = 180.0
+
+#: Fine-tuning all weights: AdamW's learning rate TUNING_RATE for a hidden_size of TUNING_WIDTH. It
+#: is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was the best
+#: of 7e-4, 2e-3 and 5e-3.
+TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
+#: Fine-tuning: learning rates of optimizers as multiples of AdamW's. Lion's is as in `RATES`.
+TUNING_RATES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
+#: Fine-tuning adapters: the learning rate at TUNING_WIDTH as a multiple of TUNING_RATE, and the
+#: power of the inverse width (Schulman et al. 2025, "LoRA Without Regret", fitted to Llama models
+#: of 1 billion parameters and more).
+ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
+#: `lora.rank` and `lora.alpha`.
+ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
+#: Largest number of passes over MANY_CHATS or more conversations, and over few conversations.
+CHAT_EPOCHS = 3.0
+CHAT_EPOCHS_OF_FEW = 10.0
+MANY_CHATS = 1000
+#: Steps of a short fine-tuning, and largest number of tokens of a step.
+TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
+#: Fraction of the conversations that have to fit into a row if the longest one has more than
+#: LONGEST_ROW tokens.
+USUAL_SHARE, LONGEST_ROW = 0.99, 2048

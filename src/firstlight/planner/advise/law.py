@@ -1,0 +1,272 @@
+"""The law of the expected loss, and the facts about machine, text and model from which a model is
+chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from firstlight.planner.advise import defaults
+
+#: The constant R* of Muennighoff et al. 2023 (arXiv 2305.16264): see `worth_of_bytes`.
+_WORTH_OF_REPETITION = 15.39
+
+
+@dataclass(frozen=True)
+class Length:
+    """Length of a run, given as one of three quantities.
+
+    Attributes:
+        seconds: time of the training loop.
+        tokens: number of tokens that are trained on.
+        steps: number of optimizer steps.
+    """
+
+    seconds: float | None = None
+    tokens: float | None = None
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """Facts about a machine.
+
+    Attributes:
+        name: name of the device.
+        kind: "cpu", "cuda" or "mps".
+        rates: training FLOPs per token and tokens per second of some models, the smallest first.
+        usable_bytes: memory that a run may use, in bytes.
+        origin: text with the source of the rates, for the user.
+        compiles: True if torch.compile works on this device.
+        steps: pairs (training FLOPs per token, seconds of a step of few tokens) of some models, the
+            smallest first. On a GPU, such a step takes the time of starting its kernels. Empty on a
+            CPU, where a step of few tokens is short. `steps` and `rates` are without torch.compile:
+            a compiled run is faster than expected.
+        is_busy: True if other programs kept the cores busy when the speed was measured.
+    """
+
+    name: str
+    kind: str
+    rates: Sequence[tuple[float, float]]
+    usable_bytes: int
+    origin: str = "measured"
+    compiles: bool = True
+    steps: Sequence[tuple[float, float]] = ()
+    is_busy: bool = False
+
+    def times(self, factor: float) -> MachineFacts:
+        """The same machine at a multiple of its speed."""
+        rates = [(flops, factor * rate) for flops, rate in self.rates]
+        steps = [(flops, seconds / factor) for flops, seconds in self.steps]
+        return replace(self, rates=rates, steps=steps)
+
+    def tokens_per_second(self, flops: float, step_tokens: float = math.inf) -> float:
+        """Estimated training speed of a model in tokens per second.
+
+        The time of a token is interpolated linearly between the models of `rates`, extrapolated
+        beyond them, and at least half of the time of the smallest. With a single model in `rates`,
+        the time is proportional to the FLOPs.
+
+        Args:
+            flops: training FLOPs per token of the model.
+            step_tokens: tokens of a step; without them, as many as keep the device busy.
+        """
+        seconds = [(size, 1 / rate) for size, rate in self.rates]
+        if len(seconds) == 1:
+            rate = seconds[0][0] / seconds[0][1] / flops
+        else:
+            rate = 1 / max(_on_line(seconds, flops), min(one for _, one in seconds) / 2)
+        if not self.steps or step_tokens == math.inf:
+            return rate
+        least = self.steps[0][1] if len(self.steps) == 1 else _on_line(self.steps, flops)
+        return min(rate, step_tokens / max(least, self.steps[0][1] / 2))
+
+
+def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
+    """The value at a place between points (place, value), of which the places rise; beyond them it
+    is extrapolated, and it does not fall."""
+    index = next((i for i, (one, _) in enumerate(points[1:-1], 1) if one > place), -1)
+    (low, first), (high, second) = points[index - 1], points[index]
+    return first + max((second - first) / (high - low), 0.0) * (place - low)
+
+
+@dataclass(frozen=True)
+class Hardness:
+    """How hard a text is to learn.
+
+    Attributes:
+        xz_bits_per_byte: bits per byte of the sample's training text, compressed by xz.
+        ngram_bits_per_character: bits that an n-gram model of the sample's training text, with
+            contexts of three characters, needs for a character of its held-out text; at least
+            `defaults.LEAST_NGRAM_BITS`.
+        long_ngram_ratio: bits per character of a model with contexts of eight characters, divided
+            by `ngram_bits_per_character`.
+        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz, of the
+            sample or, once the text is prepared, of all of it; 8 if unknown.
+    """
+
+    xz_bits_per_byte: float
+    ngram_bits_per_character: float
+    long_ngram_ratio: float
+    held_out_xz_bits_per_byte: float = 8.0
+
+
+#: The hardness for which the law's constants stand: that of the standard library's source code.
+USUAL_HARDNESS = Hardness(defaults.XZ_OF_LIBRARY, defaults.NGRAM_BITS, 1.0)
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """Facts about prepared text, counted or estimated.
+
+    Attributes:
+        vocab_size: vocabulary size of the tokenizer.
+        train_tokens: number of tokens of the training split.
+        bytes_per_token: mean UTF-8 bytes of text per token.
+        hardness: how hard the text is to learn.
+        val_tokens: number of tokens of the validation split.
+        bytes_per_character: mean UTF-8 bytes of text per character.
+    """
+
+    vocab_size: int
+    train_tokens: float
+    bytes_per_token: float
+    hardness: Hardness
+    val_tokens: float
+    bytes_per_character: float = 1.0
+
+    @property
+    def is_unusual(self) -> bool:
+        """True for text whose loss is less certain: more characters of context help an n-gram model
+        much more than usual, or harm it. Most of it is tables, sorted lists, and data that repeats
+        itself."""
+        low, high = defaults.USUAL_LONG_NGRAMS
+        return not low <= self.hardness.long_ngram_ratio <= high
+
+
+def usual_intermediate_size(hidden_size: int) -> int:
+    """Width inside an MLP with a gate: 8/3 of hidden_size, rounded up to a multiple of 64."""
+    return math.ceil(hidden_size * 8 / 3 / 64) * 64
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a model, from which its parameters and FLOPs follow.
+
+    Attributes:
+        hidden_size, num_hidden_layers: width and depth.
+        vocab_size: vocabulary size.
+        seq_len: tokens of a sequence.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    seq_len: int
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width inside the MLP."""
+        return usual_intermediate_size(self.hidden_size)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of parameters of the layers' matrices."""
+        width = self.hidden_size
+        return self.num_hidden_layers * (4 * width**2 + 3 * width * self.intermediate_size)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, with embedding and head, without norms."""
+        return self.layer_parameters + 2 * self.vocab_size * self.hidden_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and two moments in fp32: the least memory of training."""
+        return 16 * self.parameters
+
+    @property
+    def flops_per_token(self) -> float:
+        """Training FLOPs per token: six for each weight of a matrix product, and those of
+        attention."""
+        products = self.layer_parameters + self.vocab_size * self.hidden_size
+        attention = self.num_hidden_layers * self.hidden_size * self.seq_len
+        return 6.0 * (products + attention)
+
+
+def worth_of_bytes(read: float, unique: float) -> float:
+    """The number of bytes of new text that is worth as much as reading a text repeatedly.
+
+    Source: Muennighoff et al. 2023 (arXiv 2305.16264), equation 5.
+
+    Args:
+        read: bytes that are read, repetitions included.
+        unique: bytes of the text.
+    """
+    if read <= unique:
+        return read
+    repeats = read / unique - 1
+    return unique * (1 + _WORTH_OF_REPETITION * (1 - math.exp(-repeats / _WORTH_OF_REPETITION)))
+
+
+def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
+    """Expected bits per byte of held-out text after training; see `defaults` for the formula.
+
+    Args:
+        parameters: number of parameters of the layers' matrices.
+        read: bytes of text that training reads, repetitions included.
+        text: facts about the text.
+    """
+    unique = max(text.train_tokens * text.bytes_per_token, 1.0)
+    size = text.bytes_per_character
+    characters = max(worth_of_bytes(read, unique) / size, 1.0)
+    xz = text.hardness.xz_bits_per_byte * size
+    relative = xz / defaults.XZ_OF_LIBRARY
+    bits: float = defaults.FLOOR * math.pow(relative, defaults.FLOOR_POWER)
+    bits += defaults.A / parameters**defaults.ALPHA
+    # Extrapolated below the standard library, the easiest texts would be the hardest.
+    bits += defaults.B / max(relative, 1.0) / characters**defaults.BETA
+    ngrams = text.hardness.ngram_bits_per_character / defaults.NGRAM_BITS
+    bits *= math.pow(ngrams, defaults.NGRAM_POWER)
+    bits /= max(xz / defaults.DENSE_XZ_BITS, 1.0)
+    # Guessing a byte costs 8 bits.
+    return min(bits / size, 8.0)
+
+
+def least_bits(text: TextFacts) -> float:
+    """Expected bits per byte of a model without limits of size and text."""
+    return expected_bits(math.inf, math.inf, replace(text, train_tokens=math.inf))
+
+
+def vocabulary_for(text_bytes: float) -> int:
+    """The usual vocabulary size for a text of some bytes."""
+    return next(tokens for most, tokens in defaults.VOCABULARIES if text_bytes <= most)
+
+
+def latin_bytes_per_token(vocab_size: int) -> float:
+    """Mean bytes of Latin text per token of a vocabulary of the nearest known size."""
+    sizes = defaults.BYTES_PER_TOKEN
+    return sizes[min(sizes, key=lambda size: abs(math.log(size / vocab_size)))]
+
+
+def longer_text(text: TextFacts, factor: float, *, keeps_vocabulary: bool) -> TextFacts:
+    """Facts about `factor` times as much of the same kind of text.
+
+    Args:
+        text: facts about the text.
+        factor: a number above 1.
+        keeps_vocabulary: False gives it the vocabulary that is usual for its size.
+    """
+    whole = factor * (text.train_tokens + text.val_tokens) * text.bytes_per_token
+    size = text.vocab_size
+    if not keeps_vocabulary:
+        size = max(size, vocabulary_for(whole))
+    longer = latin_bytes_per_token(size) / latin_bytes_per_token(text.vocab_size)
+    return replace(
+        text,
+        vocab_size=size,
+        bytes_per_token=longer * text.bytes_per_token,
+        train_tokens=factor * text.train_tokens / longer,
+        val_tokens=factor * text.val_tokens / longer,
+    )

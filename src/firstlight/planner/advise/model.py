@@ -1,0 +1,396 @@
+"""The model that learns most within a budget, and its batch.
+
+A larger model learns more from each token, and gets fewer tokens in the same time. The best balance
+comes from the law of the expected loss (`law.py`), and from the speed at which a model of each size
+trains on the hardware at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from pydantic import ValidationError
+
+from firstlight.errors import ConfigError
+from firstlight.models import ModelConfig
+from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import (
+    USUAL_HARDNESS,
+    TextFacts,
+    expected_bits,
+    latin_bytes_per_token,
+    least_bits,
+    usual_intermediate_size,
+)
+
+#: Fewest steps of a run: for shorter ones the batch is made smaller, because warm-up and decay of
+#: the learning rate need some steps.
+_FEWEST_STEPS = 100
+
+
+def batch_tokens(tokens: float, seq_len: int) -> int:
+    """Tokens of a step: a power of two that grows with the root of the run's tokens, smaller if the
+    run would have fewer than `_FEWEST_STEPS` steps; at least one sequence."""
+    wanted = defaults.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / defaults.BATCH_AT_TOKENS)
+    wanted = min(max(wanted, defaults.BATCH_TOKENS), defaults.MOST_BATCH_TOKENS)
+    batch = 1 << round(math.log2(wanted))
+    while batch > seq_len and 0 < tokens < _FEWEST_STEPS * batch:
+        batch //= 2
+    return max(batch, seq_len)
+
+
+def tokens_in_time(
+    rate: float, seconds: float, text: TextFacts, epochs: float | None = None
+) -> float:
+    """Tokens that a run of a given time reads.
+
+    Args:
+        rate: tokens per second of training.
+        seconds: time of the run, evaluations included.
+        text: facts about the text.
+        epochs: largest number of passes over the text; None is `defaults.MOST_EPOCHS`.
+    """
+    most = (defaults.MOST_EPOCHS if epochs is None else epochs) * text.train_tokens
+    return min(rate * seconds * (1 - defaults.EVALUATION_SHARE), most)
+
+
+def batch_and_rate(
+    rate: Callable[[float], float],
+    tokens_at: Callable[[float], float],
+    batch_for: Callable[[float], int],
+) -> tuple[int, float]:
+    """Tokens of a step, and tokens per second of a run.
+
+    The batch follows from the run's tokens, these from the speed, and the speed from the batch.
+
+    Args:
+        rate: function from the tokens of a step to the tokens per second.
+        tokens_at: function from the tokens per second to the tokens of the run.
+        batch_for: function from the tokens of the run to those of a step.
+    """
+    reached = rate(math.inf)
+    # As the batch grows with the root of the tokens, the second round hardly changes it.
+    for _ in range(2):
+        batch = batch_for(tokens_at(reached))
+        reached = rate(batch)
+    return batch, reached
+
+
+class Trained(Protocol):
+    """A candidate model with the run that it would have.
+
+    Attributes:
+        flops: training FLOPs per token.
+        bits: expected bits per byte of held-out text after the run.
+        seconds: time of the run's steps.
+        layer_parameters: number of parameters of the layers' matrices.
+    """
+
+    @property
+    def flops(self) -> float: ...
+    @property
+    def bits(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def layer_parameters(self) -> float: ...
+
+
+T = TypeVar("T", bound=Trained)
+
+
+def best_model(
+    candidates: Sequence[T],
+    text: TextFacts,
+    is_timed: bool,
+    in_time: Callable[[float], Sequence[T]],
+) -> T:
+    """The best of the candidates that are not too large for their text.
+
+    For a given time, this is the largest model whose expected loss is about the lowest. For a given
+    number of tokens or steps, the largest model would always have the lowest loss. So it is the
+    largest model that would also be chosen if the time that it needs for these tokens were given.
+
+    Args:
+        candidates: models that fit into memory, the smallest first.
+        text: facts about the text.
+        is_timed: True if the candidates' runs are those of a given time.
+        in_time: function from a time to the candidates with runs of that time.
+    """
+    most = defaults.MOST_PARAMETERS_A_TOKEN * text.train_tokens
+    general = [one for one in candidates if one.layer_parameters <= most] or candidates[:1]
+    least = least_bits(text)
+    if is_timed:
+        return _largest_of_the_best(general, least)
+    best = general[0]
+    for one in general[1:]:
+        known = {other.layer_parameters for other in general}
+        rivals = [other for other in in_time(one.seconds) if other.layer_parameters in known]
+        if _largest_of_the_best(rivals, least).flops < one.flops:
+            break
+        best = one
+    return best
+
+
+def _largest_of_the_best(candidates: Sequence[T], least: float) -> T:
+    lowest = min(one.bits for one in candidates)
+    share = defaults.INDIFFERENT_SHARE * max(lowest - least, 0.0)
+    most = lowest + min(defaults.INDIFFERENT * lowest, share)
+    return max((one for one in candidates if one.bits <= most), key=lambda one: one.flops)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The suggested model and run for a budget.
+
+    Attributes:
+        config: config of the model.
+        parameters: number of the model's parameters.
+        active_parameters: number of parameters that are used for a token: fewer than all in a
+            mixture of experts.
+        layer_parameters: number of active parameters of the layers' matrices.
+        flops: training FLOPs per token.
+        tokens: tokens of the run.
+        global_batch_tokens, max_steps: suggested values of the recipe's keys.
+        seconds: duration at the expected rate.
+        bits: expected bits per byte of held-out text at the end.
+        epochs: passes over the text at hand; None if its size is not known.
+    """
+
+    config: ModelConfig
+    parameters: int
+    active_parameters: int
+    layer_parameters: int
+    flops: float
+    tokens: int
+    global_batch_tokens: int
+    max_steps: int
+    seconds: float
+    bits: float
+    epochs: float | None
+
+    @property
+    def bits_per_byte(self) -> tuple[float, float]:
+        """Lowest and highest expected bits per byte of held-out text that is as hard as usual."""
+        low, high = defaults.EXPECTED_RANGE
+        return low * self.bits, min(high * self.bits, 8.0)
+
+
+def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
+    """Facts about a text of which only the tokens are known.
+
+    Args:
+        vocab_size: vocabulary size of its tokenizer.
+        tokens: its tokens; None if they are not known, or more than any run reads.
+    """
+    train = math.inf if tokens is None else float(tokens)
+    return TextFacts(vocab_size, train, latin_bytes_per_token(vocab_size), USUAL_HARDNESS, 0.0)
+
+
+def suggest(
+    rate: Callable[[Suggestion, float], float | None],
+    models: Iterable[ModelConfig],
+    text: TextFacts,
+    *,
+    seq_len: int,
+    seconds: float | None = None,
+    tokens: float | None = None,
+    epochs: float | None = None,
+) -> Suggestion:
+    """The best model for a budget.
+
+    Args:
+        rate: function from a model and the tokens of a step to the tokens a second at which it
+            trains here; None if the model does not fit.
+        models: candidate models, smallest first; see `model_ladder`.
+        text: facts about the text.
+        seq_len: tokens of a sequence.
+        seconds, tokens: the budget as time or as tokens; exactly one of them.
+        epochs: largest number of passes over the text in a budget of time; None is
+            `defaults.MOST_EPOCHS`.
+
+    Raises:
+        ConfigError: not even the smallest model fits, or not exactly one budget is given.
+    """
+    if (seconds is None) is (tokens is None):
+        raise ConfigError("give either a time or a number of tokens as the budget")
+    fitting: list[Suggestion] = []
+    for config in models:
+        model = _without_run(config, seq_len)
+        # The models are sorted by size: no larger one fits either.
+        if rate(model, math.inf) is None:
+            break
+        fitting.append(model)
+    if not fitting:
+        raise ConfigError(
+            "no model of the ladder fits this budget and memory: give more time or tokens, or a "
+            "GPU with more memory"
+        )
+
+    def in_time(time: float | None) -> list[Suggestion]:
+        def tokens_at(reached: float) -> float:
+            if time is not None:
+                return tokens_in_time(reached, time, text, epochs)
+            assert tokens is not None
+            return tokens
+
+        return [_with_run(one, rate, tokens_at, text, seq_len) for one in fitting]
+
+    return best_model(in_time(seconds), text, seconds is not None, in_time)
+
+
+def _without_run(config: ModelConfig, seq_len: int) -> Suggestion:
+    """A model whose run is not known yet."""
+    model = meta_model(config)
+    count = count_parameters(model)
+    return Suggestion(
+        config=config,
+        parameters=count.total,
+        active_parameters=count.active,
+        layer_parameters=count.active - _other_parameters(model, config),
+        flops=train_flops_per_token(model, seq_len),
+        tokens=0,
+        global_batch_tokens=0,
+        max_steps=0,
+        seconds=0.0,
+        bits=math.inf,
+        epochs=None,
+    )
+
+
+def _with_run(
+    model: Suggestion,
+    rate: Callable[[Suggestion, float], float | None],
+    tokens_at: Callable[[float], float],
+    text: TextFacts,
+    seq_len: int,
+) -> Suggestion:
+    """The model with its batch and its number of steps."""
+
+    def rate_of(batch: float) -> float:
+        found = rate(model, batch)
+        assert found is not None
+        return found
+
+    batch, reached = batch_and_rate(rate_of, tokens_at, lambda n: batch_tokens(n, seq_len))
+    steps = max(round(tokens_at(reached) / batch), 1)
+    return with_steps(
+        replace(model, global_batch_tokens=batch, seconds=steps * batch / reached), steps, text
+    )
+
+
+def _other_parameters(model: Any, config: ModelConfig) -> int:
+    """Number of parameters of embedding, head, norms and biases."""
+    tables = 1 if config.tie_word_embeddings else 2
+    vectors: int = sum(p.numel() for p in model.parameters() if p.dim() < 2)
+    return int(tables * config.vocab_size * config.hidden_size) + vectors
+
+
+def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
+    """The suggestion with another number of steps, and with the values that follow from it, except
+    `global_batch_tokens` and `seconds`.
+
+    Args:
+        found: the suggestion.
+        steps: the new number of steps.
+        text: facts about the text.
+    """
+    tokens = steps * found.global_batch_tokens
+    return replace(
+        found,
+        tokens=tokens,
+        max_steps=steps,
+        bits=expected_bits(found.layer_parameters, tokens * text.bytes_per_token, text),
+        epochs=tokens / text.train_tokens if text.train_tokens < math.inf else None,
+    )
+
+
+#: Keys of sizes that are proportional to the width.
+_PROPORTIONAL_SIZES = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "kv_lora_rank",
+    "q_lora_rank",
+)
+
+
+def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
+    """Models of the same family in other sizes, smallest first.
+
+    They keep all other keys of the model: the size of a head, the head's tie to the embedding, the
+    numbers of experts, the context. The sizes of MLP and experts stay proportional to the width,
+    and so does the number of key-value heads to that of the heads.
+
+    Args:
+        model: config of the model.
+        cuts: number of processes among which the key-value heads are to be divided evenly. Their
+            number is then the possible one that is nearest to the usual one; the usual one if none
+            is possible.
+
+    Raises:
+        ConfigError: the family has none of these sizes with the model's other keys.
+    """
+    ladder: dict[tuple[int, int], ModelConfig] = {}
+    problem = ""
+    for hidden, layers in defaults.SHAPES:
+        try:
+            config = _resized(model, hidden, layers, cuts)
+        except ValidationError as error:
+            # For instance a model with experts in every tenth layer has no smaller depth.
+            problem = str(error.errors()[0]["msg"])
+            continue
+        ladder[config.hidden_size, layers] = config
+    if not ladder:
+        raise ConfigError(f"the model section is valid in its own size only: {problem}")
+    yield from ladder.values()
+
+
+def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelConfig:
+    """The model with about this width, and this number of layers; arguments as in `model_ladder`.
+
+    Raises:
+        ValidationError: the model's other keys are invalid with these sizes.
+    """
+    values: dict[str, Any] = model.model_dump()
+    width = model.hidden_size
+    depth = model.num_hidden_layers
+    heads = model.num_attention_heads
+    count = max(round(hidden * heads / width), 1)
+    # The multiple of the width of a head that is nearest.
+    hidden = hidden if width % heads else count * width // heads
+    changes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": count,
+        "max_window_layers": round(values.get("max_window_layers", 0) * layers / depth),
+        "first_k_dense_replace": min(values.get("first_k_dense_replace", 0), layers - 1),
+        "mlp_only_layers": [i for i in values.get("mlp_only_layers", ()) if i < layers],
+    }
+    for key in _PROPORTIONAL_SIZES:
+        if values.get(key) == usual_intermediate_size(width):
+            changes[key] = usual_intermediate_size(hidden)
+            continue
+        size = (values.get(key) or 0) * hidden / width
+        step = 16 if size < 256 else 64 if size < 2560 else 256
+        changes[key] = math.ceil(size / step) * step or None
+    if "num_key_value_heads" in values:
+        usual = count * values["num_key_value_heads"] / heads
+        possible = [n for n in range(1, count + 1) if count % n == 0]
+        shared = [n for n in possible if n % cuts == 0] or possible
+        changes["num_key_value_heads"] = min(shared, key=lambda n: abs(n - usual))
+    if "linear_num_key_heads" in values:
+        keys = values["linear_num_key_heads"]
+        changes["linear_num_key_heads"] = max(round(keys * count / heads), 1)
+        each = values["linear_num_value_heads"] // keys
+        changes["linear_num_value_heads"] = each * changes["linear_num_key_heads"]
+    for key in ("layer_types", "no_rope_layers"):
+        # Lists of layers are mostly repetitions of a pattern.
+        listed = values.get(key)
+        changes[key] = listed and [listed[i % depth] for i in range(layers)]
+    known = {key: value for key, value in changes.items() if key in values}
+    return type(model).model_validate(values | known)

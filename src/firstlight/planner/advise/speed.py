@@ -1,0 +1,165 @@
+"""The speed of a machine for new models: timed on this machine, predicted for others."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from firstlight.errors import ConfigError
+from firstlight.hardware.device import free_memory_bytes, is_out_of_memory
+from firstlight.hardware.environment import cores_are_busy
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import MachineFacts, ModelSize
+from firstlight.planner.plan.estimate import Candidate, Estimator
+from firstlight.planner.plan.machine import Machine, resolve_for
+from firstlight.planner.speed.timed import time_step
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
+
+#: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, or
+#: predicted, and their vocabulary size.
+_TIMED_SHAPES = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
+_PREDICTED_SHAPES = ((192, 4), (512, 8), (1024, 16))
+_VOCABULARY = 4096
+#: Tokens of a measured step on a CPU. With half of them, a token takes up to 1.4 times as long,
+#: because of the update's share.
+_TIMED_TOKENS = defaults.BATCH_TOKENS
+#: (free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger model take
+#: 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
+_TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
+#: Origins of a speed, as they are shown.
+MEASURED, PREDICTED = "measured here", "predicted by the planner"
+
+
+def new_model_speed(machine: Machine) -> MachineFacts:
+    """The speed of a machine for new models: timed here, predicted for other machines.
+
+    Raises:
+        ConfigError: the GPU's speed is not known.
+    """
+    kind = machine.target.kind
+    timed_tokens = _timed_tokens(machine)
+    is_busy = kind == "cpu" and cores_are_busy()
+    try:
+        known = _speeds(machine, timed_tokens) if timed_tokens else _predicted_speeds(machine)
+    except RuntimeError as error:
+        # Another program has taken memory of the GPU that was free.
+        if kind != "cuda" or not is_out_of_memory(error):
+            raise
+        if machine.gpu is None:
+            problem = "has too little free memory to measure its speed"
+            raise ConfigError(f"{machine.name} {problem}: end what else uses it") from None
+        timed_tokens = 0
+        known = _predicted_speeds(machine)
+    if kind == "cuda" and machine.is_here:
+        # The memory of the measured models, of which some are in reference cycles.
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    # If a smaller model is slower than a larger one, because of kernel launches or noise, it gets
+    # the larger one's rate: `MachineFacts` needs rates that don't rise with size.
+    rates, steps = known
+    rates = [
+        (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
+    ]
+    usable, origin = machine.usable_bytes, MEASURED if timed_tokens else PREDICTED
+    return MachineFacts(machine.name, kind, rates, usable, origin, machine.compiles, steps, is_busy)
+
+
+@functools.cache
+def _predicted_speeds(
+    machine: Machine,
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    return _speeds(machine, 0)
+
+
+def _speeds(
+    machine: Machine, timed_tokens: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """The speed of a machine for some models.
+
+    Args:
+        timed_tokens: tokens of a measured step; 0 if the speed is predicted.
+
+    Returns:
+        Two lists with a pair for each model: (FLOPs of a token, tokens per second), and for a GPU
+        (FLOPs of a token, seconds of a step of few tokens).
+    """
+    kind = machine.target.kind
+    seq_len = 256 if kind == "cpu" else 512
+    many = timed_tokens or defaults.MICRO_BATCH_TOKENS[kind]
+    # On a GPU, a step of few tokens takes the time of starting its kernels.
+    step_tokens = (many,) if kind == "cpu" else (many, seq_len)
+    rates, steps = [], []
+    for shape in _TIMED_SHAPES[kind] if timed_tokens else _PREDICTED_SHAPES:
+        size = ModelSize(*shape, _VOCABULARY, seq_len)
+        recipes = [resolve_for(_speed_recipe(size, tokens), machine) for tokens in step_tokens]
+        find = timed_rate if timed_tokens else predicted_rate
+        rate, *few = (find(recipe, machine) for recipe in recipes)
+        rates.append((size.flops_per_token, rate))
+        steps += [(size.flops_per_token, seq_len / one) for one in few]
+    return rates, steps
+
+
+def _timed_tokens(machine: Machine) -> int:
+    """The tokens of a measured step of many tokens; 0 if the machine's speed is not measured: it is
+    another machine, its memory is taken, or it is an Apple GPU."""
+    kind = machine.target.kind
+    if not machine.is_here or kind not in _TIMED_SHAPES:
+        return 0
+    if kind == "cpu":
+        return _TIMED_TOKENS
+    free = free_memory_bytes(machine.hardware.device)
+    return next((tokens for size, tokens in _TOKENS_OF_MEMORY if free >= size), 0)
+
+
+def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
+    """A recipe of a new model with the usual layout, for finding its speed in steps of one
+    micro-batch of `tokens` tokens."""
+    values: dict[str, Any] = {
+        "data": {"dir": "unused", "seq_len": shape.seq_len},
+        "batch": {"micro_batch_size": tokens // shape.seq_len},
+        "efficiency": {"compile": False},
+        "schedule": {"max_steps": 1000},
+        "evaluation": {"sample_prompts": []},
+    }
+    given = {
+        **defaults.LAYOUT,
+        "model.vocab_size": shape.vocab_size,
+        "model.hidden_size": shape.hidden_size,
+        "model.num_hidden_layers": shape.num_hidden_layers,
+        "model.num_attention_heads": shape.hidden_size // defaults.HEAD_DIM,
+        "model.intermediate_size": shape.intermediate_size,
+        "model.max_position_embeddings": shape.seq_len,
+    }
+    return parse_recipe(nested(values, given), "the recipe of a speed")
+
+
+def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections `values` (section -> key -> value) with additional values by `section.key`."""
+    found = {section: dict(keys) for section, keys in values.items()}
+    for name, value in more.items():
+        section, _, key = name.partition(".")
+        found.setdefault(section, {})[key] = value
+    return found
+
+
+def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
+    """Tokens per second of steps of one micro-batch, which are timed on this machine."""
+    seconds = time_step(recipe, machine.hardware).seconds(1)
+    return recipe.batch.rows * recipe.data.seq_len / seconds
+
+
+def predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
+    """Tokens per second of a recipe on a GPU.
+
+    Raises:
+        ConfigError: the GPU's speed is unknown.
+    """
+    found = Estimator().estimate(Candidate(recipe, machine, evaluates=False))
+    if found.tokens_per_second is None:
+        raise ConfigError(f"the speed of {machine.name} is not known: name another --gpu")
+    return found.tokens_per_second.expected

@@ -1,0 +1,359 @@
+"""The final numbers of a run, and findings about it: overfitting and divergence.
+
+The terminal, `--json` and the report show the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from firstlight.checkpoint.manifest import Saved, best_saved
+from firstlight.console import loss_text
+from firstlight.errors import DIVERGED_REMEDY, CheckpointError
+from firstlight.report.records import RunRecord
+from firstlight.report.series import Floats, Metrics, Series
+
+#: The validation loss counts as risen if it is above its lowest value by more than this fraction of
+#: it, and by more than this number of nats. Each evaluation has the same rows, so noise is smaller.
+_RISE, _LEAST_RISE = 0.01, 0.01
+#: The training loss counts as fallen if a median of `_medians` is below the first loss by more than
+#: this fraction.
+_FALL = 0.003
+#: Number of losses of a median, because the loss of a single batch is noisy.
+_WINDOW = 10
+#: Fewest steps after the warm-up for the finding that the loss is above that of guessing, and for
+#: the finding that it never fell.
+_FEWEST, _FEWEST_TO_FALL = 10, 15
+#: A loss above this multiple of the bound is a finding already with this number of logged losses.
+_FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem that was found in a run.
+
+    Attributes:
+        kind: "diverged" or "overfitting".
+        since_step: the step from which the run has the problem.
+        text: description of the problem, one sentence without a full stop.
+        advice: advice what to do, one sentence without a full stop.
+        figures: the numbers in `text`, by name, as JSON values.
+    """
+
+    kind: Literal["diverged", "overfitting"]
+    since_step: int
+    text: str
+    advice: str
+    figures: Mapping[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as a JSON object."""
+        return {
+            "kind": self.kind,
+            "since_step": self.since_step,
+            "text": self.text,
+            "advice": self.advice,
+            **self.figures,
+        }
+
+
+def findings_of(run: RunRecord) -> list[Finding]:
+    """The findings about a run, finished or not: at most one. A run that has diverged is not
+    checked for overfitting."""
+    diverged = _ended_by_guard(run) or _divergence(run)
+    found = diverged or _overfitting(run)
+    return [] if found is None else [found]
+
+
+# Overfitting
+
+
+def _overfitting(run: RunRecord) -> Finding | None:
+    """The finding that the validation loss has risen since its lowest value and the training loss
+    has not; None if that is not so."""
+    validation = run.metrics.series("val/loss")
+    # The evaluation before the first step does not count: a model that was best before training
+    # has not overfitted.
+    trained = validation.x > 0
+    validation = Series(validation.x[trained], validation.y[trained])
+    if len(validation) < 2:
+        return None
+    best = int(validation.y.argmin())
+    lowest, last = float(validation.y[best]), float(validation.y[-1])
+    if last - lowest <= max(_RISE * abs(lowest), _LEAST_RISE) or _training_rose(
+        run, int(validation.x[best])
+    ):
+        return None
+    step = int(validation.x[best])
+    return Finding(
+        "overfitting",
+        step,
+        f"validation loss rose since step {step:,} (from {loss_text(lowest)} to "
+        f"{loss_text(last)}): overfitting",
+        _advice_on_overfitting(run, step),
+        {"best_val/loss": lowest, "val/loss": last},
+    )
+
+
+def _training_rose(run: RunRecord, step: int) -> bool:
+    """True if the training loss (as a median of 10 steps) is higher at the end than at a step."""
+    losses = run.metrics.series("train/loss")
+    before = losses.y[losses.x <= step][-_WINDOW:]
+    after = losses.y[losses.x > step][-_WINDOW:]
+    if not len(before) or not len(after):
+        return False
+    return bool(np.median(after) > (1 + _RISE) * np.median(before))
+
+
+def _advice_on_overfitting(run: RunRecord, step: int) -> str:
+    epochs = run.metrics.last("epoch")
+    read = "" if epochs is None or epochs < 1.5 else f" (the run read its own {epochs:.1f} times)"
+    smaller = "lower the learning rate" if starts_from_model(run) else "take a smaller model"
+    return (
+        f"use more text{read}, end the run at step {step:,} (schedule.max_steps), or {smaller}; "
+        f"{_kept(run, step)}"
+    )
+
+
+def _kept(run: RunRecord, step: int) -> str:
+    """A sentence about the kept checkpoint with the lowest validation loss, and how to use it."""
+    best = best_checkpoint(run.folder)
+    if best is None or best.val_loss is None:
+        return (
+            "no checkpoint with a validation loss was kept (checkpoint.keep_best and "
+            "checkpoint.every_steps above 0 keep one)"
+        )
+    which = "of that step" if best.step == step else f"of step {best.step:,}, the best one kept,"
+    folder = shlex.quote(str(run.folder))
+    return f"the checkpoint {which} is used with --best: firstlight eval {folder} --best"
+
+
+def best_checkpoint(run_folder: Path) -> Saved | None:
+    """A run's kept checkpoint with the lowest validation loss, according to the manifests, without
+    verifying it; None if there is none."""
+    try:
+        found = best_saved(run_folder)
+    except (CheckpointError, OSError):
+        return None
+    return found[0] if found else None
+
+
+# Divergence
+
+
+def _ended_by_guard(run: RunRecord) -> Finding | None:
+    """The finding that the guard has ended the run as diverged, and that it was not resumed since;
+    None if that is not so."""
+    event = run.events[-1] if run.events else None
+    if event is None or event["event"] != "diverged" or event["step"] < run.last_step:
+        return None
+    reason = str(event.get("reason")).replace(f"; {DIVERGED_REMEDY}", "")
+    text = f"the run diverged at step {event['step']:,}: {reason}"
+    return Finding("diverged", int(event["step"]), text, _ADVICE, {})
+
+
+_ADVICE = f"{DIVERGED_REMEDY}, and begin anew"
+
+
+def _divergence(run: RunRecord) -> Finding | None:
+    """The finding that the training loss is above the loss of guessing, or has never fallen; None
+    if neither is so."""
+    losses = run.metrics.series("train/loss")
+    bound = loss_of_guessing(run)
+    if bound is None or len(losses) < _FEWEST_FAR_ABOVE:
+        return None
+    trained = int((losses.x > _warmup_steps(run)).sum())
+    medians = _medians(losses.y)
+    last, first = float(medians[-1]), float(losses.y[0])
+    lowest = min(first, float(medians.min()))
+    is_preference = run.recipe.get("preference") is not None
+    if last > _FAR_ABOVE * max(bound, first) or (
+        not is_preference
+        and trained >= _FEWEST
+        and last > bound
+        # A loss that began above the bound and still falls is no divergence.
+        and last > (1 + _RISE) * lowest
+    ):
+        return _above(losses, last, bound, is_preference)
+    never_fell = lowest > (1 - _FALL) * first
+    is_long = trained >= _FEWEST_TO_FALL and len(losses) >= 2 * _FEWEST_TO_FALL
+    # When a good model is trained further on similar text, its loss hardly changes.
+    if not never_fell or not is_long or is_preference or starts_from_model(run):
+        return None
+    text = (
+        f"training loss never fell: {loss_text(last)} after {run.last_step:,} steps, "
+        f"{loss_text(first)} at the first"
+    )
+    advice = (
+        "the learning rate is far too high or too low for this model (optimizer.learning_rate), "
+        "or its text has nothing to learn"
+    )
+    return Finding("diverged", 1, text, advice, {"train/loss": last, "first_train/loss": first})
+
+
+def _above(losses: Series, last: float, bound: float, is_preference: bool) -> Finding:
+    below = np.flatnonzero(losses.y <= bound)
+    since = int(losses.x[min(below[-1] + 1, len(losses) - 1) if len(below) else 0])
+    guess = "which answer is preferred" if is_preference else "every token with the same chance"
+    text = (
+        f"training loss is {loss_text(last)}, above the {loss_text(bound)} of guessing {guess}, "
+        f"since step {since:,}: the run diverged"
+    )
+    return Finding("diverged", since, text, _ADVICE, {"train/loss": last, "guessing": bound})
+
+
+def _medians(values: Floats) -> Floats:
+    """The medians of consecutive groups of ten values, aligned to the end; up to nine values at the
+    beginning are left out. Fewer than ten values are one group."""
+    whole = len(values) // _WINDOW
+    if not whole:
+        return np.array([np.median(values)])
+    found: Floats = np.median(values[-whole * _WINDOW :].reshape(whole, _WINDOW), axis=1)
+    return found
+
+
+def loss_of_guessing(run: RunRecord) -> float | None:
+    """The loss of a model that gives every token the same probability, in nats: the logarithm of
+    the vocabulary size; for preference pairs ln 2. None if the vocabulary size is unknown."""
+    if run.recipe.get("preference") is not None:
+        return math.log(2)
+    model = run.recipe.get("model")
+    size = model.get("vocab_size") if isinstance(model, Mapping) else None
+    return math.log(size) if type(size) is int and size > 1 else None
+
+
+def starts_from_model(run: RunRecord) -> bool:
+    """True if the run started from the weights of another run or model."""
+    is_branch = any(start.get("branched_from") is not None for start in run.starts)
+    has_weights = run.start.get("init_from") is not None or is_branch
+    return has_weights or run.recipe.get("lora") is not None
+
+
+def _warmup_steps(run: RunRecord) -> int:
+    """The number of warm-up steps: from the record of the run's start, else from its recipe, else
+    an estimate of a twentieth of the run."""
+    schedule = run.recipe.get("schedule")
+    in_recipe = schedule.get("warmup_steps") if isinstance(schedule, Mapping) else None
+    found = run.start.get("warmup_steps", in_recipe)
+    return found if type(found) is int else (run.max_steps or run.last_step) // 20
+
+
+# Final numbers
+
+_ACCURACY = re.compile(r"(.+)/(acc|acc_norm)")
+
+
+def is_accuracy(key: str) -> bool:
+    """True if a key is NAME/acc or NAME/acc_norm."""
+    return _ACCURACY.fullmatch(key) is not None
+
+
+def accuracies(metrics: Metrics) -> list[str]:
+    """The keys NAME/acc and NAME/acc_norm that have numbers, in alphabetical order."""
+    return sorted(key for key in metrics.columns if is_accuracy(key))
+
+
+def final_numbers(run: RunRecord) -> dict[str, Any]:
+    """The final numbers of a run as a JSON object; None for a number that is unknown.
+
+    Returns:
+        An object with these keys:
+
+        - `run_folder`, `parameters`, `gzip_bits_per_byte`;
+        - `step` (the last one), `max_steps`, `tokens_seen`, `epoch`;
+        - last values: `train/loss`, `val/loss`, `perplexity`, `bits_per_byte`, and if there are
+          any, `train_eval/loss`, `NAME/acc`, `NAME/acc_norm` and their `..._stderr`;
+        - lowest values: `best_val/loss`, its step `best_val/loss_step`, `best_bits_per_byte`;
+        - medians: `tokens_per_second`, `learned_tokens_per_second`, `samples_per_second`,
+          `step_seconds`, `mfu`;
+        - peaks: `memory_bytes`, and on a GPU `reserved_bytes` and `device_used_bytes`;
+        - median: `gpu_utilization`; `hours`: time of the steps, and of saves for which they waited;
+        - counts: `skipped_steps`, `rollbacks`, `resumed`.
+    """
+    metrics = run.metrics
+    bits = metrics.values("bits_per_byte")
+    validation = metrics.series("val/loss")
+    best = int(validation.y.argmin()) if len(validation) else None
+    hours = metrics.hours
+    last = {key: metrics.last(key) for key in _LAST}
+    return {
+        "run_folder": str(run.folder),
+        "step": run.last_step,
+        "max_steps": run.max_steps,
+        **{k: int(v) if k in _WHOLE and v is not None else v for k, v in last.items()},
+        "best_val/loss": None if best is None else float(validation.y[best]),
+        "best_val/loss_step": None if best is None else int(validation.x[best]),
+        "best_bits_per_byte": float(bits.min()) if len(bits) else None,
+        "gzip_bits_per_byte": _positive(run.start.get("gzip_bits_per_byte")),
+        **{key: _median(metrics.values(key)) for key in _RATES},
+        "step_seconds": _median(metrics.values("seconds")),
+        "mfu": _median(metrics.values("mfu")),
+        **{key: _peak(metrics.values(key)) for key in _MEMORY},
+        "gpu_utilization": _median(metrics.values("gpu_utilization")),
+        "hours": float(hours[-1]) if len(hours) else None,
+        "parameters": _positive(run.start.get("parameters")),
+        "rollbacks": sum(event["event"] == "rollback" for event in run.events),
+        "resumed": sum(start["step"] > 0 and "branched_from" not in start for start in run.starts),
+        **{
+            key: metrics.last(key)
+            for name in (*accuracies(metrics), "train_eval/loss")
+            for key in (name, f"{name}_stderr")
+            if key in metrics.columns
+        },
+    }
+
+
+_MEMORY = ("memory_bytes", "reserved_bytes", "device_used_bytes")
+_RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
+
+
+_LAST = (
+    "tokens_seen",
+    "epoch",
+    "train/loss",
+    "val/loss",
+    "perplexity",
+    "bits_per_byte",
+    "skipped_steps",
+)
+
+
+_WHOLE = {"tokens_seen", "skipped_steps"}
+
+
+def _median(values: Any) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def _peak(values: Any) -> int | None:
+    return int(values.max()) if len(values) else None
+
+
+def _positive(value: object) -> Any:
+    """`value` if it is a finite number above 0, else None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) and value > 0 else None  # type: ignore[arg-type, operator]
+
+
+def duration(hours: float) -> tuple[str, str]:
+    """Number and unit of a time, as texts: ("12.3", "min")."""
+    for unit, length in (("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
+        if hours >= length or unit == "s":
+            return (
+                f"{hours / length:,.3g}" if hours < 100 * length else f"{hours / length:,.0f}",
+                unit,
+            )
+    raise AssertionError("unreachable")
+
+
+def memory_unit(most: float) -> tuple[int, str]:
+    """Size in bytes and name of a unit (MiB or GiB) that is suitable for `most` bytes."""
+    return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")

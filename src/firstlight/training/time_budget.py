@@ -1,0 +1,445 @@
+"""The length of a run in minutes: the number of steps that follows from the times of steps,
+evaluations and saves.
+
+The number of steps is decided, and corrected if the speed changes afterwards. It is written to the
+disk before a learning rate depends on it, so that a resumed run has the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from firstlight.errors import CheckpointError
+from firstlight.files.atomic import write_json
+from firstlight.optim.schedule import BatchSchedule, DecidedLength, PredictedLength, ScheduleConfig
+from firstlight.report.records import LENGTH_NAME, METRICS_NAME, read_length, sound_json_lines
+
+#: Parts of the training loop's time other than steps: the first generated text of a process,
+#: evaluations of the loss, scores of tasks, saves.
+Part = Literal["first text", "samples", "evaluation", "tasks", "save"]
+
+#: First steps of a process, which allocate memory and compile, and are slower than the others. The
+#: steps after them are the settled steps.
+_SLOW_STEPS = 2
+
+#: Number of settled steps whose times are remembered.
+_MOST_STEPS = 10_000
+
+
+class LoopTimes:
+    """Times of the training loop in this process: of its steps and of its other parts.
+
+    Args:
+        clock: monotonic clock in seconds.
+
+    Attributes:
+        steps: (sequences, seconds) of the last settled steps, waits for data and logs included.
+        slow_steps: (sequences, seconds) of the first steps, waits for data and logs included.
+        settled_steps: number of all settled steps.
+        settled_seconds: seconds of all settled steps.
+        seconds: seconds of the last occurrence of each part; without parts that did not occur yet.
+        write_seconds: seconds that a thread took to write the last checkpoint; 0 if training waits
+            for the writing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun: float | None = None
+        self._step_began = self._apart = 0.0
+        self._sequences = 0
+        self.steps: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)
+        self.slow_steps: list[tuple[int, float]] = []
+        self.settled_steps, self.settled_seconds = 0, 0.0
+        self.seconds: dict[Part, float] = {}
+        self.write_seconds = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first step of this process began."""
+        return 0.0 if self._begun is None else self._clock() - self._begun
+
+    def begin_step(self) -> None:
+        """End the step before, if there was one, and begin the next one."""
+        now = self._clock()
+        if self._begun is None:
+            self._begun = now
+        if self._sequences:
+            # From one beginning to the next, so that waits for data and logs count, but without the
+            # parts, which have times of their own.
+            seconds = now - self._step_began - self._apart
+            # The first steps compile, allocate memory and read files that are not cached yet.
+            if len(self.slow_steps) < _SLOW_STEPS:
+                self.slow_steps.append((self._sequences, seconds))
+            else:
+                self.steps.append((self._sequences, seconds))
+                self.settled_steps += 1
+                self.settled_seconds += seconds
+        self._step_began = now
+        self._apart = 0.0
+        self._sequences = 0
+
+    def count(self, sequences: int) -> None:
+        """Note the number of sequences of the current step, which is then one that counts."""
+        self._sequences = sequences
+
+    @contextlib.contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """Context for work that is not part of a step, and is measured separately."""
+        began = self._clock()
+        try:
+            yield
+        finally:  # an evaluation may end in a rollback, after which the run goes on
+            taken = self._clock() - began
+            self._apart += taken
+        # Not of work that was broken off, which says nothing of the next.
+        self.seconds[name] = taken
+
+
+#: Most seconds in a line of a log, about a thousand years: a greater number is damage.
+_MOST_SECONDS = 3e10
+
+#: Number of settled steps, and their seconds, that a decision needs; in short runs, this share of
+#: the run's seconds.
+_FEWEST_STEPS = 8
+_FEWEST_SECONDS = 30.0
+_FEWEST_SHARE = 0.02
+
+#: Share of the remaining time that fewer settled steps must have taken to be enough, for runs of a
+#: few slow steps.
+_ENOUGH_SHARE = 0.2
+
+#: Share of the upper limit of a run's steps (`max_steps`, `epochs`) after which its length may be
+#: decided although the steps were too quick for the numbers above. Such a run ends by the limit of
+#: its steps, long before its minutes are over.
+_QUICK_SHARE = 0.2
+
+#: Number of times in a run at which the number of steps is predicted, to see if it has to be
+#: decided.
+_CHECKS = 500
+
+#: Share of the remaining steps after which a decided number of steps is checked again, and share
+#: of the run's time by which it may miss its end without a correction. In a simulation, machines
+#: that became three times as slow or as fast during the decay missed the end by 2 %; with half of
+#: the steps, by 20 %; and with an eighth, the number was corrected up to twice as often.
+_CHECK_SHARE = 0.25
+_TOLERANCE = 0.02
+
+#: Most steps of a run without an upper limit.
+_LONGEST = 2**40
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """Work that a run repeats: evaluations or saves.
+
+    Attributes:
+        every_steps: number of steps from one occurrence to the next; 0 for one at the end only.
+        seconds: seconds of each occurrence before the end of the run.
+        last_seconds: seconds of the one after the last step.
+    """
+
+    every_steps: int
+    seconds: float
+    last_seconds: float
+
+    def total(self, step: int, steps: int) -> float:
+        """Seconds of all occurrences between and after the `steps` steps that follow `step`."""
+        between = 0
+        if self.every_steps:
+            between = (step + steps - 1) // self.every_steps - step // self.every_steps
+        return between * self.seconds + self.last_seconds
+
+
+def steps_in_time(
+    seconds: float,
+    step: int,
+    sequence_seconds: float,
+    batch: BatchSchedule,
+    periodic: Sequence[Periodic],
+) -> int:
+    """The largest number of steps for which a time is enough, including evaluations and saves
+    between them and after them; at least 1.
+
+    Args:
+        seconds: the time.
+        step: number of steps done before.
+        sequence_seconds: seconds that a sequence takes in a step.
+        batch: sequences of each step.
+        periodic: evaluations and saves.
+    """
+
+    def needed(steps: int) -> float:
+        return seconds_of_steps(steps, step, sequence_seconds, batch, periodic)
+
+    # The time grows with the number of steps, so that bisection finds the last number that fits.
+    return max(bisect_right(range(1, _LONGEST), seconds, key=needed), 1)
+
+
+def seconds_of_steps(
+    steps: int,
+    step: int,
+    sequence_seconds: float,
+    batch: BatchSchedule,
+    periodic: Sequence[Periodic],
+) -> float:
+    """Seconds of the `steps` steps that follow `step`, including evaluations and saves between them
+    and after them. For the other arguments see `steps_in_time`."""
+    training = sequence_seconds * (batch.before(step + steps) - batch.before(step))
+    return training + sum(one.total(step, steps) for one in periodic)
+
+
+def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
+    """The mean of the seconds that a sequence takes in a step, over the last steps.
+
+    These steps took half of the time that is to be predicted, and at most half of all time. So the
+    mean soon follows a machine that has become slower, and does not include the start of a run,
+    when processors are still cool and fast.
+
+    A step that took more than twice the median counts as twice the median, since a machine that
+    stood still once is not expected to do so again.
+
+    Args:
+        steps: (sequences, seconds) of each step, at least one.
+        ahead: seconds of the steps that are to be predicted.
+    """
+    recent: list[tuple[int, float]] = []
+    back, most_back = 0.0, min(ahead, sum(seconds for _, seconds in steps)) / 2
+    for sequences, seconds in reversed(steps):
+        if back >= most_back and len(recent) >= _FEWEST_STEPS:
+            break
+        recent.append((sequences, seconds))
+        back += seconds
+    most = 2 * statistics.median(seconds / sequences for sequences, seconds in recent)
+    total = sum(min(seconds, most * sequences) for sequences, seconds in recent)
+    return total / sum(sequences for sequences, _ in recent)
+
+
+class TimeBudget:
+    """The time of a run in minutes, the part of it that is used, and the number of steps that fit.
+
+    Args:
+        config: the recipe's `schedule` section.
+        length: the number of steps, predicted or decided.
+        seconds_used: seconds of the training loop in earlier processes of the run.
+        times: the times of this process.
+        most_steps: upper limit of the run's steps, however much time there is; None for no limit.
+        is_new: True if `length` is a first, rough prediction.
+
+    Attributes:
+        seconds: the time of the run in seconds.
+        most_steps: upper limit of the run's steps; None for no limit.
+    """
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        length: PredictedLength,
+        seconds_used: float,
+        times: LoopTimes,
+        most_steps: int | None = None,
+        *,
+        is_new: bool,
+    ) -> None:
+        assert config.max_minutes is not None
+        self.most_steps = most_steps
+        self._config, self.seconds = config, 60 * config.max_minutes
+        self.length = length
+        self.is_new = is_new
+        self.times = times
+        self._used_before = seconds_used
+        self._next_prediction = 0.0
+        #: Number of steps after which a number that this process has decided is checked again.
+        self._next_check_step: int | None = None
+
+    @property
+    def seconds_used(self) -> float:
+        """Seconds of the training loop so far, in this process and in earlier ones that the run was
+        resumed from."""
+        return self._used_before + self.times.elapsed
+
+    def write(self, run_folder: Path) -> None:
+        """Write length and used seconds into the run folder, from where resuming reads them.
+
+        Raises:
+            StorageError: the file can't be written.
+        """
+        write_json(run_folder / LENGTH_NAME, self.record | {"seconds_used": self.seconds_used})
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The length as JSON values."""
+        length = self.length
+        record: dict[str, Any] = {
+            "max_minutes": self._config.max_minutes,
+            "predicted_steps": length.predicted_steps,
+        }
+        if self.most_steps is not None:
+            record["most_steps"] = self.most_steps
+        if isinstance(length, DecidedLength):
+            record |= {"max_steps": length.max_steps, "decided_at": length.decided_at}
+            if length.replaced:
+                record["replaced"] = [list(pair) for pair in length.replaced]
+        return record
+
+    def take(self, max_steps: int, step: int) -> None:
+        """Set the number of steps of the run, at its decision and each time it is checked again.
+
+        Args:
+            max_steps: number of steps of the run, another one or the same.
+            step: number of steps done.
+        """
+        now = self.length
+        if not isinstance(now, DecidedLength):
+            self.length = DecidedLength(now.predicted_steps, max_steps, step)
+        elif max_steps != now.max_steps:
+            replaced = (*now.replaced, (now.max_steps, step))
+            self.length = replace(now, max_steps=max_steps, replaced=replaced)
+        left = max_steps - step
+        self._next_check_step = step + math.ceil(_CHECK_SHARE * left) if left > 1 else None
+
+    def is_due(self, step: int) -> bool:
+        """True if the number of steps may have to be decided or corrected now; the same in all
+        processes of a run.
+
+        A number that another process of the run has decided, before this one resumed it, is not
+        corrected.
+        """
+        return not isinstance(self.length, DecidedLength) or step == self._next_check_step
+
+    def decided_steps(
+        self,
+        step: int,
+        warmup_steps: int,
+        batch: BatchSchedule,
+        periodic: Callable[[float], Sequence[Periodic]],
+    ) -> int | None:
+        """The number of steps of the run, if it has to be decided now; None if it can be decided
+        later.
+
+        Args:
+            step: number of steps done.
+            warmup_steps: steps over which the learning rate rises.
+            batch: sequences of each step.
+            periodic: function from the seconds of a sequence to the run's evaluations and saves.
+        """
+        used, most = self.seconds_used, self.most_steps
+        left = self.seconds - used
+        # True if the upper limit of steps needs the decision now, whatever time is left.
+        ends = most is not None and (
+            step >= _QUICK_SHARE * most
+            and self._config.decides_length(step, warmup_steps, most - step)
+        )
+        is_early = used < self._next_prediction or not self._is_settled(left)
+        if left > 0 and is_early and not ends:
+            return None
+        # Not in each step, since a prediction goes through all remembered steps.
+        self._next_prediction = used + self.seconds / _CHECKS
+        steps = self.times.steps or self.times.slow_steps
+        most_left = _LONGEST if most is None else max(most - step, 0)
+        if not steps:
+            return step + (most_left if ends and left > 0 else min(1, most_left))
+        seconds = mean_sequence_seconds(steps, left)
+        steps_left = steps_in_time(left, step, seconds, batch, periodic(seconds))
+        steps_left = min(steps_left, most_left)
+        is_due = ends or self._config.decides_length(step, warmup_steps, steps_left)
+        return step + steps_left if left <= 0 or is_due else None
+
+    def corrected_steps(
+        self, step: int, batch: BatchSchedule, periodic: Callable[[float], Sequence[Periodic]]
+    ) -> int:
+        """The number of steps of the run after a part of its decided steps: another one if the run
+        would miss the end of its time by more than a fiftieth, since the machine has become slower
+        or faster.
+
+        At least half of the steps that were left stay, so that the learning rate does not fall at
+        once. For the arguments see `decided_steps`.
+        """
+        assert isinstance(self.length, DecidedLength)
+        max_steps, left = self.length.max_steps, self.seconds - self.seconds_used
+        steps = self.times.steps or self.times.slow_steps
+        seconds = mean_sequence_seconds(steps, max(left, 0.0))
+        parts = periodic(seconds)
+        needed = seconds_of_steps(max_steps - step, step, seconds, batch, parts)
+        if abs(needed - left) <= _TOLERANCE * self.seconds:
+            return max_steps
+        fewest = (max_steps - step + 1) // 2
+        corrected = step + max(steps_in_time(left, step, seconds, batch, parts), fewest)
+        return corrected if self.most_steps is None else min(corrected, self.most_steps)
+
+    def _is_settled(self, left: float) -> bool:
+        """True if enough steps were measured to predict the time of others.
+
+        Args:
+            left: seconds that the run has left.
+        """
+        count, seconds = self.times.settled_steps, self.times.settled_seconds
+        enough = min(_FEWEST_SHARE * self.seconds, _FEWEST_SECONDS)
+        is_long = count >= _FEWEST_STEPS and seconds >= enough
+        return is_long or (count > 0 and seconds >= _ENOUGH_SHARE * left)
+
+
+def predicted_steps(
+    max_minutes: float, tokens_per_second: float, batch: BatchSchedule, seq_len: int
+) -> int:
+    """The number of steps of a run in minutes at a predicted speed, without time for evaluations
+    and saves."""
+    sequences = 60 * max_minutes * tokens_per_second / seq_len
+    none: Sequence[Periodic] = ()
+    # With one second for each sequence, the number of sequences is the time.
+    return steps_in_time(sequences, 0, 1.0, batch, none)
+
+
+def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The length that a run has recorded and the seconds that it has used, as JSON values.
+
+    Args:
+        run_folder: the run folder; its file is preferred, being newer than any checkpoint.
+        saved: the trainer state of the checkpoint that the run is resumed from; {} without one.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    record = read_length(run_folder) or dict(saved.get("length") or {})
+    used = [float(record.pop("seconds_used", 0.0))]
+    # A run that began with its length in steps has no elapsed_seconds: the sum of its steps' times.
+    steps_took = 0.0
+    lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # said when the logs are opened
+    for line in lines:
+        steps_took += _seconds(line.get("seconds"))
+        used.append(_seconds(line.get("elapsed_seconds")))
+    return {**record, "seconds_used": max(used) or steps_took}
+
+
+def _seconds(value: object) -> float:
+    """A number of seconds from a line of a log; 0 for a damaged value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 < value <= _MOST_SECONDS else 0.0
+
+
+def length_of(record: Mapping[str, Any]) -> PredictedLength:
+    """The number of steps in a record of `TimeBudget.record`.
+
+    Raises:
+        CheckpointError: the record lacks a key.
+    """
+    try:
+        if "max_steps" in record:
+            return DecidedLength(
+                record["predicted_steps"],
+                record["max_steps"],
+                record["decided_at"],
+                [(steps, at) for steps, at in record.get("replaced", [])],
+            )
+        return PredictedLength(record["predicted_steps"])
+    except KeyError as error:
+        raise CheckpointError(f"{LENGTH_NAME} is damaged: it lacks {error}") from None

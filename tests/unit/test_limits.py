@@ -1,0 +1,207 @@
+"""A `LimitedProcess`: what it answers, what it stops, and when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from firstlight.errors import DataError
+from firstlight.files import limits
+from firstlight.files.limits import LimitedProcess, LimitExceededError
+from waiting import PATIENCE_SECONDS
+
+_MEGABYTE = 1 << 20
+#: The process ids of the child and of its parent.
+_IDS = "lambda _: [__import__('os').getpid(), __import__('os').getppid()]"
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[str], LimitedProcess]]:
+    """Make a `LimitedProcess` that calls the function of a Python expression."""
+    made: list[LimitedProcess] = []
+
+    def make(function: str) -> LimitedProcess:
+        made.append(LimitedProcess("builtins:eval", (function,), memory=50 * _MEGABYTE))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
+
+
+Make = Callable[[str], LimitedProcess]
+
+
+def test_call_returns_result_from_one_child(limited: Make) -> None:
+    process = limited("lambda x: [x, __import__('os').getpid()]")
+    data = {"é": [1, None, "\ud800", 0.5], "long": "a" * _MEGABYTE}
+    result, child = process.call(data, seconds=1)
+    assert result == data
+    assert child != os.getpid()
+    assert process.call(0, seconds=1) == [0, child]
+    assert process.start() == 1
+
+
+def test_call_of_function_that_raises_raises_the_same_error(limited: Make) -> None:
+    data = limited("lambda x: exec('from firstlight.errors import DataError; raise DataError(x)')")
+    unknown = limited("lambda _: {}[1]")
+    for process, kind, message in (
+        (data, DataError, "^what$"),
+        (unknown, RuntimeError, "builtins:eval failed: KeyError: 1"),
+    ):
+        with pytest.raises(kind, match=message):
+            process.call("what", seconds=1)
+        with pytest.raises(kind):  # the same child goes on
+            process.call("what", seconds=1)
+        assert process.start() == 1
+
+
+@pytest.mark.parametrize(
+    "function, returncodes",
+    [
+        ("lambda x: any(iter(int, 1)) if x else 0", {-signal.SIGPROF}),  # in Python code
+        ("lambda x: 9 ** 9 ** 9 if x else 0", {-signal.SIGPROF}),  # inside one call of C code
+        ("lambda x: bytearray(60 << 20) and 0 if x else 0", {1, -signal.SIGKILL}),
+        # Shared memory, which RLIMIT_DATA does not count: the parent notices it.
+        (
+            "lambda x: [([m.write(b'1' * 2**20) for _ in range(60)], __import__('time').sleep(9)) "
+            "for m in [__import__('mmap').mmap(-1, 60 << 20)]] if x else 0",
+            {-signal.SIGKILL},
+        ),
+        ("lambda x: __import__('os').abort() if x else 0", {-signal.SIGABRT}),
+    ],
+)
+def test_call_that_exceeds_limit_is_stopped_and_next_call_answered(
+    limited: Make, function: str, returncodes: set[int]
+) -> None:
+    process = limited(function)
+    process.start()
+    child = process._process
+    assert child is not None
+    with pytest.raises(
+        LimitExceededError, match=r"^more than 0\.2 s of processor time or 50 MiB of memory$"
+    ):
+        process.call(1, seconds=0.2)
+    assert child.returncode in returncodes
+    assert process.call(0, seconds=0.2) == 0
+    assert process.start() == 2
+
+
+def test_call_that_waits_without_working_is_given_up(
+    limited: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = limited("lambda _: __import__('time').sleep(999)")
+    process.start()
+    monkeypatch.setattr(limits, "_PATIENCE", 0.01)
+    with pytest.raises(LimitExceededError):
+        process.call(0, seconds=1)
+
+
+def test_calls_that_work_little_each_are_not_counted_together(limited: Make) -> None:
+    process = limited("lambda _: sum(range(300_000))")
+    for _ in range(20):
+        process.call(0, seconds=0.2)
+    assert process.start() == 1
+
+
+def test_interrupted_call_leaves_no_answer_for_the_next(
+    limited: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = limited("lambda x: x or __import__('time').sleep(999)")
+    process.start()
+
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "_resident", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        process.call(0, seconds=1)
+    monkeypatch.undo()
+    assert process.call(5, seconds=1) == 5
+
+
+def test_child_that_cannot_be_made_raises_and_is_ended(limited: Make) -> None:
+    process = limited("1 / 0")
+    before = len(psutil.Process().children())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="builtins:eval failed: ZeroDivisionError"):
+            process.call(0, seconds=1)
+    assert len(psutil.Process().children()) == before
+
+
+def test_calls_of_several_threads_get_their_own_answers(limited: Make) -> None:
+    process = limited("lambda x: x")
+    answers: dict[int, int] = {}
+
+    def call(number: int) -> None:
+        for _ in range(50):
+            answers[number] = process.call(number, seconds=1)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: number for number in range(4)}
+    assert process.start() == 1
+
+
+def test_child_is_in_a_session_of_its_own(limited: Make) -> None:
+    """Ctrl-C in a terminal reaches the terminal's session only."""
+    child, _ = limited(_IDS).call(0, seconds=1)
+    assert os.getsid(child) == child
+
+
+_FORKS = f"""
+import os, signal, sys, time
+from firstlight.files.limits import LimitedProcess
+process = LimitedProcess("builtins:eval", ({_IDS!r},), memory=50 << 20)
+first = process.call(0, seconds=1)
+"""
+
+
+def test_call_in_forked_process_starts_a_child_of_its_own() -> None:
+    program = (
+        _FORKS
+        + """
+readable, writable = os.pipe()
+if os.fork() == 0:
+    os.write(writable, repr([process.call(0, seconds=1)[1] == os.getpid()]).encode())
+    sys.exit()  # what is registered with atexit is run
+os.wait()
+print(os.read(readable, 99).decode(), process.call(0, seconds=1) == first)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[True] True\n", done.stderr
+
+
+def test_child_ends_with_killed_parent_though_a_forked_process_lives() -> None:
+    program = (
+        _FORKS
+        + """
+forked = os.fork()
+if forked == 0:
+    time.sleep(999)
+print(first[0], forked, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    done = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert done.stdout is not None
+    child, forked = map(int, done.stdout.readline().split())
+    try:
+        watched = [psutil.Process(child)] if psutil.pid_exists(child) else []
+        assert psutil.wait_procs(watched, PATIENCE_SECONDS)[1] == []
+        assert psutil.Process(forked).is_running()
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        done.wait()
+        done.stdout.close()
