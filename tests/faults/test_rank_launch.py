@@ -165,7 +165,7 @@ def test_ranks_have_an_hour_to_save_after_a_signal_and_half_a_minute_before_a_re
     def interrupted(role: str) -> None:
         raise SignalException("", signal.SIGUSR1)
 
-    agent = elastic._Agent(["true"], elastic.Launch(1), [], tmp_path)
+    agent = elastic._Agent(["true"], elastic.Launch(1), (), tmp_path)
     monkeypatch.setattr(agent, "_pcontext", Ranks())
     monkeypatch.setattr(agent, "_invoke_run", interrupted)
     with pytest.raises(SignalException):
