@@ -12,7 +12,6 @@ from foreign_programs import CONTEXT, VOCABULARY, NanoGPT, drawn, nanogpt_checkp
 from in_llama_cpp import opened
 
 from firstlight.cli.main import main
-from firstlight.conversion.foreign.model import read_foreign
 from firstlight.tokenizer import Tokenizer
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -53,13 +52,12 @@ def test_stories260k_tells_its_published_story(dtype: str, tmp_path: Path, share
 def test_a_model_of_nanogpt_says_the_tokens_that_nanogpt_says(tmp_path: Path) -> None:
     model = drawn(NanoGPT())
     torch.save(nanogpt_checkpoint(model), tmp_path / "ckpt.pt")
-    source = read_foreign(tmp_path / "ckpt.pt")
     prompts = [[3, 1, 4], [59, 2, 6, 53], [58]]
     expected = []
     for prompt in prompts:
         ids, count = list(prompt), CONTEXT - len(prompt)
         for _ in range(count):
-            ids.append(int(source.logits(torch.tensor([ids]))[0, -1].argmax()))
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
         expected.append(ids[len(prompt) :])
     assert len({token for ids in expected for token in ids}) > 5
     with opened(converted(tmp_path / "ckpt.pt", tmp_path / "out"), context=CONTEXT) as llama:
