@@ -2,7 +2,7 @@
 
 `process_group` opens torch's group after a rendezvous, watches the ranks by heartbeats, and closes
 the group. All ranks have to call each exchange, in the same order. In a world of one process, an
-exchange returns its argument. Objects are sent as JSON, not as pickles, which could run code.
+exchange returns its argument. Objects are sent by torch's object collectives.
 """
 
 from __future__ import annotations
