@@ -24,7 +24,7 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.models import LlamaConfig, Model, build_model
 from firstlight.optim.optimizer import Optimizer, OptimizerConfig
 from firstlight.recipe import PreferenceConfig, parse_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.training.preference import PreferenceObjective

@@ -46,7 +46,7 @@ from firstlight.models import (
     MoEConfig,
     empty_model,
 )
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import train
 from firstlight.weights.huggingface import LoadedModel, model_files
