@@ -32,6 +32,7 @@ from firstlight.errors import (
     TrainingError,
 )
 from firstlight.evaluation.perplexity import evaluate
+from firstlight.lora.loading import load_model
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.registry import OptimizerConfig
 from firstlight.optim.schedule import Schedule
@@ -42,7 +43,6 @@ from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.resuming import _as_written_now
 from firstlight.training.run import Run
-from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import embedding_name
 from firstlight.weights.stored import WEIGHTS_NAME
 

@@ -26,6 +26,7 @@ from firstlight.data.remote import is_url
 from firstlight.data.sources import neutral_name, read_sources
 from firstlight.errors import FirstlightError
 from firstlight.files.atomic import write_file
+from firstlight.lora.files import config_folder
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline.run_folder import read_state
@@ -122,7 +123,7 @@ def facts_of(folder: Path) -> ModelFacts:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
     """
     folder = Path(os.path.abspath(folder))
-    config = read_config(folder)
+    config = read_config(config_folder(folder))
     model = ModelFacts(
         folder=folder,
         config=config,
