@@ -43,7 +43,7 @@ from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ask, error_of, training_environment
 from firstlight.pipeline.run import train_texts
-from firstlight.report.records import read_json_lines, read_length
+from firstlight.run_log.reader import read_json_lines, read_length
 
 RESULTS_NAME = "results.jsonl"
 

@@ -38,6 +38,7 @@ from firstlight.hardware.device import find_hardware, machine_facts, synchronize
 from firstlight.hardware.environment import for_generation
 from firstlight.hardware.fresh_process import ask, plain_environment
 from firstlight.hardware.resident import begin_peak, peak_resident_bytes
+from firstlight.lora.files import config_folder
 from firstlight.models import Model, ModelConfig, empty_model
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.weights.huggingface import CONFIG_NAME, read_config
@@ -166,7 +167,7 @@ def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelC
     assert bench.model is not None
     if Path(bench.model).exists():
         folder = resolve_model_folder(bench.model)
-        config = read_config(folder)
+        config = read_config(config_folder(folder))
     else:
         config = find_model(bench.model)
         folder = temporary / "model"

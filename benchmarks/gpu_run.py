@@ -28,7 +28,7 @@ from firstlight.bench.pictures import new_figure, png_of
 from firstlight.errors import TrainingError
 from firstlight.files.atomic import read_json
 from firstlight.hardware.fresh_process import last_words
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 
 NAME = "run"
 _MODULE = "benchmarks.gpu_run"

@@ -50,7 +50,7 @@ from firstlight.optim.new_model import RATE_WIDTH, WARMUP_RATIO
 from firstlight.planner.advise.defaults import LAYOUT
 from firstlight.recipe import Recipe, parse_recipe
 from firstlight.recipe.load import changed_recipe, parse_yaml
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 
 

@@ -38,7 +38,7 @@ _TITLES = {
     "training": "Training",
     "evaluation": "Evaluation",
     "generation": "Generation and chat",
-    "weights": "Models",
+    "lora": "Models",
     "conversion": "Conversion",
     "planner": "Planning",
     "tuning": "Searching keys",

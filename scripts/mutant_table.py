@@ -659,7 +659,7 @@ MUTANTS = [
     ),
     Mutant(
         "lines of metrics twice",
-        "firstlight/training/metrics.py",
+        "firstlight/run_log/writer.py",
         'if record["step"] <= step]',
         "]",
         (_CHECKPOINTS + "lines_of_metrics_stand_twice_after_a_resume",),
@@ -1212,7 +1212,7 @@ MUTANTS = [
     ),
     Mutant(
         "logs not synced before a checkpoint",
-        "firstlight/training/metrics.py",
+        "firstlight/run_log/writer.py",
         "        self._metrics.sync()\n",
         "",
         (_LOST + "log_lines_that_were_synced_outlive_a_power_cut",),

@@ -18,7 +18,8 @@ from firstlight.pipeline.choices import choose
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.recipe import parse_recipe
-from firstlight.report.records import METRICS_NAME, read_json_lines
+from firstlight.run_log.names import METRICS_NAME
+from firstlight.run_log.reader import read_json_lines
 
 
 class FakeRun:

@@ -40,8 +40,8 @@ from benchmarks.options import LoadingBench
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import SHORT_SPIN, for_generation
+from firstlight.lora.loading import load_model
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import LOADING_MODES
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from firstlight.generation.engine import generate as generate
     from firstlight.generation.engine import generate_batch as generate_batch
     from firstlight.generation.engine import load as load
+    from firstlight.lora.loading import LoadedModel as LoadedModel
     from firstlight.pipeline.result import TextRun as TextRun
     from firstlight.pipeline.run import train_texts as train_texts
     from firstlight.planner.memory.module import plan_module as plan_module
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from firstlight.training.loop import train as train
     from firstlight.tuning.search import TuneResult as TuneResult
     from firstlight.tuning.search import tune as tune
-    from firstlight.weights.huggingface import LoadedModel as LoadedModel
 
 __version__ = "0.1.0"
 
@@ -78,6 +78,7 @@ _PUBLIC = {
     "generation.engine": ["GenerationStream", "generate", "generate_batch", "load"],
     "pipeline.result": ["TextRun"],
     "pipeline.run": ["train_texts"],
+    "lora.loading": ["LoadedModel"],
     "planner.memory.module": ["plan_module"],
     "recipe": ["Recipe", "load_recipe"],
     "report.report": ["draw_report"],
@@ -86,7 +87,6 @@ _PUBLIC = {
     "training.cooldown": ["cooldown_recipe"],
     "training.loop": ["TrainResult", "train"],
     "tuning.search": ["TuneResult", "tune"],
-    "weights.huggingface": ["LoadedModel"],
 }
 _MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() for name in names}
 

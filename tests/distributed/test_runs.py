@@ -20,7 +20,7 @@ from spawned import run_ranks
 
 from firstlight.data.prepare import prepare
 from firstlight.optim.schedule import BatchSchedule, ScheduleConfig, resolve_schedule
-from firstlight.report.records import read_length
+from firstlight.run_log.reader import read_length
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.time_budget import length_of
 

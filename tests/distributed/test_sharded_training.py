@@ -24,13 +24,13 @@ from firstlight.conversion.convert import convert
 from firstlight.data.prepare import prepare
 from firstlight.errors import ConfigError, ModelError
 from firstlight.hardware.device import find_hardware
+from firstlight.lora.loading import load_model
 from firstlight.recipe.conflicts import require_combination
 from firstlight.tokenizer import Tokenizer
 from firstlight.training import loop
 from firstlight.training.run import Run
 from firstlight.training.saving import captured
 from firstlight.training.start import open_run
-from firstlight.weights.huggingface import load_model
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 
 from firstlight.cli.main import main
+from firstlight.lora.loading import load_model
 from firstlight.training.loop import train
-from firstlight.weights.huggingface import load_model
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from hub_server import Access, Hub
 from firstlight.cli.main import main
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate
+from firstlight.lora.loading import load_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.hub import find_model_folder
-from firstlight.weights.huggingface import load_model
 from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from firstlight.training.forecast import FORECAST_NAME
+from firstlight.run_log.names import FORECAST_NAME
 
 pytestmark = pytest.mark.slow
 

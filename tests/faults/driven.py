@@ -16,7 +16,7 @@ import yaml
 
 from firstlight.checkpoint.checkpoint import load_trainer_state, verify_checkpoint
 from firstlight.checkpoint.selection import list_checkpoints
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 
 #: [recipe, faults], one after the other; see run_driver.py.
 Chain = Sequence[tuple[Path, Mapping[str, Any]]]

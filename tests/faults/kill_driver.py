@@ -29,7 +29,7 @@ import firstlight.training.loop
 import firstlight.training.run
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import newest_checkpoint
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 
 

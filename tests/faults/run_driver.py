@@ -48,7 +48,7 @@ from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.cli.main import main
 from firstlight.planner.plan.processes import RunForecaster
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 from firstlight.training.processes import SAVE_NOW_NAME
 from firstlight.training.run import Run

@@ -25,7 +25,7 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.shards import BLOCK_BYTES
 from firstlight.errors import CheckpointError, DataError
 from firstlight.files.atomic import read_json, remove_folder
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 from waiting import wait_until
 

@@ -14,7 +14,7 @@ import yaml
 from driven import MEASURED, Chain, differences, drive, newest, run_of, write_recipe
 
 from firstlight.data.chat import prepare_chat
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

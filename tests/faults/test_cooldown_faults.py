@@ -13,7 +13,7 @@ from scale import cases
 
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.recipe import load_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.loop import train
 

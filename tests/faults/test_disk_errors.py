@@ -24,9 +24,9 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.errors import FirstlightError, StorageError
 from firstlight.recipe import CheckpointConfig
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
+from firstlight.run_log.writer import JsonLines
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.metrics import JsonLines
 
 Record = Callable[[str, object], None]
 

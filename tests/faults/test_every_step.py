@@ -11,7 +11,7 @@ import pytest
 from driven import Chain, differences, drive, run_of, write_recipe
 from scale import cases
 
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 

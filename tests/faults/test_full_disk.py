@@ -16,7 +16,7 @@ from disks import limited_command
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.selection import list_checkpoints
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 

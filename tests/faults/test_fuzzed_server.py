@@ -18,13 +18,13 @@ from scale import cases
 
 from conftest import make_texts
 from firstlight.generation.batch import BatchDecoder
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import LlamaConfig, empty_model
 from firstlight.serving.config import ServerOptions, listening_socket, url_for
 from firstlight.serving.server import new_server
 from firstlight.serving.service import Service
 from firstlight.tokenizer import train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
-from firstlight.weights.huggingface import LoadedModel
 from waiting import PATIENCE_SECONDS, wait_until
 
 schemathesis = pytest.importorskip("schemathesis")

@@ -18,7 +18,7 @@ from scale import cases
 from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.data.prepare import prepare
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

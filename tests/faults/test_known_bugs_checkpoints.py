@@ -27,7 +27,7 @@ from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import CheckpointError, FirstlightError, ModelError, StorageError
 from firstlight.generation.engine import load
 from firstlight.recipe import CheckpointConfig
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights

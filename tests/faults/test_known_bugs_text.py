@@ -16,11 +16,12 @@ from firstlight.conversion.foreign.model import read_foreign
 from firstlight.errors import ConfigError, FirstlightError, TokenizerError
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream, generate, load
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model, ModelConfig
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import TextStream, Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
-from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import embedding_name, grow_vocabulary, weights_to_save
 from firstlight.weights.stored import save_weights
 from generated import generate_ids

@@ -22,9 +22,10 @@ from firstlight.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from firstlight.checkpoint.selection import best_checkpoint, list_checkpoints, newest_checkpoint
 from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.parallel.engine import Engine
-from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines
+from firstlight.run_log.names import METRICS_NAME, SAMPLES_NAME
+from firstlight.run_log.reader import read_json_lines
+from firstlight.run_log.writer import RunLogs
 from firstlight.training.loop import train
-from firstlight.training.metrics import RunLogs
 
 Record = Callable[[str, object], None]
 

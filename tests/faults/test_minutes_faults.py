@@ -14,7 +14,7 @@ from scale import cases
 
 from firstlight.optim.schedule import DecidedLength
 from firstlight.recipe import load_recipe
-from firstlight.report.records import read_json_lines, read_length
+from firstlight.run_log.reader import read_json_lines, read_length
 from firstlight.training import loop, minutes
 from firstlight.training.loop import train
 from firstlight.training.step import train_step

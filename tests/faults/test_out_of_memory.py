@@ -18,7 +18,7 @@ from torch import Tensor
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 from firstlight.weights.stored import WEIGHTS_NAME
 

@@ -15,7 +15,7 @@ from driven import MEASURED, newest, write_recipe
 from scale import cases
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 

@@ -15,7 +15,7 @@ from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 from firstlight.training.run import Run
 from firstlight.training.validation import evaluate

@@ -20,7 +20,7 @@ from firstlight.data.loader import Batch
 from firstlight.efficiency import loss_function
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.recipe import GuardConfig, parse_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.guard import DivergedError, Guard
 from firstlight.training.loop import train
 from firstlight.training.program import TrainingProgram

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from firstlight.lora.loading import load_model
 from firstlight.models import Model, ModelConfig
-from firstlight.weights.huggingface import load_model
 
 from .usual import TOKENS, usual_config
 

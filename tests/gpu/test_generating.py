@@ -26,8 +26,8 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
 from firstlight.generation.few_rows import Int8Linear, quantize_int8, use_few_rows
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig, empty_model
-from firstlight.weights.huggingface import LoadedModel
 
 _SIZES: dict[str, Any] = {
     "vocab_size": tiny_tokenizer().vocab_size,

@@ -23,7 +23,7 @@ from firstlight.parallel import World
 from firstlight.parallel.engine import DDPEngine, DistributedConfig, Engine
 from firstlight.parallel.group import group_of_one
 from firstlight.parallel.sharding import FSDPEngine
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.program import TrainingProgram
 
 _DISTRIBUTED = Path(__file__).parents[1] / "distributed"

@@ -14,7 +14,7 @@ import pytest
 
 from firstlight.checkpoint.checkpoint import verify_checkpoint
 from firstlight.checkpoint.selection import list_checkpoints
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 
 _DRIVER = Path(__file__).parents[1] / "distributed" / "train_driver.py"
 _STEPS = 12

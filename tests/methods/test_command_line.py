@@ -15,7 +15,8 @@ from firstlight.cli.main import main
 from firstlight.hardware.device import Hardware
 from firstlight.planner.plan.automatic import forecast_run
 from firstlight.recipe import Recipe, ResolvedRecipe
-from firstlight.training.forecast import FORECAST_NAME, Forecast
+from firstlight.run_log.names import FORECAST_NAME
+from firstlight.training.forecast import Forecast
 
 #: Of keys whose rows name no value.
 _VALUES: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from runs import one_thread
 
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import TrainResult, train
 from firstlight.weights.stored import WEIGHTS_NAME
 

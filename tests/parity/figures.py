@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from drawn import NAMES, draw, hf_model, some_ids
 
+from firstlight.lora.loading import load_model
 from firstlight.models import Model
 from firstlight.models.ops import IGNORE_INDEX
-from firstlight.weights.huggingface import load_model
 
 DRAWS = 40
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES, Llama, Model, ModelConfig
-from firstlight.weights.huggingface import load_model
 
 DRAWS = 40
 

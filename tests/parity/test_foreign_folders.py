@@ -43,7 +43,7 @@ from torch import Tensor
 from firstlight.cli.main import main
 from firstlight.conversion.foreign.model import ForeignModel, read_foreign
 from firstlight.errors import InputError, ModelError
-from firstlight.weights.huggingface import load_model
+from firstlight.lora.loading import load_model
 
 IDS = torch.randint(VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(5))
 SCALED = {

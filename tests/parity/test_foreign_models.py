@@ -30,8 +30,8 @@ from foreign_programs import (
 from torch import nn
 
 from firstlight.conversion.foreign.model import ForeignModel, read_foreign
+from firstlight.lora.loading import load_model
 from firstlight.models.rope import Llama3Rope
-from firstlight.weights.huggingface import load_model
 
 
 @torch.no_grad()

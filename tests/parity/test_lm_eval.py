@@ -18,9 +18,9 @@ from tokenizers.processors import TemplateProcessing
 from firstlight.errors import ConfigError, InputError
 from firstlight.evaluation.scores import TaskResult
 from firstlight.evaluation.tasks import evaluate_tasks, item_of, read_hellaswag
+from firstlight.lora.loading import LoadedModel, load_model
 from firstlight.models import GPT2Config, LlamaConfig
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.weights.huggingface import LoadedModel, load_model
 
 pytest.importorskip("lm_eval")
 

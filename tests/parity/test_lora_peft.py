@@ -22,6 +22,7 @@ from firstlight.lora.layers import (
     lora_layers,
     lora_parameters,
 )
+from firstlight.lora.loading import load_model
 from firstlight.models import (
     GPT2Config,
     GPTNeoXConfig,
@@ -32,7 +33,6 @@ from firstlight.models import (
     empty_model,
 )
 from firstlight.models.ops import cross_entropy_sum
-from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
 

@@ -10,7 +10,7 @@ import transformers
 
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, load
-from firstlight.weights.huggingface import LoadedModel
+from firstlight.lora.loading import LoadedModel
 from generated import generate_ids
 
 _PROMPTS = ("Once upon a time", "The little dog  ran\nto", "日本 🙂", "Lily's 3 cats")

@@ -29,6 +29,7 @@ from firstlight.checkpoint.checkpoint import OPTIMIZER_NAME
 from firstlight.conversion.convert import convert
 from firstlight.errors import ModelError
 from firstlight.generation.engine import generate, load
+from firstlight.lora.loading import load_model
 from firstlight.models import (
     FAMILIES,
     DeepseekConfig,
@@ -45,7 +46,7 @@ from firstlight.models.rope import LinearRope
 from firstlight.recipe import load_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
-from firstlight.weights.huggingface import load_model, read_config
+from firstlight.weights.huggingface import read_config
 from firstlight.weights.loading import LOADING_MODES
 from firstlight.weights.mxfp4 import unpack_mxfp4
 from firstlight.weights.stored import WEIGHTS_NAME, save_weights, stored_tensors

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp
 from tiny import PATIENCE, WatchedDecoder, tiny_loaded
 
+from firstlight.lora.loading import LoadedModel
 from firstlight.serving.access import Access
 from firstlight.serving.config import Limits, ServerOptions, listening_socket, url_for
 from firstlight.serving.server import create_app, new_server
 from firstlight.serving.service import Service
-from firstlight.weights.huggingface import LoadedModel
 
 T = TypeVar("T")
 KEY = b"Secret-Key-1"

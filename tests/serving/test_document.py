@@ -14,8 +14,8 @@ from live import Direct, new_direct
 from test_server_api import POSTS, body_for
 from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_tokenizer
 
+from firstlight.lora.loading import LoadedModel
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 

@@ -14,7 +14,7 @@ from tiny import CONTEXT, tiny_loaded, tiny_model, tiny_tokenizer
 from firstlight.evaluation.scores import encode_choices, likelihoods
 from firstlight.evaluation.tasks import accuracies, answer_items, encode_items, read_hellaswag
 from firstlight.generation.batch import BatchDecoder
-from firstlight.weights.huggingface import LoadedModel, load_model
+from firstlight.lora.loading import LoadedModel, load_model
 
 pytest.importorskip("lm_eval")
 

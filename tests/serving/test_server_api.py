@@ -15,10 +15,10 @@ from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenize
 
 from firstlight.errors import ModelError, TokenizerError
 from firstlight.generation.engine import generate
+from firstlight.lora.loading import LoadedModel
 from firstlight.serving.access import OUT_OF_MEMORY, Access
 from firstlight.serving.config import Limits
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel
 
 MESSAGES = [{"role": "user", "content": "the first dawn"}]
 POSTS = ("/v1/completions", "/v1/chat/completions")

@@ -14,11 +14,11 @@ from conftest import make_texts
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.serving.scheduler import ScheduledSequence, Scheduler, Update
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
-from firstlight.weights.huggingface import LoadedModel
 from waiting import PATIENCE_SECONDS
 
 CONTEXT = 96

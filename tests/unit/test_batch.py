@@ -15,6 +15,7 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import (
     GPT2Config,
     LlamaConfig,
@@ -25,7 +26,6 @@ from firstlight.models import (
 )
 from firstlight.models.rope import LongRope
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel
 
 CONTEXT = 96
 GPT2 = GPT2Config(

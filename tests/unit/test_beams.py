@@ -16,9 +16,10 @@ from firstlight.generation.beams import beam_search
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import generate, generate_batch
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import LlamaConfig, Model, build_model, empty_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel, config_from_hf
+from firstlight.weights.huggingface import config_from_hf
 
 transformers = pytest.importorskip("transformers")
 

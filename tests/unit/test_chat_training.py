@@ -20,11 +20,11 @@ from firstlight.evaluation.perplexity import evaluate
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import load
+from firstlight.lora.loading import load_model
 from firstlight.recipe import parse_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
-from firstlight.weights.huggingface import load_model
 
 
 class StoppedError(Exception):

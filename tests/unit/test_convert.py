@@ -29,10 +29,11 @@ from firstlight.errors import (
     ModelError,
     TokenizerError,
 )
+from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES, empty_model
 from firstlight.models.accounting import count_parameters
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import load_model, tokenizer_of
+from firstlight.weights.huggingface import tokenizer_of
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
 

@@ -19,10 +19,10 @@ from firstlight.cli.main import main
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError, StorageError
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import load_recipe
-from firstlight.report.records import read_json_lines, read_run
 from firstlight.report.report import draw_report
-from firstlight.report.series import Metrics
 from firstlight.report.summary import findings_of
+from firstlight.run_log.reader import read_json_lines, read_run
+from firstlight.run_log.series import Metrics
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.loop import TrainResult, train
 

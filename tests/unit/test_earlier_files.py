@@ -15,10 +15,10 @@ from firstlight.data.examples import open_split
 from firstlight.data.loader import TokenLoader
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import read_json
-from firstlight.report.records import read_json_lines
+from firstlight.lora.loading import load_model
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
-from firstlight.weights.huggingface import load_model
 
 _EARLIER = Path(__file__).parents[1] / "earlier"
 

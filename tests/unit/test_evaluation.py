@@ -23,9 +23,10 @@ from firstlight.evaluation.perplexity import (
     evaluate_split,
     evaluation_rows,
 )
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 
 SEQ_LEN = 24

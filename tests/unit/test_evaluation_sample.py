@@ -37,9 +37,10 @@ from firstlight.evaluation.scores import (
     standard_error,
     with_error,
 )
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 
 SEQ_LEN = 8

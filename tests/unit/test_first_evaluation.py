@@ -13,10 +13,10 @@ import torch
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.cli.main import main
 from firstlight.errors import DataError
-from firstlight.report.records import read_json_lines, read_run
+from firstlight.lora.loading import load_model
 from firstlight.report.report import draw_report
+from firstlight.run_log.reader import read_json_lines, read_run
 from firstlight.training.loop import train
-from firstlight.weights.huggingface import load_model
 from firstlight.weights.stored import WEIGHTS_NAME
 
 

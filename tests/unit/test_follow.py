@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstlight.report.records import LineFollower, StepFollower
+from firstlight.run_log.reader import LineFollower, StepFollower
 
 
 def append(path: Path, *lines: object) -> None:

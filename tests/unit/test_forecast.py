@@ -33,8 +33,9 @@ from firstlight.planner.plan.estimate import Candidate, Estimator, methods
 from firstlight.planner.plan.machine import _CPU_SHARE, find_machine, resolve_for
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
+from firstlight.run_log.names import FORECAST_NAME
 from firstlight.training.averaging import write_average
-from firstlight.training.forecast import FORECAST_NAME, Forecast, ForecastComparison
+from firstlight.training.forecast import Forecast, ForecastComparison
 from firstlight.training.micro_batch import Trial
 from firstlight.training.run import Run
 

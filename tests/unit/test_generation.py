@@ -12,9 +12,10 @@ from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.errors import CheckpointError, ConfigError, ModelError, TokenizerError
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream, generate, load
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from generated import generate_ids
 

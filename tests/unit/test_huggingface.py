@@ -16,16 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.errors import FirstlightError, ModelError, TokenizerError
+from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES, GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.hub import find_model_folder
-from firstlight.weights.huggingface import (
-    config_from_hf,
-    load_model,
-    model_files,
-    read_config,
-    training_notes,
-)
+from firstlight.weights.huggingface import config_from_hf, model_files, read_config, training_notes
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import stored_tensors
 

@@ -17,11 +17,12 @@ from firstlight.data.corpus import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.evaluation.positions import evaluate_by_position
+from firstlight.lora.loading import load_model
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import load_model, model_files, read_config
+from firstlight.weights.huggingface import model_files, read_config
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
 

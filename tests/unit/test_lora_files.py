@@ -25,6 +25,7 @@ from firstlight.lora.files import (
     adapter_chain,
     adapter_files,
     base_name,
+    config_folder,
     is_adapter,
     save_adapter,
 )
@@ -35,9 +36,10 @@ from firstlight.lora.layers import (
     fill_adapter,
     lora_parameters,
 )
+from firstlight.lora.loading import base_identity, load_model
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import base_identity, load_model, read_config, training_notes
+from firstlight.weights.huggingface import read_config, training_notes
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME, save_tensors, save_weights
 
@@ -243,8 +245,9 @@ def test_what_an_adapter_does_not_bring_is_the_bases(tmp_path: Path, tokenizer: 
     write_adapter(adapter, base)
     assert load_model(adapter).tokenizer is None
     assert load_model(adapter).eos_token_ids == (5, 7)
-    assert read_config(adapter) == CONFIGS["llama"]
-    assert training_notes(adapter) == [
+    assert config_folder(adapter) == base
+    assert read_config(base) == CONFIGS["llama"]
+    assert training_notes(base) == [
         f"{base / 'config.json'} has attention_dropout 0.5, which is not applied"
     ]
     for name, text in tokenizer.files().items():

@@ -17,10 +17,10 @@ from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import generate
 from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, is_adapter
+from firstlight.lora.loading import load_model
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
-from firstlight.weights.huggingface import load_model
 from firstlight.weights.stored import WEIGHTS_NAME
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
-from firstlight.report.records import read_json_lines
-from firstlight.report.series import read_metrics
-from firstlight.training.metrics import JsonLines, keep_until, missing_steps
+from firstlight.run_log.reader import read_json_lines
+from firstlight.run_log.series import read_metrics
+from firstlight.run_log.writer import JsonLines, keep_until, missing_steps
 
 
 def write(path: Path, *records: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def test_a_log_that_cannot_be_read_is_set_aside_under_a_free_name(
     write(path, {"step": 1}, {"step": 2})
     before = path.read_bytes()
     (tmp_path / "m.jsonl.damaged").write_text("of an earlier time")
-    monkeypatch.setattr("firstlight.report.records.MAX_LOG_BYTES", 5)
+    monkeypatch.setattr("firstlight.run_log.reader.MAX_LOG_BYTES", 5)
     kept, problem = keep_until(path, 4)
     assert (kept, path.read_bytes()) == ([], b"")
     assert problem is not None
@@ -225,7 +225,7 @@ _OVER_THE_LIMIT = """
 import resource, sys
 from pathlib import Path
 from firstlight.errors import StorageError
-from firstlight.training.metrics import JsonLines
+from firstlight.run_log.writer import JsonLines
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 lines = JsonLines(Path(sys.argv[1]))

@@ -19,7 +19,7 @@ from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import Evaluation, evaluate
 from firstlight.recipe import parse_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import train
 from firstlight.training.validation import mixed_evaluation

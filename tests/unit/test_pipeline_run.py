@@ -48,7 +48,7 @@ from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFa
 from firstlight.planner.plan import machine as planned_machine
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -21,16 +21,16 @@ from firstlight.data.examples import PreferenceDataset, open_split
 from firstlight.data.loader import Batch, rows_to_batch
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import evaluate
+from firstlight.lora.loading import LoadedModel, base_identity, load_model
 from firstlight.models import LlamaConfig, Model, build_model
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import PreferenceConfig, parse_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.training.preference import PreferenceObjective
 from firstlight.training.step import train_step
-from firstlight.weights.huggingface import LoadedModel, base_identity, load_model
 
 CONTEXT = 128
 

@@ -16,6 +16,7 @@ from firstlight.efficiency import can_compile
 from firstlight.errors import ConfigError
 from firstlight.evaluation.scores import TokenPair, likelihoods
 from firstlight.generation.batch import BatchDecoder
+from firstlight.lora.loading import load_model
 from firstlight.models import Model, Qwen3NextConfig, empty_model
 from firstlight.models.accounting import (
     cache_bytes_per_token,
@@ -27,7 +28,6 @@ from firstlight.models.accounting import (
 from firstlight.models.qwen3_next import gated_delta_rule
 from firstlight.optim.groups import parameter_kinds
 from firstlight.optim.muon import MUON
-from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import weights_to_save
 
 _SIZES: dict[str, Any] = {

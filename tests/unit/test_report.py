@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from firstlight.errors import CheckpointError
 from firstlight.report import report
 from firstlight.report.charts import png
-from firstlight.report.records import METRICS_NAME, SAMPLES_NAME
-from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
-from firstlight.report.series import Series, smoothed
+from firstlight.report.report import draw_report
+from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
+from firstlight.run_log.series import Series, smoothed
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from firstlight.report.compare import (
     recipe_differences,
 )
 from firstlight.report.page import comparison_page
-from firstlight.report.records import read_run
 from firstlight.report.report import write_report
+from firstlight.run_log.reader import read_run
 
 
 def run(folder: Path, loss: float = 4.0, steps: int = 10, **more: Any) -> Path:

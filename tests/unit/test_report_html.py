@@ -19,10 +19,11 @@ from firstlight.console import visible
 from firstlight.errors import CheckpointError
 from firstlight.report.charts import Chart, Line, draw
 from firstlight.report.page import chosen_samples, run_page
-from firstlight.report.records import read_run
-from firstlight.report.report import HTML_NAME, REPORT_NAME, draw_report
-from firstlight.report.series import Series
+from firstlight.report.report import draw_report
 from firstlight.report.summary import final_numbers
+from firstlight.run_log.names import HTML_NAME, REPORT_NAME
+from firstlight.run_log.reader import read_run
+from firstlight.run_log.series import Series
 from firstlight.training.loop import train
 
 _START = {

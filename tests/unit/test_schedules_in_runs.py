@@ -20,8 +20,8 @@ from firstlight.models import empty_model
 from firstlight.optim.schedule import BatchSchedule
 from firstlight.recipe import parse_recipe
 from firstlight.report.page import run_page
-from firstlight.report.records import read_json_lines, read_run
 from firstlight.report.report import picture_of
+from firstlight.run_log.reader import read_json_lines, read_run
 from firstlight.training.loop import train
 
 MEASURED = ("second", "mfu", "memory_bytes")

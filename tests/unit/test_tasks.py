@@ -38,6 +38,7 @@ from firstlight.evaluation.tasks import (
     item_of,
     read_hellaswag,
 )
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import (
     GPT2Config,
     LlamaConfig,
@@ -46,10 +47,10 @@ from firstlight.models import (
     MoEConfig,
     empty_model,
 )
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import train
-from firstlight.weights.huggingface import LoadedModel, model_files
+from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 

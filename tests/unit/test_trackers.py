@@ -19,7 +19,7 @@ import pytest
 
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.recipe import parse_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.training import trackers
 from firstlight.training.loop import train
 from firstlight.training.tracker_libraries import LIBRARIES, Step

@@ -32,17 +32,17 @@ from firstlight.errors import (
     TrainingError,
 )
 from firstlight.evaluation.perplexity import evaluate
+from firstlight.lora.loading import load_model
 from firstlight.models import GPT2Config, LlamaConfig, empty_model
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.schedule import Schedule
 from firstlight.recipe import load_recipe, parse_recipe
-from firstlight.report.records import last_start, read_json_lines, read_run
 from firstlight.report.report import draw_report
+from firstlight.run_log.reader import last_start, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import TrainResult, train
 from firstlight.training.resuming import _as_written_now
 from firstlight.training.run import Run
-from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import embedding_name
 from firstlight.weights.stored import WEIGHTS_NAME
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 from firstlight.files.atomic import write_file
+from firstlight.lora.loading import load_model
 from firstlight.models import (
     DeepseekConfig,
     GPT2Config,
@@ -28,7 +29,6 @@ from firstlight.models import (
     build_model,
     empty_model,
 )
-from firstlight.weights.huggingface import load_model
 from firstlight.weights.loading import (
     LOADING_MODES,
     LoadingMode,

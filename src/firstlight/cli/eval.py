@@ -17,7 +17,7 @@ from firstlight.errors import CheckpointError, ConfigError, StorageError
 if TYPE_CHECKING:
     from firstlight.evaluation.perplexity import Evaluation
     from firstlight.evaluation.scores import TaskResult
-    from firstlight.weights.huggingface import LoadedModel
+    from firstlight.lora.loading import LoadedModel
 
 #: Default batch sizes: rows for the loss, texts for a task.
 _ROWS, _TEXTS = 8, 32

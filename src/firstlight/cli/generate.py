@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from firstlight.generation.continuation import TokenChoice
+    from firstlight.lora.loading import LoadedModel
     from firstlight.serving.service import Service
-    from firstlight.weights.huggingface import LoadedModel
 
 
 def _load(

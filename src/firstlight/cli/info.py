@@ -88,7 +88,7 @@ def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     from firstlight.checkpoint.selection import trained_on
-    from firstlight.lora.files import adapter_chain
+    from firstlight.lora.files import adapter_chain, config_folder
     from firstlight.models.accounting import (
         cache_bytes_per_token,
         count_parameters,
@@ -98,7 +98,7 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     from firstlight.weights.huggingface import read_config, tokenizer_of
     from firstlight.weights.loading import fitting_tensors, nonfinite_tensor, stored_values
 
-    config = read_config(folder)
+    config = read_config(config_folder(folder))
     model = meta_model(config)
     count = count_parameters(model)
     *adapters, base = adapter_chain(folder)

@@ -257,7 +257,7 @@ def _require_recipe(path: str, verb: str) -> None:
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES
-    from firstlight.report.records import RECIPE_NAME
+    from firstlight.run_log.names import RECIPE_NAME
     from firstlight.weights.huggingface import CONFIG_NAME
 
     place, quoted = Path(path).expanduser(), shlex.quote(path)

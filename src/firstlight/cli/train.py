@@ -307,7 +307,7 @@ def _cooled(
 
 def _show(result: TrainResult) -> None:
     """Print the result of a run as text."""
-    from firstlight.report.report import REPORT_NAME
+    from firstlight.run_log.names import REPORT_NAME
 
     rows: list[tuple[str, object]] = [
         ("checkpoint", result.checkpoint),
@@ -325,7 +325,7 @@ def _show(result: TrainResult) -> None:
 
 def _as_json(result: TrainResult) -> dict[str, Any]:
     """The result of a run as a JSON object."""
-    from firstlight.report.records import last_start
+    from firstlight.run_log.reader import last_start
 
     best_folder = result.best_checkpoint
     return {
@@ -376,7 +376,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     from firstlight.parallel import find_world
     from firstlight.planner.plan.automatic import planned_elsewhere
     from firstlight.recipe import load_recipe
-    from firstlight.report.records import RECIPE_NAME
+    from firstlight.run_log.names import RECIPE_NAME
 
     if find_world().size > 1:
         raise ConfigError("--plan auto is for one process: leave it out, or leave out --nproc")

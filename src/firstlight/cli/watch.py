@@ -91,7 +91,8 @@ def _watch(folder: Path) -> None:
         CheckpointError: a file of the run is damaged.
     """
     from firstlight.checkpoint.run_folder import is_held
-    from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, StepFollower, planned_length
+    from firstlight.run_log.names import METRICS_NAME, SAMPLES_NAME
+    from firstlight.run_log.reader import StepFollower, planned_length
     from firstlight.training.progress import RunProgress, TrainingProgress
 
     _wait_for_run(folder)
@@ -141,7 +142,7 @@ def _show(
 
 def _wait_for_run(folder: Path) -> None:
     from firstlight.checkpoint.run_folder import is_held
-    from firstlight.report.records import require_run
+    from firstlight.run_log.reader import require_run
 
     said = False
     while not is_held(folder):

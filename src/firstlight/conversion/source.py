@@ -26,11 +26,12 @@ from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
 from firstlight.lora.files import adapter_chain, is_adapter
+from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES
 from firstlight.models.accounting import meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import PICKLED_TOKENIZER
-from firstlight.weights.huggingface import CONFIG_NAME, load_model, read_config, tokenizer_of
+from firstlight.weights.huggingface import CONFIG_NAME, read_config, tokenizer_of
 from firstlight.weights.loading import fitting_tensors, one_by_one, weights_to_save
 from firstlight.weights.mxfp4 import open_tensors
 from firstlight.weights.stored import WEIGHTS_NAME, has_pickled_weights

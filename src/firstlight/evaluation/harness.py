@@ -33,7 +33,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import continuation, pieces_of_many, tokenizer_of
-from firstlight.weights.huggingface import LoadedModel
+from firstlight.lora.loading import LoadedModel
 
 #: Default seeds of `lm_eval.simple_evaluate`: for Python's random; for numpy, torch and few-shot
 #: examples.

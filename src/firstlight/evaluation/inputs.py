@@ -17,7 +17,7 @@ from firstlight.data.remote import local_folder
 from firstlight.errors import CheckpointError, DataError
 from firstlight.generation.engine import tokenizer_of
 from firstlight.hardware.device import find_hardware
-from firstlight.weights.huggingface import LoadedModel, load_model
+from firstlight.lora.loading import LoadedModel, load_model
 
 
 class RowOptions(TypedDict, total=False):

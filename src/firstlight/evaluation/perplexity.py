@@ -29,8 +29,8 @@ from firstlight.evaluation.scores import (
     standard_error,
 )
 from firstlight.hardware.environment import sharing_cores
+from firstlight.lora.loading import LoadedModel
 from firstlight.parallel import gather_objects
-from firstlight.weights.huggingface import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from firstlight.evaluation.inputs import (
     options_of_training,
 )
 from firstlight.evaluation.scores import perplexity_of, sampled_rows, token_losses
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.models.ops import document_positions
-from firstlight.weights.huggingface import LoadedModel
 
 #: Number of ranges of positions, each with a loss of its own.
 _STRETCHES = 16

@@ -21,9 +21,9 @@ from firstlight.data.corpus import shuffled_index
 from firstlight.data.loader import IGNORE_INDEX
 from firstlight.efficiency import LossFunction
 from firstlight.errors import ModelError
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel
 
 
 def perplexity_of(loss: float) -> float:

@@ -26,9 +26,9 @@ from firstlight.evaluation.scores import (
 from firstlight.files.atomic import read_file
 from firstlight.generation.engine import tokenizer_of
 from firstlight.hardware.environment import sharing_cores
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel
 
 HELLASWAG = "hellaswag"
 HARNESS = "lm-eval:"

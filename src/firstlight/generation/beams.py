@@ -13,9 +13,9 @@ from firstlight.generation.batch import require_prompt
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Generation
 from firstlight.generation.sampling import penalize, require_biased_tokens, shift
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import TextStream
-from firstlight.weights.huggingface import LoadedModel
 
 
 @dataclass(frozen=True)

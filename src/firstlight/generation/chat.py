@@ -13,9 +13,9 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import pieces_of, tokenizer_of
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer.chat_labels import turn_end_ids
-from firstlight.weights.huggingface import LoadedModel
 
 __all__ = [
     "CHAT_SETTINGS",

@@ -17,8 +17,8 @@ from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation, Generation, choose_tokens
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.hardware.environment import sharing_cores
+from firstlight.lora.loading import LoadedModel, load_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import LoadedModel, load_model
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
 #: Name of a dtype for `load` -> dtype in which weights are loaded; None is the file's.

@@ -38,6 +38,7 @@ from firstlight.lora.patterns import compiled, require_quick_matches, require_qu
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.weights.hub import find_model_folder
+from firstlight.weights.huggingface import CONFIG_NAME
 from firstlight.weights.stored import (
     FLOAT_FORMATS,
     INDEX_NAME,
@@ -180,6 +181,16 @@ def adapter_chain(folder: Path) -> list[Path]:
                 "times: merge them with `firstlight convert`"
             )
     return chain
+
+
+def config_folder(folder: Path) -> Path:
+    """The folder whose config.json describes a folder's model: for an adapter without one, that of
+    its base.
+
+    Raises:
+        ModelError: see `adapter_chain`.
+    """
+    return folder if (folder / CONFIG_NAME).is_file() else adapter_chain(folder)[-1]
 
 
 def _base_of(folder: Path) -> Path:

@@ -79,6 +79,7 @@ class FineTuning:
                 tell(others)
             request.check(conversations=True)
         from firstlight.checkpoint.selection import read_model_folder, resolve_tokenizer
+        from firstlight.lora.files import config_folder
         from firstlight.models.accounting import count_parameters, meta_model
         from firstlight.tokenizer import Tokenizer
         from firstlight.weights.huggingface import read_config
@@ -87,7 +88,7 @@ class FineTuning:
 
         def read(folder: Path) -> tuple[Path, ModelConfig, Tokenizer]:
             tokenizer = Tokenizer.from_pretrained(resolve_tokenizer(folder))
-            return folder, read_config(folder), tokenizer
+            return folder, read_config(config_folder(folder)), tokenizer
 
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
         # Keep a run folder's path, not its checkpoint's, which the run may delete meanwhile. A hub

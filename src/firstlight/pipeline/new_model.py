@@ -238,7 +238,7 @@ def _forget_first_steps(folder: Path) -> None:
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder
-    from firstlight.report.records import LENGTH_NAME, METRICS_NAME
+    from firstlight.run_log.names import LENGTH_NAME, METRICS_NAME
 
     if (folder / CHECKPOINTS).exists():
         remove_folder(folder / CHECKPOINTS)

@@ -26,8 +26,9 @@ from firstlight.pipeline.run_folder import (
     own_options,
 )
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, read_json_lines, read_length
 from firstlight.report.summary import best_checkpoint
+from firstlight.run_log.names import METRICS_NAME, SAMPLES_NAME
+from firstlight.run_log.reader import read_json_lines, read_length
 from firstlight.training.progress import LossCurve
 
 if TYPE_CHECKING:

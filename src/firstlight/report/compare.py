@@ -10,8 +10,6 @@ from typing import Any
 from firstlight.console import loss_text, rounded
 from firstlight.errors import ConfigError
 from firstlight.report.charts import Chart, Line
-from firstlight.report.records import RunRecord
-from firstlight.report.series import Axis, Series, smoothed
 from firstlight.report.summary import (
     Finding,
     duration,
@@ -20,6 +18,8 @@ from firstlight.report.summary import (
     is_accuracy,
     memory_unit,
 )
+from firstlight.run_log.reader import RunRecord
+from firstlight.run_log.series import Axis, Series, smoothed
 
 #: X axes of a comparison, and their names.
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}

@@ -33,9 +33,8 @@ from firstlight.report.compare import (
     number_table,
     warnings_of,
 )
-from firstlight.report.records import MOSTLY_LEARNED, RunRecord
-from firstlight.report.series import Metrics, Series, smoothed
 from firstlight.report.summary import (
+    MOSTLY_LEARNED,
     Finding,
     accuracies,
     duration,
@@ -43,6 +42,8 @@ from firstlight.report.summary import (
     findings_of,
     memory_unit,
 )
+from firstlight.run_log.reader import RunRecord
+from firstlight.run_log.series import Metrics, Series, smoothed
 
 #: Element by which an HTML report is recognised.
 GENERATOR = b'<meta name="generator" content="firstlight report">'

@@ -28,11 +28,10 @@ from firstlight.report.page import (
     loss_chart,
     run_page,
 )
-from firstlight.report.records import RunRecord, read_run, require_run
 from firstlight.report.summary import final_numbers, findings_of
+from firstlight.run_log.names import HTML_NAME, REPORT_NAME
+from firstlight.run_log.reader import RunRecord, read_run, require_run
 
-REPORT_NAME = "report.png"
-HTML_NAME = "report.html"
 #: Default file of the comparison of several runs.
 COMPARISON_NAME = "comparison.html"
 #: Bytes from the beginning of a PNG file in which `PICTURE_ORIGIN` is searched.

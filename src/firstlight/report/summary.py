@@ -18,9 +18,12 @@ import numpy as np
 from firstlight.checkpoint.manifest import Saved, best_saved
 from firstlight.console import loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
-from firstlight.report.records import RunRecord
-from firstlight.report.series import Floats, Metrics, Series
+from firstlight.run_log.reader import RunRecord
+from firstlight.run_log.series import Floats, Metrics, Series
 
+#: The rate of learned tokens (tokens with a loss) is shown if it is below this fraction of the rate
+#: of all tokens. In plain text all tokens are learned, except the padding of an epoch's last row.
+MOSTLY_LEARNED = 0.9
 #: The validation loss counts as risen if it is above its lowest value by more than this fraction of
 #: it, and by more than this number of nats. Each evaluation has the same rows, so noise is smaller.
 _RISE, _LEAST_RISE = 0.01, 0.01

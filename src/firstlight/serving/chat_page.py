@@ -21,8 +21,8 @@ from firstlight.console import say
 from firstlight.errors import ConfigError, FirstlightError, MissingDependencyError
 from firstlight.generation.chat import CHAT_SETTINGS, ChatSession, ConversationDecoder
 from firstlight.generation.config import SamplingConfig
+from firstlight.lora.loading import LoadedModel
 from firstlight.serving.config import is_loopback, listening_socket, url_for
-from firstlight.weights.huggingface import LoadedModel
 
 T = TypeVar("T")
 

@@ -37,6 +37,7 @@ from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
 from firstlight.generation.sampling import require_biased_tokens
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.serving.access import ClientGoneError, RequestError, header
 from firstlight.serving.config import Limits
@@ -47,7 +48,6 @@ from firstlight.serving.response import (
     ResponseFormat,
     TokenTexts,
 )
-from firstlight.weights.huggingface import LoadedModel
 
 #: Greatest number of choices of a prompt, prompts of a request, messages of a conversation, parts
 #: of a message, stop texts, characters of a stop text, `logprobs` of a completion, `top_logprobs`

@@ -31,6 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from firstlight.console import say
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.generation.batch import BatchDecoder
+from firstlight.lora.loading import LoadedModel
 from firstlight.serving.access import (
     FAILED,
     Access,
@@ -57,7 +58,6 @@ from firstlight.serving.request import (
 )
 from firstlight.serving.response import ChatCompletion, Completion, event
 from firstlight.serving.service import Service, stopping
-from firstlight.weights.huggingface import LoadedModel
 
 #: The page at the server's root.
 _PAGE = Path(__file__).parent / "page" / "index.html"

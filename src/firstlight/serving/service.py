@@ -19,6 +19,7 @@ from firstlight.errors import ModelError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.structured import SchemaError
 from firstlight.hardware.device import is_out_of_memory
+from firstlight.lora.loading import LoadedModel
 from firstlight.models.accounting import cache_bytes_per_token, state_bytes
 from firstlight.serving.access import FAILED, OUT_OF_MEMORY, ClientGoneError, RequestError
 from firstlight.serving.config import ServerOptions
@@ -36,7 +37,6 @@ from firstlight.serving.scheduler import (
     StoppedError,
     Update,
 )
-from firstlight.weights.huggingface import LoadedModel
 
 #: Greatest size of a small body, in bytes; it takes milliseconds to encode.
 _SMALL_BODY_BYTES = 32 * 2**10

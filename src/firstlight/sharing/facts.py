@@ -26,19 +26,15 @@ from firstlight.data.remote import is_url
 from firstlight.data.sources import neutral_name, read_sources
 from firstlight.errors import FirstlightError
 from firstlight.files.atomic import write_file
+from firstlight.lora.files import config_folder
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.pipeline.run_folder import read_state
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.records import (
-    METRICS_NAME,
-    RECIPE_NAME,
-    RunRecord,
-    read_json_lines,
-    read_run,
-)
-from firstlight.report.series import Metrics
 from firstlight.report.summary import final_numbers
+from firstlight.run_log.names import METRICS_NAME, RECIPE_NAME
+from firstlight.run_log.reader import RunRecord, read_json_lines, read_run
+from firstlight.run_log.series import Metrics
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import read_config, tokenizer_of
 
@@ -127,7 +123,7 @@ def facts_of(folder: Path) -> ModelFacts:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
     """
     folder = Path(os.path.abspath(folder))
-    config = read_config(folder)
+    config = read_config(config_folder(folder))
     model = ModelFacts(
         folder=folder,
         config=config,

@@ -22,10 +22,8 @@ from firstlight.hardware.allocator import AllocatedPeak
 from firstlight.hardware.device import Hardware, peak_memory_bytes
 from firstlight.hardware.resident import reset_peak
 from firstlight.recipe import ResolvedRecipe
-from firstlight.report.records import MOSTLY_LEARNED
-
-#: File in the run folder.
-FORECAST_NAME = "forecast.json"
+from firstlight.report.summary import MOSTLY_LEARNED
+from firstlight.run_log.names import FORECAST_NAME
 
 #: Names of the speeds in a step's metrics.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")

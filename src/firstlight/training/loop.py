@@ -26,9 +26,10 @@ from firstlight.hardware.environment import sharing_cores
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.deepspeed import with_deepspeed_file
-from firstlight.report.records import read_run
-from firstlight.report.report import REPORT_NAME, draw_report
+from firstlight.report.report import draw_report
 from firstlight.report.summary import Finding, best_checkpoint, final_numbers, findings_of
+from firstlight.run_log.names import REPORT_NAME
+from firstlight.run_log.reader import read_run
 from firstlight.training.averaging import write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError

@@ -39,12 +39,12 @@ from firstlight.errors import CheckpointError, ConfigError, InputError, ModelErr
 from firstlight.files.atomic import make_folder, read_json, write_json
 from firstlight.files.cache import cache_folder, held
 from firstlight.hardware.device import Hardware
+from firstlight.lora.loading import base_identity, load_model
 from firstlight.models import Model
 from firstlight.models.ops import IGNORE_INDEX, at_least_fp32
 from firstlight.parallel import all_reduce_sum
 from firstlight.recipe import PreferenceConfig, Recipe, ResolvedRecipe
 from firstlight.training.starting_model import ModelIdentity
-from firstlight.weights.huggingface import base_identity, load_model
 
 
 def answer_log_probs(

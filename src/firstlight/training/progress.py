@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from firstlight.console import console, notebook_display, rounded, say, visible
-from firstlight.report.records import MOSTLY_LEARNED
+from firstlight.report.summary import MOSTLY_LEARNED
 
 #: First steps of a process, which allocate and compile, and are left out of the mean.
 _SLOW_STEPS = 2

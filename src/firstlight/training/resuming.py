@@ -28,7 +28,7 @@ from firstlight.optim.config import OPTIMIZERS
 from firstlight.optim.schedule import ScheduleConfig, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe
-from firstlight.report.records import RECIPE_NAME
+from firstlight.run_log.names import RECIPE_NAME
 from firstlight.training.model_section import changed_keys
 from firstlight.training.processes import on_main
 from firstlight.training.run import Run

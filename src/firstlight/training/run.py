@@ -21,10 +21,10 @@ from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.optim.schedule import Schedule, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe
+from firstlight.run_log.writer import RunLogs, SilentLogs
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import origin
 from firstlight.training.guard import Guard
-from firstlight.training.metrics import RunLogs, SilentLogs
 from firstlight.training.processes import wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress

@@ -57,11 +57,12 @@ from firstlight.recipe import (
 )
 from firstlight.recipe.conflicts import ineffective
 from firstlight.recipe.resolve import facts_here, for_new_model, resolve, sequence_length
-from firstlight.report.records import LENGTH_NAME, RECIPE_NAME, STARTS_NAME, sound_json_lines
+from firstlight.run_log.names import LENGTH_NAME, RECIPE_NAME, STARTS_NAME
+from firstlight.run_log.reader import sound_json_lines
+from firstlight.run_log.writer import RunLogs, SilentLogs, clear_file_names, json_line
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.forecast import ForecastComparison, Forecaster
-from firstlight.training.metrics import RunLogs, SilentLogs, clear_file_names, json_line
 from firstlight.training.micro_batch import largest_micro_batch
 from firstlight.training.minutes import budget_of, predict_length
 from firstlight.training.preference import for_pairs, give_references

@@ -25,8 +25,9 @@ from firstlight.checkpoint.selection import read_model_folder, resolve_model_fol
 from firstlight.checkpoint.sharded import fitting_model
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
 from firstlight.hardware.device import Hardware
-from firstlight.lora.files import base_name
+from firstlight.lora.files import base_name, config_folder
 from firstlight.lora.layers import add_lora
+from firstlight.lora.loading import LoadedModel, base_identity, load_model
 from firstlight.lora.quantized import require_nf4
 from firstlight.models import Model, ModelConfig, padded_vocab_size
 from firstlight.models.accounting import meta_model
@@ -36,14 +37,7 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.model_section import contradictions, with_positions
 from firstlight.training.processes import on_main
-from firstlight.weights.huggingface import (
-    LoadedModel,
-    base_identity,
-    load_model,
-    read_config,
-    training_notes,
-    unloaded_model,
-)
+from firstlight.weights.huggingface import read_config, training_notes, unloaded_model
 from firstlight.weights.loading import (
     file_tensors,
     fitting_tensors,
@@ -332,7 +326,8 @@ def _starting_model(
         ConfigError, DataError, ModelError: model, tokenizer and recipe do not fit.
     """
     multiple = recipe.efficiency.vocab_multiple
-    config = with_positions(recipe, read_config(folder), init_from, tell)
+    described_by = config_folder(folder)
+    config = with_positions(recipe, read_config(described_by), init_from, tell)
     loaded = load_model(
         folder, dtype=torch.float32, mode="sequential", vocab_multiple=multiple, config=config
     )
@@ -341,7 +336,7 @@ def _starting_model(
             f"{folder} can't be trained: its tensor {damaged} has values that are not finite "
             "numbers (NaN or infinity): start from an earlier checkpoint or from another model"
         )
-    for note in training_notes(folder):
+    for note in training_notes(described_by):
         tell(f"warning: {note}")
     old = loaded.tokenizer
     if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):

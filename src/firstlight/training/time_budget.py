@@ -21,7 +21,8 @@ from typing import Any, Literal
 from firstlight.errors import CheckpointError
 from firstlight.files.atomic import write_json
 from firstlight.optim.schedule import BatchSchedule, DecidedLength, PredictedLength, ScheduleConfig
-from firstlight.report.records import LENGTH_NAME, METRICS_NAME, read_length, sound_json_lines
+from firstlight.run_log.names import LENGTH_NAME, METRICS_NAME
+from firstlight.run_log.reader import read_length, sound_json_lines
 
 #: Parts of the training loop's time other than steps: the first generated text of a process,
 #: evaluations of the loss, scores of tasks, saves.

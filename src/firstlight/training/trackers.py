@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any
 
 from firstlight.errors import MissingDependencyError
-from firstlight.report.records import METRICS_NAME, SAMPLES_NAME, LineFollower, StepFollower
-from firstlight.report.report import HTML_NAME, REPORT_NAME
+from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
+from firstlight.run_log.reader import LineFollower, StepFollower
 from firstlight.training.tracker_libraries import LIBRARIES, Step, Tracker
 
 TRACKERS_NAME = "trackers"

@@ -20,13 +20,13 @@ from firstlight.evaluation.tasks import ready_tasks
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream
+from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.guard import DivergedError
 from firstlight.training.program import TrainingProgram
 from firstlight.training.run import Run
-from firstlight.weights.huggingface import LoadedModel
 
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from firstlight.errors import CheckpointError, InputError, MissingDependencyError
 from firstlight.files.atomic import read_json
 from firstlight.recipe import Recipe, parse_recipe
-from firstlight.report.records import read_json_lines
+from firstlight.run_log.reader import read_json_lines
 from firstlight.tuning.space import SearchKey, Value, describe, own_values
 
 TRIALS_NAME = "trials.jsonl"

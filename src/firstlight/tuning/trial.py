@@ -18,7 +18,8 @@ from firstlight.files.atomic import make_folder, remove_folder
 from firstlight.hardware.fresh_process import ForkServer, ask, training_environment
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.load import changed_recipe
-from firstlight.report.records import RECIPE_NAME, last_start
+from firstlight.run_log.names import RECIPE_NAME
+from firstlight.run_log.reader import last_start
 from firstlight.training.loop import train
 from firstlight.tuning.study import pruning_trial
 

@@ -1,15 +1,13 @@
-"""Reading and writing model folders in the Hugging Face layout.
+"""The files of model folders in the Hugging Face layout, except the weights, and models built from
+them without weights.
 
-The folder of an adapter (PEFT's, or a checkpoint of a run with `lora`) is read as its base model
-with the adapter merged in.
+`firstlight.lora.loading` reads a whole folder, and also that of an adapter.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,101 +15,15 @@ import torch
 from pydantic import ValidationError
 
 from firstlight.errors import ModelError
-from firstlight.files.atomic import read_json_object, sha256_of
-from firstlight.lora.files import (
-    ADAPTER_WEIGHTS_NAME,
-    adapter_chain,
-    adapter_settings,
-    load_adapter,
-)
-from firstlight.lora.layers import merge_lora
+from firstlight.files.atomic import read_json_object
 from firstlight.models import FAMILIES, Model, ModelConfig, build_model
 from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer
 from firstlight.tokenizer.chat_labels import turn_end_ids
-from firstlight.weights.hub import find_model_folder
-from firstlight.weights.loading import LoadingMode, count_tensors, load_weights
-from firstlight.weights.stored import FileState, stored_tensors
+from firstlight.weights.loading import count_tensors
+from firstlight.weights.stored import stored_tensors
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model with its tokenizer and files.
-
-    Attributes:
-        model: the model in evaluation mode, on the requested device.
-        tokenizer: the folder's tokenizer; None if it has none.
-        eos_token_ids: ids that end a generation.
-        folder: the model folder, or an adapter's own folder.
-        mapped: the files that are memory-mapped as parameters; () if the weights were copied.
-        trained_on: description of a checkpoint's training data (`checkpoint.selection.trained_on`);
-            None if it was not read.
-    """
-
-    model: Model
-    tokenizer: Tokenizer | None
-    eos_token_ids: tuple[int, ...]
-    folder: Path
-    mapped: tuple[FileState, ...] = ()
-    trained_on: Mapping[str, Any] | None = None
-
-    def require_unchanged(self) -> None:
-        """Refuse weights whose mapped file has changed. To be called before each use of the model.
-
-        Raises:
-            ModelError: a mapped file was changed in place.
-        """
-        for file in self.mapped:
-            file.require_unchanged()
-
-
-def load_model(
-    folder: str | Path,
-    device: torch.device | str = "cpu",
-    *,
-    dtype: torch.dtype | None = None,
-    mode: LoadingMode = "auto",
-    vocab_multiple: int = 1,
-    config: ModelConfig | None = None,
-) -> LoadedModel:
-    """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
-
-    An adapter is merged into its base. Files that the adapter lacks (tokenizer, generation config)
-    are read from the base.
-
-    Args:
-        folder: a model folder, an adapter's folder, or a hub id.
-        device: the parameters' device.
-        dtype: the parameters' dtype; None is the file's.
-        mode: the loading mode, see `firstlight.weights.loading`.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
-        config: config with which the model is built; None is that of the folder.
-
-    Raises:
-        ModelError: a file is missing or damaged; the family is unknown; a tensor is missing, extra
-            or of the wrong shape (the message names it); or an adapter's base is missing, or its
-            kind is not supported.
-        TokenizerError: the folder's tokenizer is damaged.
-    """
-    folder = find_model_folder(folder)
-    *adapters, base = adapter_chain(folder)
-    model = unloaded_model(config or read_config(base), base, vocab_multiple)
-    mapped = load_weights(model, base, device=device, dtype=dtype, mode=mode)
-    tokenizer = tokenizer_of(base)
-    eos_token_ids = _eos_token_ids(base, tokenizer)
-    for adapter in reversed(adapters):
-        load_adapter(model, adapter)
-        merge_lora(model)
-        own = tokenizer_of(adapter)
-        # An adapter's tokenizer for chats may have another end-of-text token than the base's. The
-        # model may generate either, and both end a text.
-        eos_token_ids = _eos_token_ids(adapter, None) or tuple(
-            dict.fromkeys((*eos_token_ids, *(() if own is None else _eos_token_ids(adapter, own))))
-        )
-        tokenizer = own or tokenizer
-    return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
 
 
 #: Numbers of layers, and of experts in all layers, that are allowed whatever the files hold, since
@@ -160,24 +72,6 @@ def unloaded_model(
         raise ModelError(f"{folder}: {CONFIG_NAME}: such sizes are impossible: {error}") from error
 
 
-def base_identity(folder: Path) -> str:
-    """SHA-256, in hexadecimal, over a model's weights and config; for an adapter, over its own and
-    its base's.
-
-    The checkpoints of a run with `lora` do not hold the base. By this hash a resumed run notices
-    that its base has changed. All weights are read, which takes about a second for each GB.
-
-    Raises:
-        ModelError: a file is missing or damaged.
-    """
-    *adapters, base = adapter_chain(folder)
-    parts = [read_config(base).model_dump_json()]
-    parts += [sha256_of(path) for path in sorted({t.path for t in stored_tensors(base).values()})]
-    for adapter in reversed(adapters):
-        parts += [adapter_settings(adapter), sha256_of(adapter / ADAPTER_WEIGHTS_NAME)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
 def tokenizer_of(folder: Path) -> Tokenizer | None:
     """The tokenizer of a model folder; None if it has none.
 
@@ -194,20 +88,15 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model config of a folder's config.json; for an adapter without one, that of its base.
+    """The model config of a folder's config.json.
 
     Raises:
         ModelError: config.json is missing, damaged, or of an unsupported family.
     """
-    path = _config_path(folder)
+    path = folder / CONFIG_NAME
     if not path.is_file():
         raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
     return config_from_hf(read_json_object(path, ModelError), str(path))
-
-
-def _config_path(folder: Path) -> Path:
-    path = folder / CONFIG_NAME
-    return path if path.is_file() else adapter_chain(folder)[-1] / CONFIG_NAME
 
 
 def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
@@ -246,7 +135,7 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         raise ModelError(f"{where}: {error}") from error
 
 
-def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The ids that end a text: from generation_config.json, else from config.json, else from the
     tokenizer; () if none of them has any."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
@@ -289,7 +178,7 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
 def training_notes(folder: Path) -> list[str]:
     """Notes for the user on training settings in a model folder's config.json that firstlight does
     not apply, such as dropout."""
-    path = _config_path(folder)
+    path = folder / CONFIG_NAME
     content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
     # Of the keys below, GPT-2 applies resid_pdrop and embd_pdrop.

@@ -22,6 +22,7 @@ from firstlight.efficiency.precision import has_only_fp16_units
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
+from firstlight.lora.files import config_folder
 from firstlight.optim.schedule import BatchSchedule, PredictedLength, Schedule, resolve_schedule
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.ranks import copies_of
@@ -286,7 +287,7 @@ def _prepared_kind(recipe: Recipe) -> Kind:
 
 def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
     if init_from is not None:
-        config = read_model_folder(init_from, read_config)
+        config = read_model_folder(init_from, lambda folder: read_config(config_folder(folder)))
         # Only the run tells the user about changed positions, so that it is said once.
         config = with_positions(recipe, config, init_from, tell=lambda _: None)
         return recipe.model_copy(update={"model": config})

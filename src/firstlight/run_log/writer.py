@@ -14,17 +14,18 @@ from typing import Any
 from firstlight.checkpoint.manifest import RUN_NAME
 from firstlight.files.atomic import remove_file, set_aside, storage_errors, write_file
 from firstlight.files.disk import AppendedFile
-from firstlight.report.records import (
+from firstlight.run_log.names import (
     EVENTS_NAME,
+    FORECAST_NAME,
+    HTML_NAME,
     LENGTH_NAME,
     METRICS_NAME,
     RECIPE_NAME,
+    REPORT_NAME,
     SAMPLES_NAME,
     STARTS_NAME,
-    sound_json_lines,
 )
-from firstlight.report.report import HTML_NAME, REPORT_NAME
-from firstlight.training.forecast import FORECAST_NAME
+from firstlight.run_log.reader import sound_json_lines
 
 #: Files other than checkpoints that a run writes into its folder, and can be resumed without.
 _DERIVED = (

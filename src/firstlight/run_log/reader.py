@@ -14,18 +14,15 @@ from typing import Any
 from firstlight.errors import CheckpointError, InputError, nearest
 from firstlight.files.atomic import read_file, read_json_object
 from firstlight.recipe.load import MAX_RECIPE_BYTES, parse_yaml
-from firstlight.report.series import MAX_LOG_BYTES, MAX_STEP, Metrics, read_metrics
-
-#: The rate of learned tokens (tokens with a loss) is shown if it is below this fraction of the rate
-#: of all tokens. In plain text all tokens are learned, except the padding of an epoch's last row.
-MOSTLY_LEARNED = 0.9
-
-METRICS_NAME = "metrics.jsonl"
-SAMPLES_NAME = "samples.jsonl"
-EVENTS_NAME = "events.jsonl"
-STARTS_NAME = "starts.jsonl"
-RECIPE_NAME = "recipe.yaml"
-LENGTH_NAME = "length.json"
+from firstlight.run_log.names import (
+    EVENTS_NAME,
+    LENGTH_NAME,
+    METRICS_NAME,
+    RECIPE_NAME,
+    SAMPLES_NAME,
+    STARTS_NAME,
+)
+from firstlight.run_log.series import MAX_LOG_BYTES, MAX_STEP, Metrics, read_metrics
 
 #: Largest size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`, because it has all keys.
 _RESOLVED = 8

@@ -1,0 +1,126 @@
+"""Loading a model folder in the Hugging Face layout, with its tokenizer.
+
+The folder of an adapter (PEFT's, or a checkpoint of a run with `lora`) is read as its base model
+with the adapter merged in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstlight.files.atomic import sha256_of
+from firstlight.lora.files import (
+    ADAPTER_WEIGHTS_NAME,
+    adapter_chain,
+    adapter_settings,
+    load_adapter,
+)
+from firstlight.lora.layers import merge_lora
+from firstlight.models import Model, ModelConfig
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.hub import find_model_folder
+from firstlight.weights.huggingface import eos_ids_of, read_config, tokenizer_of, unloaded_model
+from firstlight.weights.loading import LoadingMode, load_weights
+from firstlight.weights.stored import FileState, stored_tensors
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer and files.
+
+    Attributes:
+        model: the model in evaluation mode, on the requested device.
+        tokenizer: the folder's tokenizer; None if it has none.
+        eos_token_ids: ids that end a generation.
+        folder: the model folder, or an adapter's own folder.
+        mapped: the files that are memory-mapped as parameters; () if the weights were copied.
+        trained_on: description of a checkpoint's training data (`checkpoint.selection.trained_on`);
+            None if it was not read.
+    """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    folder: Path
+    mapped: tuple[FileState, ...] = ()
+    trained_on: Mapping[str, Any] | None = None
+
+    def require_unchanged(self) -> None:
+        """Refuse weights whose mapped file has changed. To be called before each use of the model.
+
+        Raises:
+            ModelError: a mapped file was changed in place.
+        """
+        for file in self.mapped:
+            file.require_unchanged()
+
+
+def load_model(
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype | None = None,
+    mode: LoadingMode = "auto",
+    vocab_multiple: int = 1,
+    config: ModelConfig | None = None,
+) -> LoadedModel:
+    """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
+
+    An adapter is merged into its base. Files that the adapter lacks (tokenizer, generation config)
+    are read from the base.
+
+    Args:
+        folder: a model folder, an adapter's folder, or a hub id.
+        device: the parameters' device.
+        dtype: the parameters' dtype; None is the file's.
+        mode: the loading mode, see `firstlight.weights.loading`.
+        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+        config: config with which the model is built; None is that of the folder.
+
+    Raises:
+        ModelError: a file is missing or damaged; the family is unknown; a tensor is missing, extra
+            or of the wrong shape (the message names it); or an adapter's base is missing, or its
+            kind is not supported.
+        TokenizerError: the folder's tokenizer is damaged.
+    """
+    folder = find_model_folder(folder)
+    *adapters, base = adapter_chain(folder)
+    model = unloaded_model(config or read_config(base), base, vocab_multiple)
+    mapped = load_weights(model, base, device=device, dtype=dtype, mode=mode)
+    tokenizer = tokenizer_of(base)
+    eos_token_ids = eos_ids_of(base, tokenizer)
+    for adapter in reversed(adapters):
+        load_adapter(model, adapter)
+        merge_lora(model)
+        own = tokenizer_of(adapter)
+        # An adapter's tokenizer for chats may have another end-of-text token than the base's. The
+        # model may generate either, and both end a text.
+        eos_token_ids = eos_ids_of(adapter, None) or tuple(
+            dict.fromkeys((*eos_token_ids, *(() if own is None else eos_ids_of(adapter, own))))
+        )
+        tokenizer = own or tokenizer
+    return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
+
+
+def base_identity(folder: Path) -> str:
+    """SHA-256, in hexadecimal, over a model's weights and config; for an adapter, over its own and
+    its base's.
+
+    The checkpoints of a run with `lora` do not hold the base. By this hash a resumed run notices
+    that its base has changed. All weights are read, which takes about a second for each GB.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    *adapters, base = adapter_chain(folder)
+    parts = [read_config(base).model_dump_json()]
+    parts += [sha256_of(path) for path in sorted({t.path for t in stored_tensors(base).values()})]
+    for adapter in reversed(adapters):
+        parts += [adapter_settings(adapter), sha256_of(adapter / ADAPTER_WEIGHTS_NAME)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
