@@ -300,7 +300,9 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
     return found
 
 
-def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
+def methods(  # noqa: C901 - a flat list: one independent case per method
+    recipe: ResolvedRecipe, machine: Machine
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, {key of the recipe: value}) of each method that would change something."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
