@@ -152,7 +152,9 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             return {**head, "machine": machine, "rows": found}
 
         assert bench.repeats is not None
-        return run_bench("generation", list(by_name), bench.repeats, measure, result, on_run)
+        return run_bench(
+            "generation", list(by_name), bench.repeats, measure, summarize=result, on_run=on_run
+        )
 
 
 def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelConfig]:
@@ -244,7 +246,7 @@ def summarize(
             entry["load_seconds"] = outcome.median("load_seconds")
             entry["peak_bytes"] = max(outcome.values("peak_bytes"))
             entry["batches"] = [
-                _batch_summary(number, outcome.runs, base, size, copy_bytes_per_second)
+                _batch_summary(number, outcome.runs, base, size, limit=copy_bytes_per_second)
                 for number in range(len(outcome.runs[0]["batches"]))
             ]
         if outcome.runs and not row.cache:

@@ -258,7 +258,7 @@ def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -
             continue
         clock = f"{max(0, int(left)) // 60}:{max(0, int(left)) % 60:02d} left"
         say(f"[{number}/{len(waiting)}] {turn.title}: about {expected:.0f} s; {clock}")
-        cut = _take_turn(turn, outcome, results, call, left)
+        cut = _take_turn(turn, outcome, results, call, left=left)
         if cut:
             left_over.append(turn)
         entry["seconds"] = round(call.clock() - begun, 1)

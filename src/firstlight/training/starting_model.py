@@ -118,7 +118,9 @@ def first_model(
     if init_from is not None:
 
         def starting(folder: Path) -> tuple[Model, ModelIdentity | None]:
-            model = _starting_model(recipe, tokenizer, folder, init_from, new_rows, tell)
+            model = _starting_model(
+                recipe, tokenizer, folder, init_from, new_rows=new_rows, tell=tell
+            )
             if recipe.lora is None and recipe.preference is None:
                 return model, None
             # Hashed here, so that the files are those that were read.

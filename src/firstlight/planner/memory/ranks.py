@@ -63,7 +63,7 @@ def of_one_rank(
     prediction = with_own_tables(prediction, recipe, part)
     by = [f"{engine.name} on {copies} devices"] if copies > 1 else []
     if engine.keeps_shards and copies > 1:
-        prediction = _of_fsdp(prediction, recipe, part, processes, on_cpu)
+        prediction = _of_fsdp(prediction, recipe, part, processes, on_cpu=on_cpu)
     elif engine.keeps_buckets:
         prediction = _of_ddp(prediction, part)
     for key in ("tensor_parallel", "pipeline"):

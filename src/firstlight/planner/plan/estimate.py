@@ -224,7 +224,7 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
         cut = recipe.distributed
         engine = engine_of(recipe, machine.count)
         require_combination(
-            recipe, machine.hardware, engine.name, cut.tensor_parallel, cut.pipeline
+            recipe, machine.hardware, engine.name, cut.tensor_parallel, pipeline=cut.pipeline
         )
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile
@@ -360,9 +360,9 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
     facts = facts_of(recipe, machine)
     changes: dict[str, Any] = {"efficiency.precision": precision}
     if config.attention == attention_backend(
-        recipe, recipe.model, seq_len, facts, config.precision
+        recipe, recipe.model, seq_len, facts, precision=config.precision
     ):
-        attention = attention_backend(recipe, recipe.model, seq_len, facts, precision)
+        attention = attention_backend(recipe, recipe.model, seq_len, facts, precision=precision)
         if attention != config.attention:
             changes["efficiency.attention"] = attention
     return changes

@@ -334,7 +334,7 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         fitting = max(fitting, found.parameters)
-        one = _in_time(found, estimate, budget, text, epochs)
+        one = _in_time(found, estimate, budget, text, epochs=epochs)
         if not suggested or one["suggestion"].bits < suggested["suggestion"].bits:
             suggested = one
         reached = estimate.tokens_per_second.expected
