@@ -39,7 +39,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
 # Left out of the quick tests: files of whole runs, of plans, of benchmarks, of large texts and of trackers,
 # and the longest tests of other files.
-SLOWER := allocator batch beams bench_* chat_training compiled compute_optimal convert* cooldown \
+SLOWER := advised_model allocator batch beams bench_* chat_training compiled convert* cooldown \
 	document_masking evaluation evaluation_sample few_rows findings first_evaluation forecast gguf layers \
 	longer_context lora lora_training micro_batch minutes mixed_training moe ngrams optimizer_eight_bit \
 	optimizer_master optimizer_rules parquet pipeline_* plan planner_* preference prepare ray_address \

@@ -23,7 +23,10 @@ import errno
 import re
 from collections.abc import Iterable
 
-#: Exit code of `firstlight train` for a run that diverged; 75 asks to run the command again.
+#: Exit code of `firstlight train` for a run that was stopped early and saved a checkpoint: the same
+#: command goes on with it (EX_TEMPFAIL of sysexits.h).
+STOPPED_EXIT_CODE = 75
+#: Exit code of `firstlight train` for a run that diverged.
 DIVERGED_EXIT_CODE = 76
 #: Advice in the messages about a diverged run.
 DIVERGED_REMEDY = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"

@@ -77,6 +77,8 @@ def test_one_process_is_this_one(
         (["--nnodes", "2"], "--nnodes needs --nproc"),
         (["--nproc", "0"], "--nproc is '0': it has to be a number from 1 on, or auto"),
         (["--nproc", "all"], "--nproc is 'all'"),
+        (["--nproc", "2", "--nnodes", "0"], "--nnodes"),
+        (["--nproc", "2", "--max-restarts", "-1"], "--max-restarts"),
         (["--nproc", "2", "--nnodes", "2", "--node-rank", "0"], "needs --rdzv-endpoint HOST:PORT"),
         (["--nproc", "2", "--nnodes", "2"], "--nnodes needs --node-rank"),
         (["--npoc", "2"], "unknown option --npoc (did you mean '--nproc'?)"),
@@ -91,14 +93,11 @@ def test_options_that_cant_be_meant_are_refused(
 
 
 @pytest.mark.parametrize(
-    "variables, message",
+    "variables",
     [
-        ({"LOCAL_RANK": "0"}, "a launcher has started this process"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, "a launcher has started this process"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "1"},
-            "a launcher has started 4 processes like this one",
-        ),
+        {"LOCAL_RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "none"},
+        {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "1"},
     ],
 )
 def test_a_process_that_a_launcher_started_starts_no_others(
@@ -106,12 +105,11 @@ def test_a_process_that_a_launcher_started_starts_no_others(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
-    message: str,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "r.yaml", "--nproc", "2"]) == 2
-    assert message in capfd.readouterr().err
+    assert "a launcher has started this process" in capfd.readouterr().err
     assert calls == []
 
 

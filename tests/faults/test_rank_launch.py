@@ -165,7 +165,7 @@ def test_ranks_have_an_hour_to_save_after_a_signal_and_half_a_minute_before_a_re
     def interrupted(role: str) -> None:
         raise SignalException("", signal.SIGUSR1)
 
-    agent = elastic._Agent(["true"], elastic.Launch(1), [], tmp_path)
+    agent = elastic._Agent(["true"], elastic.Launch(1), (), tmp_path)
     monkeypatch.setattr(agent, "_pcontext", Ranks())
     monkeypatch.setattr(agent, "_invoke_run", interrupted)
     with pytest.raises(SignalException):
@@ -188,7 +188,6 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
         run.wait_until_nothing_is_left()
 
 
-@pytest.mark.slow
 def test_a_stop_that_one_rank_was_asked_for_is_no_failure(tmp_path: Path) -> None:
     """As when a time limit is over on one of the machines first: nothing is started again."""
     with launched(tmp_path, {"max_restarts": 3}, endless=True) as run:

@@ -45,7 +45,7 @@ from firstlight.planner.plan.text import (
 )
 from firstlight.planner.speed import alignment
 from firstlight.planner.speed.alignment import alignment_warnings
-from firstlight.recipe import Recipe, load_recipe, parse_recipe
+from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
 
 _MODEL: dict[str, Any] = {
@@ -687,6 +687,26 @@ def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int
     config: Any = plan.suggestion.config
     assert config.tie_word_embeddings is False
     assert config.num_key_value_heads % cut.get("tensor_parallel", 1) == 0
+
+
+@pytest.mark.parametrize("written, expected", [("auto", True), (False, False)])
+def test_budget_of_an_hour_on_a_gpu_decides_compiling_for_its_own_run(
+    written: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe's own run of two steps is too short for it."""
+    found: list[ResolvedRecipe] = []
+
+    def noted(one: ResolvedRecipe, *_: Any) -> None:
+        found.append(one)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("firstlight.planner.plan.plan.best_estimate", noted)
+    short = recipe(schedule={"max_steps": 2}, efficiency={"compile": written})
+    machine = find_machine("H100")
+    assert resolve_for(short, machine).efficiency.compile is False
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(short, machine, budget=Budget(seconds=3600.0), searches=False)
+    assert found[0].efficiency.compile is expected
 
 
 def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None:

@@ -67,7 +67,7 @@ def test_figures_of_the_promises_are_those_of_the_pages_that_they_name() -> None
         families = [f"{_families()}"] if f"{_families()} families" in said else []
         assert [one for one in figures if one not in shown and one not in families] == []
         assert figures, promise
-        assert re.search(r"Tests?:\s+`tests/", promise), promise
+        assert re.search(r"Tests?:\s+`(?:benchmarks/)?tests/", promise), promise
 
 
 def test_the_figures_of_the_demo_are_those_of_the_quickstart() -> None:

@@ -155,7 +155,8 @@ def _below(name: str, command: click.Command) -> Iterator[tuple[str, click.Comma
     yield name, command
     if isinstance(command, click.Group):
         for verb, one in command.commands.items():
-            yield from _below(f"{name} {verb}", one)
+            if not one.hidden:
+                yield from _below(f"{name} {verb}", one)
 
 
 def test_every_command_and_option_is_in_the_reference() -> None:

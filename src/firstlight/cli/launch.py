@@ -9,9 +9,6 @@ import click
 
 from firstlight.errors import ConfigError
 
-#: Advice in errors if a launcher such as torchrun has already started this process.
-_ADVICE = "leave out --nproc, or start the command without that launcher"
-
 #: The options for starting several processes.
 LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts")
 
@@ -79,14 +76,15 @@ def _require_no_launcher(nnodes: int) -> None:
     Raises:
         ConfigError: a launcher has, so that several processes would start processes.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
-        raise ConfigError(f"a launcher has started this process (LOCAL_RANK is set): {_ADVICE}")
-    if nnodes == 1:
-        from firstlight.parallel.world import find_world
+    from firstlight.parallel.world import find_world
 
-        size = find_world().size
-        if size > 1:
-            raise ConfigError(f"a launcher has started {size} processes like this one: {_ADVICE}")
+    variables = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}
+    # With several machines, a launcher such as srun may start this command once on each.
+    if variables & os.environ.keys() or (nnodes == 1 and find_world().size > 1):
+        raise ConfigError(
+            "a launcher has started this process: leave out --nproc, or start the command without "
+            "that launcher"
+        )
 
 
 def _count(nproc: str) -> int:

@@ -331,6 +331,7 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
         discard_stdout()
         return 1
     except (MemoryError, OSError, RuntimeError, ImportError, SystemError) as error:
+        # With a limit of the address space, libraries report a lack of memory in any words.
         if lacks_memory(error) or (_address_limit() and not isinstance(error, OSError)):
             return _fail(_out_of_memory(arguments, error), "MemoryError", 1, as_json)
         if not isinstance(error, OSError):

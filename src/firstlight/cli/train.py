@@ -18,13 +18,11 @@ from firstlight.cli.options import count_option, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show_rows, with_json
 from firstlight.cli.train_texts import TEXT_OPTIONS, takes_texts, text_options, train_texts_command
 from firstlight.console import say
-from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
+from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
-#: Exit code of a run that was stopped early and saved a checkpoint: EX_TEMPFAIL of sysexits.h.
-STOPPED_EXIT_CODE = 75
 _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
 _NEW_ROWS = "mean"
@@ -153,7 +151,9 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="N|auto",
     help="Train with N processes on this machine; auto: one for each GPU.",
 )
-@click.option("--nnodes", type=int, help="With --nproc: number of machines.  [default: 1]")
+@click.option(
+    "--nnodes", type=click.IntRange(1), help="With --nproc: number of machines.  [default: 1]"
+)
 @click.option("--node-rank", type=int, help="With --nnodes: number of this machine, from 0.")
 @click.option(
     "--rdzv-endpoint",
@@ -162,7 +162,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 )
 @click.option(
     "--max-restarts",
-    type=int,
+    type=click.IntRange(0),
     help="With --nproc: number of restarts from the newest checkpoint after a process fails.  "
     "[default: 0]",
 )
@@ -271,14 +271,11 @@ def _train_recipe(
 
 def _end_stopped(result: TrainResult, command: str) -> None:
     """Set the exit code of a stopped run, which `command` resumes, or of a diverged run."""
-    # Imported here, because it imports torch's elastic agent.
-    from firstlight.parallel.elastic import exit_code_of_rank
-
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: continue with {command}")
-        end_with(exit_code_of_rank(STOPPED_EXIT_CODE))
+        end_with(STOPPED_EXIT_CODE)
     else:
-        end_with(exit_code_of_rank(DIVERGED_EXIT_CODE))
+        end_with(DIVERGED_EXIT_CODE)
 
 
 def _cooled(

@@ -282,7 +282,8 @@ class _Preparation:
         self.changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.changes = ChangeCounts()
         #: Rejected records that are not counted yet (with `max_tokens`), each with the number of
-        #: the document before it.
+        #: the document before it. Those after the last written document are never counted, so that
+        #: reading ahead does not change the manifest.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
         self.gzip_bytes = 0

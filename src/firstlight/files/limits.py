@@ -211,6 +211,7 @@ def serve(descriptor: int) -> None:
         except (EOFError, ConnectionError):
             return
         request, seconds = json.loads(content.decode("utf-8", "surrogatepass"))
+        # RLIMIT_CPU has whole seconds, and counts all calls of the process together.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = ""
         try:

@@ -219,6 +219,8 @@ def gated_delta_rule(
     whole = g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if places_BT is not None:
+        # Masks of exact zeros separate the documents. A very negative decay at their starts would
+        # round away the other decays in the sums.
         same, reads, is_kept, passes = _document_masks(places_BT, size)
         seen = seen & same
         from_start = from_start * reads

@@ -16,7 +16,7 @@ from firstlight.parallel.group import (
     own_device,
     process_group,
 )
-from firstlight.parallel.heartbeat import RankError
+from firstlight.parallel.rendezvous import RankError
 from firstlight.parallel.world import World, find_world
 
 __all__ = [

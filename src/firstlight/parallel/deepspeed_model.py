@@ -121,7 +121,9 @@ class ZeroModel:
     ) -> None:
         deepspeed = import_deepspeed(device)
         _forget_closed_group()
-        self.stage, self.device, self.model = config.zero_stage or 2, device, model
+        self.stage = config.zero_stage or 2
+        self.device = device
+        self.model = model
         folder = None
         if config.offload == "nvme":
             require_asynchronous_io(local_rank)

@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -35,6 +35,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import (
     DefaultLogsSpecs,
+    PContext,
     SignalException,
     SubprocessContext,
 )
@@ -43,13 +44,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from firstlight.console import say
-from firstlight.errors import DIVERGED_EXIT_CODE, ConfigError
+from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 from firstlight.hardware.environment import usable_cpus
 from firstlight.parallel import rank_start
-from firstlight.parallel.rendezvous import ROUND, RankError, announce
-
-#: Environment variable of ranks: the folder in which `exit_code_of_rank` writes the exit code.
-FOLDER = "FIRSTLIGHT_LAUNCH_FOLDER"
+from firstlight.parallel.rendezvous import ROUND, RankError, tcp_store, tell_failure
 
 #: Seconds in which the other ranks have to end by themselves once one rank has failed.
 _GRACE_SECONDS = 8.0
@@ -63,8 +61,11 @@ _SAVING_SECONDS = 3600
 #: Seconds in which all machines have to connect to the rendezvous.
 _RENDEZVOUS_SECONDS = 900
 
-#: Exit codes of failures that a restart would repeat: an invalid recipe or option, and a run that
-#: diverged.
+#: Exit codes of ranks that have not failed: the run is complete, was stopped and saved, or
+#: diverged. torch's agent takes each but 0 for a failure.
+_ENDS = (0, STOPPED_EXIT_CODE, DIVERGED_EXIT_CODE)
+
+#: Exit codes that a restart would repeat: an invalid recipe or option, and a run that diverged.
 _FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
 
 #: Signals passed on to the ranks, unless they are ignored (nohup).
@@ -73,7 +74,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 #: Number of lines of a failed rank's output that are shown: the last ones.
 _MAX_LINES = 60
 
+#: Seconds in which the launcher has to connect to the store, to tell the ranks of a failure.
+_ANNOUNCING_SECONDS = 2.0
+
 _ERROR_START = "firstlight: error: "
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
@@ -98,13 +103,6 @@ class Launch:
     max_restarts: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("nproc", self.nproc, 1),
-            ("nnodes", self.nnodes, 1),
-            ("max-restarts", self.max_restarts, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"--{name} is {value}: at least {least} is needed")
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(
                 f"--node-rank is {self.node_rank} with --nnodes {self.nnodes}: the machines are "
@@ -128,11 +126,11 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     Returns:
         The exit code for the launcher:
 
-        - 0 if all ranks ended without an error, or the largest code that `exit_code_of_rank` got;
+        - the largest exit code of the ranks if none failed: 0, 75 for a run that was stopped and
+          saved, or 76 for a run that diverged;
         - if rank 0 failed and has printed its error: 2 for an invalid recipe or option, 76 for a
           run that diverged, else 1;
-        - 128 plus the number of the signal that stopped the launcher, unless all ranks ended with
-          exit code 0.
+        - 128 plus the number of the signal that stopped the launcher, if a rank ended otherwise.
 
     Raises:
         RankError: another rank than 0 failed, a rank was killed, or the machines did not connect.
@@ -144,46 +142,33 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
     )
-    where = f"the rendezvous {options.endpoint or 'of the processes'}"
     with _quiet(), tempfile.TemporaryDirectory(prefix="firstlight-ranks-") as temporary:
-        agent = _Agent(command, options, list(on_restart), Path(temporary))
+        agent = _Agent(command, options, tuple(on_restart), Path(temporary))
+        result = None  # torch's answer to a closed rendezvous
+        problem = (
+            "was closed by another machine before this one joined: the run has ended there; to "
+            "begin it again, start all machines"
+        )
         try:
             result = agent.run()
         except SignalException as caught:
             # The rendezvous is not closed: another machine may take the place of this one.
             return agent.code_after_signal(caught.sigval)
         except RendezvousError as error:
-            if agent.has_failed_ranks():
-                return agent.code_after_failure()
-            raise RankError(
-                f"{where} could not be reached, or not all {options.nnodes} machines connected "
+            problem = (
+                f"could not be reached, or not all {options.nnodes} machines connected "
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
-            ) from error
-        if result is None:  # torch's answer to a rendezvous that is closed
-            if agent.has_failed_ranks():
-                return agent.code_after_failure()
-            raise RankError(
-                f"{where} was closed by another machine before this one joined: the run has ended "
-                "there; to begin it again, start all machines"
             )
-        if result.is_failed() and options.nnodes > 1:
+        if agent.failed and options.nnodes > 1:
             # This process may host the store from which ranks of other machines read the failure.
             time.sleep(_LINGER_SECONDS)
         agent.close()
-        return agent.code_after_failure() if result.is_failed() else agent.noted_code()
-
-
-def exit_code_of_rank(code: int) -> int:
-    """The exit code for this process, so that its launcher ends with exit code `code`.
-
-    torch's agent takes every code but 0 for a failure, and would start all ranks again. So a rank
-    of `launch` writes `code` to a file and gets 0; a process without `launch` gets `code` itself.
-    """
-    folder = os.environ.get(FOLDER)
-    if folder is None:
-        return code
-    Path(folder, f"exit-{os.environ['RANK']}").write_text(str(code))
-    return 0
+        if agent.failed:
+            return agent.code_after_failure()
+        if result is None:
+            where = options.endpoint or "of the processes"
+            raise RankError(f"the rendezvous {where} {problem}")
+        return max(code or 0 for code in agent.codes())
 
 
 @dataclass(frozen=True)
@@ -198,39 +183,43 @@ class _Ended:
 
     @property
     def error(self) -> str:
-        """The rank's error in one line, without the rank's name."""
-        lines = [line for line in self.said.splitlines() if line.startswith(_ERROR_START)]
-        if lines:
-            return lines[-1].removeprefix(_ERROR_START)
-        if "Traceback (most recent call last):" in self.said:
-            last = self.said.rstrip().splitlines()[-1]
-            # torch puts this mark before the lines of a traceback.
-            return last.removeprefix(f"[rank{self.rank}]: ")
+        """The rank's error in one line."""
+        name = f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) failed:"
+        lines = self.said.rstrip().splitlines()
+        for line in reversed(lines):
+            if line.startswith(_ERROR_START):
+                error = line.removeprefix(_ERROR_START)
+                # The failure of a rank of another machine.
+                return error if error.startswith("rank ") else f"{name} {error}"
+        if _TRACEBACK in lines:
+            return f"{name} {lines[-1]}"
         if self.code < 0:
-            name = signal.Signals(-self.code).name
             hint = ": most likely out of memory" if self.code == -signal.SIGKILL else ""
-            return f"it was killed by {name}{hint}"
-        return f"it ended with code {self.code}"
+            return f"{name} it was killed by {signal.Signals(-self.code).name}{hint}"
+        return f"{name} it ended with code {self.code}"
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent with the differences that this module's docstring lists."""
+    """torch's agent with the differences that this module's docstring lists.
+
+    Attributes:
+        failed: the ranks of this machine that have failed since the last start, in the order of
+            their failures.
+    """
 
     def __init__(
-        self, command: Sequence[str], options: Launch, on_restart: list[str], folder: Path
+        self, command: Sequence[str], options: Launch, on_restart: tuple[str, ...], folder: Path
     ) -> None:
+        self.failed: dict[int, _Ended] = {}
         self._folder = folder
         self._on_restart = on_restart
         self._starts = 0
-        self._failed: list[_Ended] = []
-        self._failed_at = 0.0
-        self._killed = False
-        start = ["-I", "-S", rank_start.__file__, str(folder), str(os.getpid())]
+        self._grace_ends = 0.0
         spec = WorkerSpec(
             role="rank",
             local_world_size=options.nproc,
             entrypoint=sys.executable,
-            args=(*start, *command),
+            args=("-I", "-S", rank_start.__file__, str(folder), str(os.getpid()), *command),
             rdzv_handler=get_rendezvous_handler(_rendezvous(options)),
             max_restarts=options.max_restarts,
             monitor_interval=0.1,
@@ -250,118 +239,101 @@ class _Agent(LocalElasticAgent):
             group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
         said = group.store.get(key).decode()
         number = int(said.split("-")[0])
-        os.environ[ROUND], os.environ[FOLDER] = said, str(self._folder)
-        if number > 0 and self._on_restart:
-            worker_group.spec.args += tuple(self._on_restart)
-            self._on_restart = []
+        os.environ[ROUND] = said
+        if number > 0:
+            worker_group.spec.args += self._on_restart
+            self._on_restart = ()
         self._starts = number + 1
-        self._failed, self._killed = [], False
-        for old in (*self._folder.glob("rank-*.log"), *self._folder.glob("exit-*")):
-            old.unlink()
+        self.failed = {}
         return cast(dict[int, Any], super()._start_workers(worker_group))
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        # Before a restart torch's limit of 30 s is enough: ranks that wait for a lost machine can't
-        # save. So this skips `_shutdown` below, which waits longer.
+    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        # torch 2.11 has no option for the limit. Without a signal, before a restart, its 30 s are
+        # enough: ranks that wait for a lost machine can't save.
+        if death_sig is not None and self._pcontext is not None:
+            self._pcontext.close(death_sig, _SAVING_SECONDS)
         super()._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        # torch 2.11 has no option for the limit: the ranks are ended here with a longer one, and
-        # torch's own call then finds none running.
-        if self._pcontext is not None:
-            self._pcontext.close(death_sig, _SAVING_SECONDS)
-        super()._shutdown(death_sig)
-
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        failed_before = len(self._failed)
-        running = self._look_at_ranks(worker_group)
-        if self._failed and not failed_before:
-            host, port = str(worker_group.master_addr), int(worker_group.master_port or 0)
-            first = self._failed[0]
-            announce(host, port, os.environ[ROUND], f"{_name(first)} failed: {first.error}")
-        if self._failed and running:
-            # Reporting HEALTHY delays torch's agent, which would otherwise end the running ranks
-            # before they can report the failure.
-            if time.monotonic() - self._failed_at > _GRACE_SECONDS:
-                self._killed = True
-                for process in running:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-            return RunResult(state=WorkerState.HEALTHY)
+        self._look_at_ranks(worker_group)
+        codes = self.codes()
+        if None in codes and any(codes):
+            if not self.failed or time.monotonic() < self._grace_ends:
+                # torch's agent would end the running ranks before they can report the failure.
+                return RunResult(state=WorkerState.HEALTHY)
+            cast(PContext, self._pcontext).close(signal.SIGKILL)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.FAILED:
-            # A restart would fail with the same error.
-            if self._failed and self._failed[0].code in _FINAL_EXIT_CODES:
+            self._look_at_ranks(worker_group)
+            if not self.failed:
+                values = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+            if self._final_code() is not None:
                 self._remaining_restarts = 0
             if self._remaining_restarts > 0:
-                self._say_restart(worker_group.spec.max_restarts)
+                if not self._rank_0_has_said():
+                    say(f"{_ERROR_START}{self._first().error}")
+                most = worker_group.spec.max_restarts
+                number = most - self._remaining_restarts + 1
+                say(f"starting all ranks again ({number} of {most})")
         return result
 
-    def _look_at_ranks(self, worker_group: WorkerGroup) -> list[subprocess.Popen[bytes]]:
-        """Record the ranks that have failed, in the order of their failures; return the processes
-        that are still running."""
-        running = []
-        known = {ended.rank for ended in self._failed}
-        for worker, process in zip(worker_group.workers, self._processes(), strict=True):
-            code = process.poll()
-            if code is None:
-                running.append(process)
-            elif code != 0 and worker.global_rank not in known and not self._killed:
-                said = _read(self._folder / f"rank-{worker.global_rank}.log")
-                ended = _Ended(worker.global_rank, process.pid, code, said)
-                if not self._failed:
-                    self._failed_at = time.monotonic()
-                self._failed.append(ended)
-        return running
+    def _look_at_ranks(self, worker_group: WorkerGroup) -> None:
+        """Record the ranks that have failed, and tell the other ranks of the first one."""
+        for worker, code in zip(worker_group.workers, self.codes(), strict=True):
+            rank = worker.global_rank
+            if code is None or code in _ENDS or rank in self.failed:
+                continue
+            log = self._folder / f"rank-{rank}.log"
+            said = log.read_text(errors="replace") if log.exists() else ""
+            # torch marks the lines of a traceback with the rank.
+            said = said.replace(f"[rank{rank}]: ", "")
+            self.failed[rank] = _Ended(rank, worker.id, code, said)
+            if len(self.failed) == 1:
+                self._grace_ends = time.monotonic() + _GRACE_SECONDS
+                with contextlib.suppress(RuntimeError):
+                    group = cast(Any, worker_group)
+                    store = tcp_store(group.master_addr, group.master_port, _ANNOUNCING_SECONDS)
+                    tell_failure(PrefixStore(os.environ[ROUND], store), self.failed[rank].error)
 
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
-        """This machine's rank processes in the order of local ranks; none before the start."""
+    def codes(self) -> list[int | None]:
+        """The exit codes of this machine's ranks in the order of local ranks, None for a rank that
+        is running; an empty list before the start."""
         if self._pcontext is None:
             return []
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
-        return [handlers[local_rank].proc for local_rank in sorted(handlers)]
+        return [handlers[local_rank].proc.poll() for local_rank in sorted(handlers)]
 
-    def _say_restart(self, max_restarts: int) -> None:
-        first = self._failed[0]
-        if not self._rank_0_has_said():
-            say(f"{_name(first)} failed: {first.error}")
-        number = max_restarts - self._remaining_restarts + 1
-        say(f"starting all ranks again ({number} of {max_restarts})")
+    def _first(self) -> _Ended:
+        return next(iter(self.failed.values()))
+
+    def _final_code(self) -> int | None:
+        """The exit code of a rank that a restart would repeat; None without any."""
+        return next((code for code in self.codes() if code in _FINAL_EXIT_CODES), None)
 
     def _rank_0_has_said(self) -> bool:
         """True if rank 0, which writes to this terminal, ended with an error that it printed, and
         was not killed by a signal."""
-        return any(ended.rank == 0 and ended.code > 0 for ended in self._failed)
+        return 0 in self.failed and self.failed[0].code > 0
 
     def code_after_failure(self) -> int:
         """The exit code after a failure, or a `RankError` unless rank 0 has printed its error; see
         `launch`. Prints the output of a failed rank other than 0 if it has a traceback."""
-        first = self._failed[0]
+        first = self._first()
         lines = first.said.rstrip().splitlines()
-        if "Traceback (most recent call last):" in first.said:
+        if _TRACEBACK in lines:
             for line in lines[-_MAX_LINES:]:
-                # torch puts this mark before the lines of a traceback itself.
-                say(line if line.startswith("[rank") else f"[rank{first.rank}]: {line}")
+                say(f"[rank{first.rank}]: {line}")
         if not self._rank_0_has_said():
-            if first.error.startswith("rank "):  # of another machine
-                raise RankError(first.error)
-            raise RankError(f"{_name(first)} failed: {first.error}")
-        return first.code if first.code in _FINAL_EXIT_CODES else 1
+            raise RankError(first.error)
+        return self._final_code() or 1
 
     def code_after_signal(self, number: signal.Signals) -> int:
         """The exit code after a signal to the launcher; see `launch`."""
-        codes = {process.poll() for process in self._processes()}
-        return self.noted_code() if codes == {0} else 128 + number
-
-    def has_failed_ranks(self) -> bool:
-        """True if ranks of this machine have failed until now."""
-        if self._processes():
-            self._look_at_ranks(self._worker_group)
-        return bool(self._failed)
-
-    def noted_code(self) -> int:
-        """The largest exit code that a rank has passed to `exit_code_of_rank`; 0 without any."""
-        return max((int(_read(path)) for path in self._folder.glob("exit-*")), default=0)
+        codes = self.codes()
+        if not codes or not set(codes) <= set(_ENDS):
+            return 128 + number
+        return max(code or 0 for code in codes)
 
 
 def _rendezvous(options: Launch) -> RendezvousParameters:
@@ -379,14 +351,6 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
         # Without it torch decides by host names, which containers may not resolve to themselves.
         is_host=alone or options.node_rank == 0,
     )
-
-
-def _name(ended: _Ended) -> str:
-    return f"rank {ended.rank} on {socket.gethostname()} (pid {ended.pid})"
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
 
 
 @contextlib.contextmanager

@@ -130,7 +130,9 @@ class Engine:
     averages_gradients = False
 
     def __init__(self, config: DistributedConfig, world: World, device: torch.device) -> None:
-        self.config, self.world, self.device = config, world, device
+        self.config = config
+        self.world = world
+        self.device = device
         group = config.tensor_parallel * config.pipeline
         self.rank, self.group_rank = divmod(world.rank, group)
         self.size = world.size // group

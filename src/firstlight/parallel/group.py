@@ -2,14 +2,13 @@
 
 `process_group` opens torch's group after a rendezvous, watches the ranks by heartbeats, and closes
 the group. All ranks have to call each exchange, in the same order. In a world of one process, an
-exchange returns its argument. Objects are sent as JSON, not as pickles, which could run code.
+exchange returns its argument. Objects are sent by torch's object collectives.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -20,15 +19,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from firstlight.errors import ConfigError, FirstlightError
-from firstlight.parallel.heartbeat import Heartbeat, linger
+from firstlight.parallel.heartbeat import Heartbeat
 from firstlight.parallel.rendezvous import (
+    TALK_SECONDS,
     RankError,
     RankInfo,
-    is_hosting,
+    hosted_by_agent,
+    in_thread,
     open_store,
     own_info,
     rendezvous,
-    tell_failure,
 )
 from firstlight.parallel.world import World
 
@@ -108,29 +108,30 @@ def process_group(
     if not timeout_seconds > 0:
         raise ConfigError(f"the timeout is {timeout_seconds} s: it has to be more than 0")
     own = own_info(world, device, fingerprint)
-    store, infos = _join(world, own, timeout_seconds)
-    heartbeat = Heartbeat(
-        (_again(store), _again(store)), own, infos, timeout_seconds, hosting=is_hosting(world)
-    )
+    store = open_store(world, timeout_seconds)
+    heartbeat = None
     try:
-        try:
-            _open_group(world, device, store, timeout_seconds)
-            yield
-        except BaseException as error:
+        infos = rendezvous(store, own, timeout_seconds)
+        heartbeat = Heartbeat(store, own, infos, timeout_seconds)
+        _open_group(world, device, store, timeout_seconds)
+        yield
+        # No rank ends while another one still needs it for an exchange.
+        barrier()
+    except BaseException as error:
+        failure = None
+        if heartbeat is not None:
             failure = _failure_elsewhere(error, own, heartbeat)
-            if failure is None:
-                raise
-            raise RankError(failure) from error
-        heartbeat.leave()
-    except BaseException:
-        heartbeat.let_go()
-        # Closing first: a rank that waits for this one in an exchange gets its error at once.
-        _close_group(broken=True)
-        heartbeat.linger()
-        heartbeat.stop()
-        raise
+            heartbeat.stop()
+        # A rank that waits for this one in an exchange gets its error at once.
+        _close_broken_group()
+        if own.rank == 0 and not hosted_by_agent():
+            # The store ends with this process: the other ranks can read until then what failed.
+            time.sleep(TALK_SECONDS)
+        if failure is None:
+            raise
+        raise RankError(failure) from error
     heartbeat.stop()
-    _close_group(broken=False)
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -143,32 +144,6 @@ def group_of_one(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _join(
-    world: World, own: RankInfo, timeout_seconds: float
-) -> tuple[PrefixStore, list[RankInfo]]:
-    """Connect to the store and hold the rendezvous; return the store and all ranks."""
-    store = open_store(world, timeout_seconds)
-    try:
-        infos = rendezvous(store, own, timeout_seconds)
-    except FirstlightError:
-        linger(store, own, hosting=is_hosting(world))
-        raise
-    except RuntimeError as error:
-        raise RankError(
-            f"{own.name} lost the rendezvous at {world.host}:{world.port}: see the messages of "
-            "rank 0"
-        ) from error
-    except BaseException:
-        tell_failure(store, f"{own.name} was stopped")
-        raise
-    return store, infos
-
-
-def _again(store: PrefixStore) -> Store:
-    """Another connection to the store: calls on one connection wait for each other."""
-    return store.clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def _open_group(world: World, device: torch.device, store: Store, timeout_seconds: float) -> None:
@@ -222,22 +197,12 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _close_group(*, broken: bool) -> None:
-    """Close torch's group, if there is one."""
-    if not dist.is_initialized():
-        return
-    if not broken:
-        dist.destroy_process_group()
-        return
-    # In a thread, because torch may wait for a missing rank without an end.
-    thread = threading.Thread(target=_destroy, daemon=True)
-    thread.start()
-    thread.join(_CLOSE_SECONDS)
-
-
-def _destroy() -> None:
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+def _close_broken_group() -> None:
+    """Close torch's group after a failure, if there is one."""
+    if dist.is_initialized():
+        # In a thread, because torch may wait for a missing rank without an end.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            in_thread(_CLOSE_SECONDS, dist.destroy_process_group)
 
 
 # Exchanges
@@ -274,48 +239,21 @@ def barrier() -> None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, returned on all ranks.
-
-    Args:
-        value: a JSON value; tuples become lists. Values of other ranks than 0 are ignored.
-    """
+    """Rank 0's value, returned on all ranks; values of other ranks are ignored."""
     if _is_alone():
         return value
-    data = _encoded(value) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
-    count = torch.tensor([data.numel()])
-    dist.broadcast(count, 0)
-    if dist.get_rank() != 0:
-        data = torch.empty(int(count.item()), dtype=torch.uint8)
-    dist.broadcast(data, 0)
-    return _decoded(data)
+    values = [value]
+    dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The values of all ranks, in the order of ranks, returned on all ranks.
-
-    Args:
-        value: a JSON value; tuples become lists.
-    """
+    """The values of all ranks, in the order of ranks, returned on all ranks."""
     if _is_alone():
         return [value]
-    data = _encoded(value)
-    # all_gather needs tensors of one size: lengths are exchanged first, and the data is padded.
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([data.numel()]))
-    largest = max(int(count.item()) for count in counts)
-    padded = torch.zeros(largest, dtype=torch.uint8)
-    padded[: data.numel()] = data
-    rows = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(rows, padded)
-    return [_decoded(row[: int(count.item())]) for row, count in zip(rows, counts, strict=True)]
-
-
-def _encoded(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decoded(data: Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,26 +20,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore
 
-from firstlight.parallel.rendezvous import (
-    TALK_SECONDS,
-    RankError,
-    RankInfo,
-    at_most,
-    failure_of,
-    hosted_by_agent,
-    tell_failure,
-)
-
-__all__ = ["Heartbeat", "RankError"]
+from firstlight.parallel.rendezvous import RankInfo, failure_of, hosted_by_agent, tell_failure
 
 #: Seconds between two heartbeats, and between two decisions.
 _BEAT_SECONDS = 1.0
 _DECIDE_SECONDS = 0.25
-
-#: Seconds between two checks whether the other ranks have reached the end.
-_LOOK_SECONDS = 0.05
 
 #: Seconds without a heartbeat after which a rank has failed, once an exchange has failed.
 _SUSPICIOUS_SECONDS = 5.0
@@ -53,51 +40,40 @@ class Heartbeat:
     """Watches the ranks of a world; its threads start in the constructor.
 
     Args:
-        stores: two connections to the store that no other thread uses.
+        store: the store of the ranks.
         own: this process.
         infos: all ranks, in their order.
         timeout_seconds: seconds without a heartbeat after which a rank has failed.
-        hosting: True if this process hosts the store.
+
+    Attributes:
+        failure: the message about the failure that ended the run, which names a rank; None without
+            a failure.
     """
 
     def __init__(
-        self,
-        stores: tuple[Store, Store],
-        own: RankInfo,
-        infos: Sequence[RankInfo],
-        timeout_seconds: float,
-        *,
-        hosting: bool,
+        self, store: PrefixStore, own: RankInfo, infos: Sequence[RankInfo], timeout_seconds: float
     ) -> None:
-        self._beat_store, self._store = stores
+        self.failure: str | None = None
+        # Another connection to the store: calls on one connection wait for each other.
+        self._beat_store: PrefixStore = store.clone()  # type: ignore[attr-defined]
+        self._store = store
         self._own = own
         self._infos = infos
         self._timeout = timeout_seconds
-        self._hosting = hosting
-        self._hosted_by_rank_0 = not hosted_by_agent()
         self._lock = threading.Lock()
         self._beats: dict[int, bytes] = {}
         self._silent = dict.fromkeys(range(len(infos)), 0.0)
         self._store_silent = 0.0
         self._store_error = ""
-        self._store_gone = False
         self._suspicious = False
-        self._leaving = threading.Event()
         self._decided = threading.Event()
         self._stopped = threading.Event()
-        self._failure: str | None = None
         self._threads = [
             threading.Thread(target=work, name=f"firstlight-{work.__name__}", daemon=True)
             for work in (self._beat, self._decide_repeatedly)
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def failure(self) -> str | None:
-        """The message about the failure that ended the run, which names a rank; None without a
-        failure."""
-        return self._failure
 
     def blame(self) -> str | None:
         """After a failed exchange: wait until it is known which rank has failed.
@@ -109,44 +85,14 @@ class Heartbeat:
         self._suspicious = True
         # The time counts from a rank's last heartbeat, which may have just come.
         self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
-        return self._failure
+        return self.failure
 
     def report(self, message: str) -> None:
         """Tell the other ranks that this rank has failed."""
         tell_failure(self._store, f"{self._own.name} failed: {message}")
 
-    def let_go(self) -> None:
-        """Record that the main thread is unwinding: the deciding thread must not end the process
-        any more."""
-        self._leaving.set()
-
-    def linger(self) -> None:
-        """Call the function `linger`, unless the store has stopped answering."""
-        if not self._store_gone:
-            linger(self._store, self._own, hosting=self._hosting)
-
-    def leave(self) -> None:
-        """Wait until all ranks have called `leave`, so that none ends while another still needs it
-        for an exchange.
-
-        Raises:
-            RankError: a rank has failed.
-        """
-        try:
-            if self._store.add("left", 1) == len(self._infos):
-                self._store.set("all-left", "1")
-            while not self._store.check(["all-left"]):
-                if self._decided.wait(_LOOK_SECONDS):
-                    raise RankError(str(self._failure))
-        except RuntimeError as error:
-            # The store's host stays until all ranks have left: an error means that it has failed.
-            raise RankError(self.blame() or f"{self._store_owner()} has gone") from error
-        self.let_go()
-        self.linger()
-
     def stop(self) -> None:
-        """Stop both threads, when failures of other ranks no longer matter to this one."""
-        self._leaving.set()
+        """Stop both threads: the main thread leaves the group, with or without an error."""
         self._stopped.set()
         for thread in self._threads:
             # A thread that waits for a stopped store can't be joined: it is left as a daemon.
@@ -175,7 +121,7 @@ class Heartbeat:
                 if self._stopped.wait(_BEAT_SECONDS):
                     return
         except RuntimeError as error:
-            self._store_error = str(error) or type(error).__name__
+            self._store_error = (str(error).splitlines() or [type(error).__name__])[0]
 
     def _watched(self) -> list[int]:
         others = [rank for rank in range(len(self._infos)) if rank != self._own.rank]
@@ -189,13 +135,11 @@ class Heartbeat:
             now = time.monotonic()
             # In a longer gap this process itself was stopped, which says nothing about others.
             passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
-            if self._leaving.is_set():
-                return
-            if self._failure is None:
+            if self.failure is None:
                 self._count(passed)
                 continue
-            if not self._stopped.wait(_GRACE_SECONDS) and not self._leaving.is_set():
-                _end_process(self._failure)
+            if not self._stopped.wait(_GRACE_SECONDS):
+                _end_process(self.failure)
 
     def _count(self, passed: float) -> None:
         """Add `passed` seconds to the time without a heartbeat of each watched rank and without an
@@ -208,45 +152,25 @@ class Heartbeat:
                 self._silent[rank] += passed
             silent = max(watched, key=lambda rank: self._silent[rank])
             seconds, store_seconds = self._silent[silent], self._store_silent
-        self._store_gone = bool(self._store_error) or store_seconds >= limit
         if self._store_error:
-            self._decide(f"{self._store_owner()} has gone: {_short(self._store_error)}")
-        elif self._store_gone:
+            self._decide(f"{self._store_owner()} has gone: {self._store_error}")
+        elif store_seconds >= limit:
             self._decide(f"{self._store_owner()} has not answered for {store_seconds:.0f} s")
         elif seconds >= limit:
             info = self._infos[silent]
             self._decide(f"{info.name} (pid {info.pid}) has not answered for {seconds:.0f} s")
-            tell_failure(self._store, str(self._failure))
+            tell_failure(self._store, str(self.failure))
 
     def _store_owner(self) -> str:
-        if not self._hosted_by_rank_0:
+        if hosted_by_agent():
             return "the launcher (torch elastic's store, the rendezvous of the ranks)"
         return f"{self._infos[0].name} (pid {self._infos[0].pid})"
 
     def _decide(self, failure: str) -> None:
         with self._lock:
-            if self._failure is None:
-                self._failure = failure
+            if self.failure is None:
+                self.failure = failure
         self._decided.set()
-
-
-def linger(store: Store, own: RankInfo, *, hosting: bool) -> None:
-    """Before the end, with or without a failure: record in the store that this rank needs it no
-    more. The process that hosts the store waits until all ranks have done so, a few seconds at
-    most, so that they can read the message of a failure."""
-    deadline = time.monotonic() + TALK_SECONDS
-
-    def work() -> None:
-        noticed = store.add("noticed", 1)
-        while hosting and noticed < own.size and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
-            noticed = store.add("noticed", 0)
-
-    at_most(TALK_SECONDS, work)
-
-
-def _short(text: str) -> str:
-    return text.splitlines()[0][:200]
 
 
 def _end_process(failure: str) -> None:

@@ -215,7 +215,9 @@ class Pipeline:
 
     def __init__(self, model: Model, stage: int, stages: int, device: torch.device) -> None:
         self.forward: Callable[..., Tensor] = model.forward
-        self._stage, self._stages, self._device = stage, stages, device
+        self._stage = stage
+        self._stages = stages
+        self._device = device
         self._model = model
         self._divisor = 1.0
         self._total = torch.zeros((), dtype=torch.float64)

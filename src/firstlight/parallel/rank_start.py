@@ -33,7 +33,7 @@ def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
     if os.getppid() != launcher:
         sys.exit(1)  # the launcher ended before prctl
     if (rank := os.environ["RANK"]) != "0":
-        said = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        said = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for stream in (1, 2):
             os.dup2(said, stream)
         os.close(said)

@@ -1,9 +1,10 @@
 """The rendezvous of a run's processes, before they do anything else.
 
-The processes connect to a key-value store (torch's TCPStore). torch elastic's agent hosts the
-store; without an agent, rank 0 does. Each process writes a `RankInfo` there and reads those of the
-others: world sizes and recipes must be equal, and ranks must differ. Processes wait by polling,
-because a blocking call on the store would delay the handling of signals.
+The processes connect to torch's key-value store (TCPStore). torch elastic's agent hosts the store;
+without an agent, rank 0 does. Each process writes a `RankInfo` there and reads those of the others:
+world sizes and recipes must be equal, and ranks must differ. This happens before
+`init_process_group`, in which ranks of different worlds would wait for each other until the
+timeout.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from firstlight.errors import ConfigError, TrainingError
+from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.parallel.world import World
+
+T = TypeVar("T")
 
 #: Environment variable that `firstlight train --nproc` sets: the same in all processes of one
 #: start, and different after a restart (--max-restarts).
@@ -35,9 +39,8 @@ FAILED = "failed"
 #: Limit in seconds of calls on a store that may no longer answer.
 TALK_SECONDS = 2.0
 
-#: Seconds between two polls of the store, and limit in seconds of one attempt to connect to it.
+#: Seconds between two looks for ranks that have not connected yet.
 _LOOK_SECONDS = 0.05
-_ATTEMPT_SECONDS = 2.0
 
 
 class RankError(TrainingError):
@@ -82,17 +85,6 @@ def hosted_by_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def is_hosting(world: World) -> bool:
-    """True if this process hosts the store."""
-    return world.rank == 0 and not hosted_by_agent()
-
-
-def start_prefix() -> str:
-    """The prefix of this start's keys in the store. Each start needs its own, because the agent's
-    store outlives a restart."""
-    return os.environ.get(ROUND) or f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
 def open_store(world: World, timeout_seconds: float) -> PrefixStore:
     """Connect to the store; rank 0 opens it if no agent hosts it.
 
@@ -100,21 +92,28 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
         RankError: the store can't be reached within `timeout_seconds`.
         ConfigError: this process has to host the store and can't open the port.
     """
-    if is_hosting(world):
-        try:
-            store = _tcp_store(world.host, world.port, timeout_seconds, hosted=True)
-        except (dist.DistError, RuntimeError) as error:
+    hosting = world.rank == 0 and not hosted_by_agent()
+    try:
+        # In a thread, because torch waits for rank 0 without handling signals.
+        store = in_thread(
+            timeout_seconds + TALK_SECONDS,
+            lambda: tcp_store(world.host, world.port, timeout_seconds, hosting=hosting),
+        )
+    except (RuntimeError, TimeoutError) as error:
+        problem = (str(error).splitlines() or [type(error).__name__])[0]
+        if hosting:
             raise ConfigError(
                 f"rank 0 can't open port {world.port} for the other ranks: set MASTER_PORT to a "
-                f"free one ({_first_line(error)})"
+                f"free one ({problem})"
             ) from error
-        return PrefixStore(start_prefix(), store)
-    _wait_for_port(world, timeout_seconds)
-    try:
-        store = _tcp_store(world.host, world.port, timeout_seconds)
-    except (dist.DistError, RuntimeError) as error:
-        raise RankError(_unreachable(world, timeout_seconds, _first_line(error))) from error
-    return PrefixStore(start_prefix(), store)
+        raise RankError(
+            f"rank {world.rank} on {socket.gethostname()} could not reach the rendezvous at "
+            f"{world.host}:{world.port} within {timeout_seconds:.0f} s ({problem}): check that "
+            "rank 0 runs there"
+        ) from error
+    # Each start needs its own keys, because the agent's store outlives a restart.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(os.environ.get(ROUND) or f"start-{restarts}", store)
 
 
 def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[RankInfo]:
@@ -128,30 +127,35 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
         ConfigError: two processes have the same rank, or ranks have different world sizes or
             recipes, or share a GPU.
     """
-    if store.add(f"came/{own.rank}", 1) > 1:
-        problem = (
-            f"{own.name} (pid {own.pid}): another process is rank {own.rank}, too: give each "
-            "process another RANK"
-        )
-        tell_failure(store, problem)
-        raise ConfigError(problem)
-    # The heartbeat reads the keys of all ranks in one call, which would wait for a missing key.
-    store.set(f"beat/{own.rank}", "0")
-    store.set(f"info/{own.rank}", json.dumps(asdict(own)))
-    deadline = time.monotonic() + timeout_seconds
-    _wait_for(store, range(1), deadline, timeout_seconds)
-    infos = [_info(store, 0)]
-    # If this world size differs from rank 0's, waiting for all ranks could wait for ranks that
-    # don't exist: the comparison with rank 0 alone fails already.
-    if infos[0].size == own.size:
-        _wait_for(store, range(own.size), deadline, timeout_seconds)
-        infos = [_info(store, rank) for rank in range(own.size)]
-    else:
-        infos.append(own)
     try:
+        if store.add(f"came/{own.rank}", 1) > 1:
+            raise ConfigError(
+                f"{own.name} (pid {own.pid}): another process is rank {own.rank}, too: give each "
+                "process another RANK"
+            )
+        # The heartbeat reads the keys of all ranks in one call, which would wait for a missing key.
+        store.set(f"beat/{own.rank}", "0")
+        store.set(f"info/{own.rank}", json.dumps(asdict(own)))
+        keys = [f"info/{rank}" for rank in range(own.size)]
+        deadline = time.monotonic() + timeout_seconds
+        # By looking, because a call that waits would delay signals and the failures of others.
+        while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+            if (failure := failure_of(store)) is not None:
+                raise RankError(failure)
+            if time.monotonic() >= deadline:
+                names = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+                raise RankError(
+                    f"{names} did not connect within {timeout_seconds:.0f} s: see their messages, "
+                    "and check that all were started"
+                )
+            time.sleep(_LOOK_SECONDS)
+        infos = [RankInfo(**json.loads(text)) for text in store.multi_get(keys)]
         compare(infos)
-    except ConfigError as error:
-        tell_failure(store, str(error))
+    except RuntimeError as error:
+        raise RankError(f"{own.name} lost the rendezvous: see the messages of rank 0") from error
+    except BaseException as error:
+        is_known = isinstance(error, FirstlightError)
+        tell_failure(store, str(error) if is_known else f"{own.name} was stopped")
         raise
     return infos
 
@@ -169,10 +173,10 @@ def compare(infos: Sequence[RankInfo]) -> None:
                 f"{info.name} was started as one of {info.size} processes, and {first.name} as "
                 f"one of {first.size}: start all with the same world size"
             )
-    others = [info for info in infos if info.fingerprint != first.fingerprint]
+    others = [info.name for info in infos if info.fingerprint != first.fingerprint]
     if others:
         raise ConfigError(
-            f"{_names(others)} {'has' if len(others) == 1 else 'have'} another recipe than "
+            f"{', '.join(others)} {'has' if len(others) == 1 else 'have'} another recipe than "
             f"{first.name}: start all with the same recipe, options and version of firstlight"
         )
     owners: dict[str, RankInfo] = {}
@@ -185,39 +189,16 @@ def compare(infos: Sequence[RankInfo]) -> None:
 
 
 def tell_failure(store: Store, text: str) -> None:
-    """Tell all ranks why the run ends, unless another process has told a reason already.
+    """Tell all ranks why the run ends, unless another process has told a reason already. A store
+    that does not answer is ignored.
 
     Args:
         store: the store of the ranks.
         text: the message, one line that names the failed rank.
     """
-    # Only the first failure is the cause; later ones follow from it.
-    at_most(TALK_SECONDS, lambda: store.compare_set(FAILED, "", text))
-
-
-def announce(host: str, port: int, prefix: str, text: str) -> None:
-    """`tell_failure` for the launcher, which is not a rank: connects to the store at `host` and
-    `port`, whose keys begin with `prefix`. An unreachable store is ignored."""
-    with contextlib.suppress(RuntimeError):
-        tell_failure(PrefixStore(prefix, _tcp_store(host, port, _ATTEMPT_SECONDS)), text)
-
-
-def at_most(seconds: float, talk: Callable[[], object]) -> None:
-    """Make calls on a store, and wait for them a limited time. If the store's host has stopped, a
-    call may never return, whatever its own timeout. Errors of the calls are ignored.
-
-    Args:
-        seconds: limit of the wait; calls that take longer continue in a daemon thread.
-        talk: the function that makes the calls.
-    """
-
-    def work() -> None:
-        with contextlib.suppress(RuntimeError):
-            talk()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        # Only the first failure is the cause; later ones follow from it.
+        in_thread(TALK_SECONDS, lambda: store.compare_set(FAILED, "", text))
 
 
 def failure_of(store: Store) -> str | None:
@@ -225,70 +206,32 @@ def failure_of(store: Store) -> str | None:
     return store.get(FAILED).decode() if store.check([FAILED]) else None
 
 
-def _wait_for_port(world: World, timeout_seconds: float) -> None:
-    """Wait until the store's port accepts connections, because torch's own waiting ignores signals
-    and logs every attempt."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            with socket.create_connection((world.host, world.port), _ATTEMPT_SECONDS) as found:
-                # On Linux a connection to a free port on this machine may connect to itself.
-                if found.getsockname() != found.getpeername():
-                    return
-                problem = "no process listens there"
-        except OSError as error:
-            problem = error.strerror or str(error)
-        if time.monotonic() >= deadline:
-            raise RankError(_unreachable(world, timeout_seconds, problem))
-        time.sleep(_LOOK_SECONDS)
-
-
-def _unreachable(world: World, timeout_seconds: float, problem: str) -> str:
-    return (
-        f"rank {world.rank} on {socket.gethostname()} could not reach the rendezvous at "
-        f"{world.host}:{world.port} within {timeout_seconds:.0f} s ({problem}): check that rank 0 "
-        "runs there"
-    )
-
-
-def _tcp_store(host: str, port: int, seconds: float, *, hosted: bool = False) -> TCPStore:
+def tcp_store(host: str, port: int, seconds: float, *, hosting: bool = False) -> TCPStore:
+    """A connection to the store at `host` and `port`, which this process opens if it is hosting."""
     return TCPStore(
         host,
         port,
-        is_master=hosted,
+        is_master=hosting,
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
         multi_tenant=True,
     )
 
 
-def _wait_for(store: Store, ranks: range, deadline: float, timeout_seconds: float) -> None:
-    """Wait until ranks have written their `RankInfo`.
+def in_thread(seconds: float, talk: Callable[[], T]) -> T:
+    """Call a function in a daemon thread, and return its result. If the store's host has stopped, a
+    call on the store may never return, whatever its own timeout; and it does not handle signals.
 
     Raises:
-        RankError: a rank has failed, or ranks are missing at the deadline.
+        TimeoutError: the function takes longer than `seconds`.
     """
-    missing = list(ranks)
-    while missing := [rank for rank in missing if not store.check([f"info/{rank}"])]:
-        failure = failure_of(store)
-        if failure is not None:
-            raise RankError(failure)
-        if time.monotonic() >= deadline:
-            names = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
-            raise RankError(
-                f"{names} did not connect within {timeout_seconds:.0f} s: see their messages, and "
-                "check that all were started"
-            )
-        time.sleep(_LOOK_SECONDS)
+    result: Future[T] = Future()
 
+    def work() -> None:
+        try:
+            result.set_result(talk())
+        except RuntimeError as error:
+            result.set_exception(error)
 
-def _info(store: Store, rank: int) -> RankInfo:
-    return RankInfo(**json.loads(store.get(f"info/{rank}")))
-
-
-def _names(infos: Sequence[RankInfo]) -> str:
-    return ", ".join(info.name for info in infos)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    threading.Thread(target=work, daemon=True).start()
+    return result.result(seconds)

@@ -65,9 +65,13 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
             f"process{'' if processes == 1 else 'es'}: "
             f"start it with --nproc {group}, or a multiple of it, or leave the key out"
         )
-    one, several, others = "one process", "processes", "ddp or fsdp"
+    one = "one process"
+    several = "processes"
+    others = "ddp or fsdp"
     if group > 1:
-        one, several, others = f"one group of {group} processes", "groups", "fsdp"
+        one = f"one group of {group} processes"
+        several = "groups"
+        others = "fsdp"
         if name == "ddp":
             raise ConfigError(
                 "distributed.engine ddp needs whole parameters, and distributed.tensor_parallel "

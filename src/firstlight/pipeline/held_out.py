@@ -112,7 +112,8 @@ def held_out_groups(
     Args:
         groups: number of the group of each document.
         sizes: bytes of each document.
-        bridged: groups that are never held out, because they are similar to other groups.
+        bridged: groups that are never held out, because they are similar to other groups. They are
+            not merged with these, so that one more document changes no other group's side.
 
     Returns:
         The numbers of the documents, ascending. None if there are too few groups for the share:

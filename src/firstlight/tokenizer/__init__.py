@@ -42,7 +42,8 @@ __all__ = [
 ]
 
 #: Characters of the longest piece in which merges are counted. The library's time for a piece grows
-#: with the square of its length: a genome on one line would take hours.
+#: with the square of its length: a genome on one line would take hours. The limit is not a step of
+#: the tokenizer, because llama.cpp knows split patterns only by name.
 _LONGEST_PIECE = 256
 #: Characters of texts that are given to the library at a time, about.
 _BATCH_CHARACTERS = 1 << 18

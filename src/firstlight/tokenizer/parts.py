@@ -311,7 +311,8 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - a panic is not an Exception
             outcome.set_exception(error)
 
-    # A daemon: the process can end without waiting for it.
+    # A daemon: the process can end without waiting for it. A thread, because a child process would
+    # need a `__main__` guard in users' scripts.
     threading.Thread(target=run, name=_THREAD, daemon=True).start()
     return outcome
 

@@ -8,6 +8,8 @@ uint8 tensors:
 
     NAME_blocks   [E, out, in / 32, 16]: two numbers per byte, the first in the low four bits
     NAME_scales   [E, out, in / 32]: exponents of the scales, plus 127
+
+MXFP4 is never written: training needs numbers that a small update can change.
 """
 
 from __future__ import annotations

@@ -435,5 +435,6 @@ def _precision(precision: str, machine: Machine) -> str:
         return "nothing narrower is faster here"
     if gpu is None:
         return f"{precision} is multiplied faster here"
-    share = f"{gpu.peak_flops(precision) / gpu.fp32:.0f} times fp32's rate on this GPU"
+    factor = gpu.peak_flops(precision) / gpu.fp32
+    share = f"{factor:.0f} times fp32's rate of matrix products on this GPU"
     return f"{share}, which has no bf16" if precision == "fp16" else share

@@ -37,6 +37,7 @@ from firstlight.planner.plan.machine import (
     Machine,
     PlannedRun,
     epoch_tokens,
+    facts_of,
     planned_run,
     resolve_for,
     with_changes,
@@ -44,6 +45,7 @@ from firstlight.planner.plan.machine import (
 from firstlight.planner.plan.search import best_estimate, nearest_estimates, open_micro_batch
 from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.recipe import Recipe, ResolvedRecipe
+from firstlight.recipe.resolve import resolve
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,9 @@ def make_plan(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods, run=run
         )
     if budget.is_given:
-        plan = dataclasses.replace(plan, **_for_budget(plan, budget, estimator))
+        compiles_by_itself = recipe.efficiency.compile == "auto"
+        found = _for_budget(plan, budget, estimator, compiles_by_itself=compiles_by_itself)
+        plan = dataclasses.replace(plan, **found)
         assert plan.suggested is not None
         changed = _replacements(recipe, resolved, plan.suggested.recipe)
         plan = dataclasses.replace(plan, replacements=changed)
@@ -284,8 +288,17 @@ _TRIES = 6
 _STATE_BYTES = 16
 
 
-def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, Any]:
+def _for_budget(
+    plan: Plan, budget: Budget, estimator: Estimator, *, compiles_by_itself: bool
+) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`.
+
+    Args:
+        plan: the plan of the recipe as it stands.
+        budget: the time or tokens.
+        estimator: makes the estimates.
+        compiles_by_itself: True if the recipe leaves `efficiency.compile` open, which then follows
+            the length of the suggested run.
 
     The models of the first try are compared by the machine's speed for new models. Where the
     suggested one has quite another speed with the recipe's methods, they are compared again, at a
@@ -327,7 +340,12 @@ def _for_budget(plan: Plan, budget: Budget, estimator: Estimator) -> dict[str, A
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
-        estimate = best_estimate(_suggested_recipe(plan, found), machine, estimator)
+        suggestion = _suggested_recipe(plan, found)
+        if compiles_by_itself:
+            efficiency = suggestion.efficiency.model_copy(update={"compile": "auto"})
+            suggestion = suggestion.model_copy(update={"efficiency": efficiency})
+            suggestion = resolve(suggestion, facts_of(suggestion, machine))
+        estimate = best_estimate(suggestion, machine, estimator)
         of_own = estimate is not None and "optimizer.name" not in estimate.changes
         if estimate is None or not of_own or estimate.tokens_per_second is None:
             # Next a model that is a fifth smaller, but not smaller than one that is known to fit.
