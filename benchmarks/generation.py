@@ -287,6 +287,7 @@ def _batch_summary(
     runs: Sequence[Mapping[str, Any]],
     base: Sequence[Mapping[str, Any]],
     weight_bytes: int | None,
+    *,
     limit: float,
 ) -> dict[str, Any]:
     def rates(replies: Sequence[Mapping[str, Any]]) -> list[float]:

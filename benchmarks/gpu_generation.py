@@ -279,6 +279,7 @@ def _take_turns(
     made: Mapping[str, Continue | None],
     request: Mapping[str, Any],
     size: int,
+    *,
     vocab_size: int,
 ) -> None:
     generator = torch.Generator().manual_seed(size)

@@ -272,7 +272,9 @@ def _is_waiting(turn: Turn, results: Results) -> bool:
     return not outcome.problem and len(outcome.runs) <= turn.number
 
 
-def _take_turn(turn: Turn, outcome: RowOutcome, results: Results, call: Call, left: float) -> bool:
+def _take_turn(
+    turn: Turn, outcome: RowOutcome, results: Results, call: Call, *, left: float
+) -> bool:
     """Measure one turn; True if the end of the call stopped it."""
     row = turn.row
     limit = 3 * row.seconds + 60 if row.limit is None else row.limit

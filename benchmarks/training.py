@@ -446,7 +446,12 @@ def _loop(program: str, recipe: Recipe, hardware: Hardware, *, compile_model: bo
 
 
 def _run_loop(
-    loop: LoopStep, recipe: Recipe, batches: Iterator[Batch], hardware: Hardware, clock: StepClock
+    loop: LoopStep,
+    recipe: Recipe,
+    batches: Iterator[Batch],
+    hardware: Hardware,
+    *,
+    clock: StepClock,
 ) -> list[float]:
     losses = []
     for step, batch in enumerate(batches):

@@ -270,6 +270,7 @@ def _draw_medians(
     rows: Sequence[Mapping[str, Any]],
     x: str,
     y: str,
+    *,
     color: str,
     label: str,
     unit: float = 1e9,

@@ -152,6 +152,7 @@ def _by_position(
     data: str | None,
     best: bool,
     picture: Path | None,
+    *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Print the loss of each model by position in the row; returns the figures by model.
@@ -217,6 +218,7 @@ def _require_used(
     with_tasks: bool,
     of_the_loss: dict[str, Any],
     items: int | None,
+    *,
     task_folder: str | None,
 ) -> None:
     """Check that no option is given for a part (loss or tasks) that is not evaluated.

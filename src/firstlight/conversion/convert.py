@@ -375,7 +375,7 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
 
 
 def _compare(
-    model: Source, config: ModelConfig, result: _Result, kind: str, tolerance: float | None
+    model: Source, config: ModelConfig, result: _Result, kind: str, *, tolerance: float | None
 ) -> tuple[float, float, list[str]]:
     """Refuse a result that differs from the source by more than the rounding of `kind`.
 

@@ -192,6 +192,7 @@ def _shared_losses(
     dataset: TokenDataset,
     rows: list[int],
     rank: int,
+    *,
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:

@@ -120,6 +120,7 @@ def _next_beams(
     logits_BV: Tensor,
     prompt_ids: Sequence[int],
     config: SamplingConfig,
+    *,
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:

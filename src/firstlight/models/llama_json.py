@@ -171,6 +171,7 @@ def _scaling_of(
     rope: Mapping[str, Any],
     spec: FamilySpec,
     config: Mapping[str, Any],
+    *,
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The recipe's `rope_scaling`, for a kind that is not "default".

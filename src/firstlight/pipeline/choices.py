@@ -136,6 +136,7 @@ def _best_of_all(
     machine: MachineFacts,
     length: Length,
     fixed: Mapping[str, Any],
+    *,
     size: str | None,
 ) -> tuple[_Candidate, int]:
     """The best candidate, and the number of candidates. For the arguments see `choose`.
@@ -171,6 +172,7 @@ def _candidate(
     text: TextFacts,
     machine: MachineFacts,
     length: Length,
+    *,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
     """A model with its run: the batch, the steps for which there is time, and the expected loss. In

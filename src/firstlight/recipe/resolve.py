@@ -376,7 +376,7 @@ def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
 
 
 def _ideal_seconds(
-    recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, facts: Facts
+    recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, *, facts: Facts
 ) -> float:
     """Seconds that the run's matrix products take at the device's peak rate; infinity if the peak
     rate or the length of the run is unknown."""

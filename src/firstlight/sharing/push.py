@@ -204,6 +204,7 @@ def _write_model(
     repository: str,
     folder: Path,
     gguf: str | None,
+    *,
     licence: str | None,
     card: str | Path | None,
 ) -> tuple[str, ...]:

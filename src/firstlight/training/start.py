@@ -150,6 +150,7 @@ def _assembled(
     folder: Path,
     newest: Path | None,
     earlier: Mapping[str, Any],
+    *,
     init_from: str | Path | None,
     new_rows: str,
     hardware: Hardware,
@@ -272,6 +273,7 @@ def _resolved(
     hardware: Hardware,
     dataset: Corpus,
     engine: Engine,
+    *,
     earlier: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> ResolvedRecipe:

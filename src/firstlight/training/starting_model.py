@@ -324,6 +324,7 @@ def _starting_model(
     tokenizer: Tokenizer,
     folder: Path,
     init_from: str | Path,
+    *,
     new_rows: str,
     tell: Callable[[str], None],
 ) -> Model:

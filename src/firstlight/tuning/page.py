@@ -87,7 +87,7 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
     return picture.getvalue()
 
 
-def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, top: float) -> None:
+def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, *, top: float) -> None:
     numbers = {text: number for number, text in enumerate(key.choices)}
     if key.choices:
         place.set_xticks(range(len(key.choices)), key.choices, parse_math=False)

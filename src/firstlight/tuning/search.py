@@ -166,6 +166,7 @@ def _require_options(
     trials: int,
     budget_minutes: float,
     trial_steps: int | None,
+    *,
     trial_minutes: float | None,
 ) -> None:
     given = {"trials": trials, "budget": budget_minutes, "trial-steps": trial_steps}
@@ -188,7 +189,9 @@ def _require_options(
 # The study's files
 
 
-def _open_study(folder: Path, question: _Question, trials: int, ends: float, asker: Asker) -> Study:
+def _open_study(
+    folder: Path, question: _Question, trials: int, ends: float, *, asker: Asker
+) -> Study:
     """The study of the folder; a new study if the folder has none (see `_begin_study`)."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
@@ -218,6 +221,7 @@ def _begin_study(
     question: _Question,
     recipe: dict[str, Any],
     trials: int,
+    *,
     ends: float,
     asker: Asker,
 ) -> Study:
@@ -288,6 +292,7 @@ def _run_trials(
     study: Study,
     lines: list[dict[str, Any]],
     trials: int,
+    *,
     ends: float,
     asker: Asker,
     on_trial: Callable[[Mapping[str, Any]], None],
@@ -328,6 +333,7 @@ def _run_trial(
     study: Study,
     lines: Sequence[Mapping[str, Any]],
     values: Mapping[str, Value],
+    *,
     ends: float,
     asker: Asker,
 ) -> dict[str, Any] | None:

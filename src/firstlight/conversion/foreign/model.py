@@ -293,6 +293,7 @@ def _check_shapes(
     weights: Mapping[str, Tensor],
     sources: Mapping[str, tuple[str, ...]],
     layout: Layout,
+    *,
     sizes: Mapping[str, int],
 ) -> None:
     """Refuse tensors whose shapes are not those of the layout."""
@@ -320,6 +321,7 @@ def _convert(
     sources: Mapping[str, tuple[str, ...]],
     layout: Layout,
     sizes: Mapping[str, int],
+    *,
     tied: bool,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors by Hugging Face name, and the names of the modules whose missing biases became

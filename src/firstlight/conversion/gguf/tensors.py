@@ -267,7 +267,7 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
 
 
 def _head_norm_rules(
-    shape: ModelShape, theirs: str, ours: str, letter: str, heads: int
+    shape: ModelShape, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
     """The norm of queries or keys, if the model has one."""
     D = shape.head_dim

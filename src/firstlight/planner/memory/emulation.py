@@ -210,6 +210,7 @@ def _math_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    *,
     dropout: float,
     is_causal: bool,
     scale: float | None,

@@ -114,6 +114,7 @@ def _of_fsdp(
     recipe: ResolvedRecipe,
     part: ResolvedRecipe,
     processes: int,
+    *,
     on_cpu: bool,
 ) -> MemoryPrediction:
     """FSDP2 keeps shards of the state and the gathered parameters: in the passes one or two

@@ -369,6 +369,7 @@ def _operator(
     phase: str,
     layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]],
     options: str,
+    *,
     args: tuple[Any, ...],
     kwargs: Any,
     result: Any,

@@ -202,7 +202,7 @@ def _this_gpu(found: Hardware, count: int) -> Machine:
 
 
 def _gpu_machine(
-    name: str, count: int, memory: int, target: Target, gpu: GPU | None, precision: AutoPrecision
+    name: str, count: int, memory: int, target: Target, *, gpu: GPU | None, precision: AutoPrecision
 ) -> Machine:
     usable = int((_GPU_SHARE if gpu is None else gpu.usable_share) * memory)
     return Machine(

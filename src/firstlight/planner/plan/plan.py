@@ -472,6 +472,7 @@ def _in_time(
     estimate: Estimate,
     budget: Budget,
     text: TextFacts,
+    *,
     epochs: float,
 ) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`. With a budget in seconds, with as

@@ -220,6 +220,7 @@ def _with_micro_batch_size(
     machine: Machine,
     name: str,
     changes: dict[str, Any],
+    *,
     size: int,
 ) -> Candidate:
     total = sequences_per_step(recipe, machine)

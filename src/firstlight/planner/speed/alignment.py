@@ -98,7 +98,7 @@ def alignment_warnings(
 
 
 def _measured_gain(
-    device: torch.device, dtype: torch.dtype, inner: int, size: int, aligned: int
+    device: torch.device, dtype: torch.dtype, inner: int, size: int, *, aligned: int
 ) -> float:
     """Time of a linear layer's products (see `_product_seconds`) with `size`, divided by the time
     with `aligned`: the median of rounds in which the two take turns."""
