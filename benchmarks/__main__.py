@@ -127,7 +127,7 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
             drawn["planner-speed.png"] = planner_speed.draw_speed(result["speed"])
         return drawn
 
-    return publish("planner", out, measure, _show_planner, pictures)
+    return publish("planner", out, measure, _show_planner, draw=pictures)
 
 
 @click.command("learning")
@@ -148,7 +148,7 @@ def learning_command(folder: Path, page_file: Path | None, as_json: bool, **opti
     from benchmarks.learning import bench_learning, draw, page
 
     measure = partial(bench_learning, LearningBench(folder, **options))
-    result = publish("learning", folder, measure, _show_learning, draw)
+    result = publish("learning", folder, measure, _show_learning, draw=draw)
     write_page(page_file, result, draw, page)
     return result
 
@@ -170,7 +170,7 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
     from benchmarks.budget import bench_budget, draw, page
 
     measure = partial(bench_budget, BudgetBench(folder, **options))
-    result = publish("budget", folder, measure, _show_budget, draw)
+    result = publish("budget", folder, measure, _show_budget, draw=draw)
     write_page(page_file, result, draw, page)
     return result
 
@@ -356,7 +356,7 @@ def loading_command(parameters: str, out: Path | None, as_json: bool, **options:
     from benchmarks.loading import bench_loading, draw, parse_count
 
     measure = partial(bench_loading, LoadingBench(parameters=parse_count(parameters), **options))
-    return publish("loading", out, measure, show_loading, draw)
+    return publish("loading", out, measure, show_loading, draw=draw)
 
 
 @benchmarks.command("training")
@@ -383,7 +383,7 @@ def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
         return drawn
 
     measure = partial(bench_training, TrainingBench(**options))
-    return publish("training", out, measure, show_training, pictures)
+    return publish("training", out, measure, show_training, draw=pictures)
 
 
 @benchmarks.command("generation")
@@ -408,7 +408,7 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
     except ValueError:
         raise ConfigError(f"--batch-sizes is '{batch_sizes}': give numbers such as 1,8") from None
     measure = partial(bench_generation, GenerationBench(batch_sizes=sizes, **options))
-    return publish("generation", out, measure, show_generation, draw)
+    return publish("generation", out, measure, show_generation, draw=draw)
 
 
 @benchmarks.command("scaling")
@@ -425,7 +425,7 @@ def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
     from benchmarks.scaling import bench_scaling, draw
 
     measure = partial(bench_scaling, ScalingBench(**options))
-    return publish("scaling", out, measure, show_scaling, draw)
+    return publish("scaling", out, measure, show_scaling, draw=draw)
 
 
 for command in (planner_command, learning_command, budget_command, gpu_command):

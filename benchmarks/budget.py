@@ -201,7 +201,9 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
         say(f"{title}: {_said(found)}, {found['seconds']:.0f} s")
         return found
 
-    return run_bench("budget", list(cases), 1, measure, result, on_run, outcomes=outcomes)
+    return run_bench(
+        "budget", list(cases), 1, measure, summarize=result, on_run=on_run, outcomes=outcomes
+    )
 
 
 def _same_run(

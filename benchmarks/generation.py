@@ -153,7 +153,9 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             return {**head, "machine": machine, "rows": found}
 
         assert bench.repeats is not None
-        return run_bench("generation", list(by_name), bench.repeats, measure, result, on_run)
+        return run_bench(
+            "generation", list(by_name), bench.repeats, measure, summarize=result, on_run=on_run
+        )
 
 
 def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelConfig]:
@@ -245,7 +247,7 @@ def summarize(
             entry["load_seconds"] = outcome.median("load_seconds")
             entry["peak_bytes"] = max(outcome.values("peak_bytes"))
             entry["batches"] = [
-                _batch_summary(number, outcome.runs, base, size, copy_bytes_per_second)
+                _batch_summary(number, outcome.runs, base, size, limit=copy_bytes_per_second)
                 for number in range(len(outcome.runs[0]["batches"]))
             ]
         if outcome.runs and not row.cache:
@@ -286,6 +288,7 @@ def _batch_summary(
     runs: Sequence[Mapping[str, Any]],
     base: Sequence[Mapping[str, Any]],
     weight_bytes: int | None,
+    *,
     limit: float,
 ) -> dict[str, Any]:
     def rates(replies: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -234,7 +234,7 @@ CEILINGS = Part(
     "within the GPU and to and from the host, and the time from the start of a process to its "
     "first training step.",
     _rows,
-    _page,
+    page=_page,
 )
 
 
@@ -295,7 +295,7 @@ def _products(request: dict[str, Any]) -> dict[str, Any]:
     """
     device, dtype = torch.device(request["device"]), request["dtype"]
     kind = FP8 if dtype == "fp8" else DTYPES[dtype]
-    squares = [GemmProduct("size", "", n, str(n), n, n, n) for n in request["squares"]]
+    squares = [GemmProduct("size", "", n, str(n), m=n, n=n, k=n) for n in request["squares"]]
     layers = [one for name, n in request["models"].items() for one in model_layers(name, n)]
     products = [*squares, *layers]
     if kind == FP8:
@@ -303,7 +303,9 @@ def _products(request: dict[str, Any]) -> dict[str, Any]:
         layout: Layout = "nt"
         products = [replace(one, layout=layout) for one in products]
     with fp32_products(dtype):
-        rates = product_rates(products, kind, device, request["rounds"], request["seconds"])
+        rates = product_rates(
+            products, kind, device, request["rounds"], measure_seconds=request["seconds"]
+        )
         medians = [statistics.median(found) for found in rates]
         large = [i for i, one in enumerate(products) if one.flops >= _LARGE_FLOPS]
         best = max(large or range(len(products)), key=lambda i: max(rates[i]))

@@ -137,8 +137,8 @@ def _rates(found: Findings) -> Iterator[_Rate]:
                     program,
                     batch,
                     None if read is None else size * bandwidth / read,
-                    _ratio(base.get(size), batch, new_tokens, whole=False),
-                    _ratio(base.get(size), batch, new_tokens, whole=True),
+                    ratio=_ratio(base.get(size), batch, new_tokens, whole=False),
+                    whole_ratio=_ratio(base.get(size), batch, new_tokens, whole=True),
                 )
 
 
@@ -229,7 +229,7 @@ GENERATION = Part(
     "Tokens per second with 1, 8 and 64 texts at a time, beside transformers' `generate` on the "
     "same weights and beside what the memory's bandwidth allows.",
     _rows,
-    _page,
+    page=_page,
 )
 
 
@@ -247,7 +247,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         for name in request["programs"]
     }
     for size in request["batch_sizes"]:
-        _take_turns(programs, made, request, size, config.vocab_size)
+        _take_turns(programs, made, request, size, vocab_size=config.vocab_size)
     return {
         "copy_bytes_per_second": max(copy_rate(device) for _ in range(3)),
         "step_bytes": {
@@ -279,6 +279,7 @@ def _take_turns(
     made: Mapping[str, Continue | None],
     request: Mapping[str, Any],
     size: int,
+    *,
     vocab_size: int,
 ) -> None:
     generator = torch.Generator().manual_seed(size)

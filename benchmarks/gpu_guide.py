@@ -118,9 +118,13 @@ GUIDE: tuple[GuideRow, ...] = (
     GuideRow(
         "batch 1 x 4, checkpointing, fp16, Adafactor", {**_ALL, **_ADAFACTOR}, 9.06, 4847, value=2
     ),
-    GuideRow("batch 4, 8-bit Adam", _EIGHT_BIT, 9.15, 13085, _BNB),
+    GuideRow("batch 4, 8-bit Adam", _EIGHT_BIT, 9.15, 13085, needs=_BNB),
     GuideRow(
-        "batch 1 x 4, checkpointing, fp16, 8-bit Adam", {**_ALL, **_EIGHT_BIT}, 10.35, 5363, _BNB
+        "batch 1 x 4, checkpointing, fp16, 8-bit Adam",
+        {**_ALL, **_EIGHT_BIT},
+        10.35,
+        5363,
+        needs=_BNB,
     ),
     # The guide shows its Accelerate loop with the 8-bit optimizer, without figures.
     GuideRow(
@@ -245,7 +249,7 @@ GUIDE_PART = Part(
     "bert-large as Hugging Face's guide for one GPU fine-tunes it, beside the guide's figures of a "
     "V100 and the planner's prediction.",
     _rows,
-    _page,
+    page=_page,
 )
 
 

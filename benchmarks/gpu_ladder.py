@@ -178,27 +178,58 @@ def ladders(machine: BenchMachine) -> tuple[tuple[Ladder, Published], ...]:
         four = Rung("4 bits without a package", {}, needs=("no-such-package",))
         speed = (Rung("plain", _PLAIN), Rung("+ fused AdamW", _FUSED))
         return (
-            (Ladder("Speed of a tiny GPT-2", "tiny-gpt2", 2, 128, speed, 6.0), ()),
+            (Ladder("Speed of a tiny GPT-2", "tiny-gpt2", 2, 128, rungs=speed, seconds=6.0), ()),
             (
-                Ladder("Memory of a tiny Llama", "tiny-llama", 2, 128, (tiny, four), 6.0),
+                Ladder(
+                    "Memory of a tiny Llama", "tiny-llama", 2, 128, rungs=(tiny, four), seconds=6.0
+                ),
                 _PUBLISHED_3B,
             ),
-            (Ladder("Adapters", "tiny-llama", 2, 128, (lora,), 6.0, adds=False), _PUBLISHED_8B),
+            (
+                Ladder("Adapters", "tiny-llama", 2, 128, rungs=(lora,), seconds=6.0, adds=False),
+                _PUBLISHED_8B,
+            ),
         )
     return (
-        (Ladder("GPT-2 124M: speed", "gpt2-124m", 16, 1024, _speed_rungs(16), 20.0), ()),
         (
             Ladder(
-                "Llama 3.2 3B, full fine-tuning: memory", "llama-3b", 2, 4096, _MEMORY_RUNGS, 30.0
+                "GPT-2 124M: speed", "gpt2-124m", 16, 1024, rungs=_speed_rungs(16), seconds=20.0
+            ),
+            (),
+        ),
+        (
+            Ladder(
+                "Llama 3.2 3B, full fine-tuning: memory",
+                "llama-3b",
+                2,
+                4096,
+                rungs=_MEMORY_RUNGS,
+                seconds=30.0,
             ),
             _PUBLISHED_3B,
         ),
         (
-            Ladder("Llama 3.2 3B, adapters", "llama-3b", 2, 4096, _ADAPTER_RUNGS, 30.0, adds=False),
+            Ladder(
+                "Llama 3.2 3B, adapters",
+                "llama-3b",
+                2,
+                4096,
+                rungs=_ADAPTER_RUNGS,
+                seconds=30.0,
+                adds=False,
+            ),
             _PUBLISHED_ADAPTERS_3B,
         ),
         (
-            Ladder("Llama 3.1 8B, adapters", "llama-8b", 2, 2048, _ADAPTER_RUNGS, 40.0, adds=False),
+            Ladder(
+                "Llama 3.1 8B, adapters",
+                "llama-8b",
+                2,
+                2048,
+                rungs=_ADAPTER_RUNGS,
+                seconds=40.0,
+                adds=False,
+            ),
             _PUBLISHED_8B,
         ),
     )
@@ -345,5 +376,5 @@ LADDER = Part(
     "Each method added to those before it: for speed, and for memory beside torchtune's published "
     "ladder.",
     _rows,
-    _page,
+    page=_page,
 )

@@ -258,7 +258,7 @@ def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -
             continue
         clock = f"{max(0, int(left)) // 60}:{max(0, int(left)) % 60:02d} left"
         say(f"[{number}/{len(waiting)}] {turn.title}: about {expected:.0f} s; {clock}")
-        cut = _take_turn(turn, outcome, results, call, left)
+        cut = _take_turn(turn, outcome, results, call, left=left)
         if cut:
             left_over.append(turn)
         entry["seconds"] = round(call.clock() - begun, 1)
@@ -272,7 +272,9 @@ def _is_waiting(turn: Turn, results: Results) -> bool:
     return not outcome.problem and len(outcome.runs) <= turn.number
 
 
-def _take_turn(turn: Turn, outcome: RowOutcome, results: Results, call: Call, left: float) -> bool:
+def _take_turn(
+    turn: Turn, outcome: RowOutcome, results: Results, call: Call, *, left: float
+) -> bool:
     """Measure one turn; True if the end of the call stopped it."""
     row = turn.row
     limit = 3 * row.seconds + 60 if row.limit is None else row.limit

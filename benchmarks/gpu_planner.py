@@ -175,7 +175,7 @@ def fit_speed(found: Findings) -> SpeedFit | None:
     held_out = [case.name for case, _ in timed if not case.fitted]
     fitted = [step for case, step in timed if case.fitted]
     if not fitted or not held_out:
-        return SpeedFit(gpu, None, sheet, {}, held_out)
+        return SpeedFit(gpu, None, sheet, {}, held_out=held_out)
     constants = fit_constants(fitted, gpu)
     errors = dict(zip(names, relative_errors(steps, gpu, constants), strict=True))
     sizes = sorted(abs(errors[name]) for name in held_out)
@@ -187,7 +187,7 @@ def fit_speed(found: Findings) -> SpeedFit | None:
         torch=found.machine.torch,
         context_bytes=_context_bytes(found),
     )
-    return SpeedFit(gpu, measured, sheet, errors, held_out)
+    return SpeedFit(gpu, measured, sheet, errors, held_out=held_out)
 
 
 def _context_bytes(found: Findings) -> int | None:
@@ -400,5 +400,5 @@ PLANNER = Part(
     "Memory and speed as `firstlight plan` predicts them without a GPU, beside what training "
     "steps, evaluations and generation take on it.",
     planner_rows,
-    _page,
+    page=_page,
 )

@@ -183,5 +183,5 @@ RUN = Part(
     "`firstlight train stdlib --budget 3m`: the source of Python's standard library in, a model "
     "and its report out. Loss curve, the duration of the whole command, and what was predicted.",
     _rows,
-    _page,
+    page=_page,
 )

@@ -71,10 +71,10 @@ _CASES = (
         1024,
         {120: 64, 60: 32, 30: 16, 0: 8},
         {FIRSTLIGHT: (1, 75), REFERENCE: (1, 65), "trainer": (2, 100)},
-        "60 % of the measured bf16 rate, and 1.1 times the bare loop; llm.c reaches about 460,000 "
-        "tokens/s on an H100",
-        ("llm.c on an H100", 460e3),
-        {
+        goal="60 % of the measured bf16 rate, and 1.1 times the bare loop; llm.c reaches about "
+        "460,000 tokens/s on an H100",
+        goal_rate=("llm.c on an H100", 460e3),
+        variants={
             "cuDNN attention": {"efficiency.attention": "cudnn"},
             "CUDA graphs": {"efficiency.compile_mode": "reduce-overhead"},
             "loss in chunks": {"efficiency.loss_chunk_tokens": 8192},
@@ -86,9 +86,9 @@ _CASES = (
         2048,
         {120: 8, 60: 4, 30: 2, 0: 1},
         {FIRSTLIGHT: (2, 110), REFERENCE: (3, 100), "trainer": (4, 140)},
-        "45,000 tokens/s; nanotron reaches 42,000",
-        ("nanotron", 42e3),
-        {"cuDNN attention": {"efficiency.attention": "cudnn"}},
+        goal="45,000 tokens/s; nanotron reaches 42,000",
+        goal_rate=("nanotron", 42e3),
+        variants={"cuDNN attention": {"efficiency.attention": "cudnn"}},
     ),
 )
 _DRY_CASES = (
@@ -97,9 +97,9 @@ _DRY_CASES = (
         64,
         {0: 2},
         {FIRSTLIGHT: (1, 10), REFERENCE: (1, 10), "trainer": (2, 15)},
-        "none: a dry run",
-        ("no goal", 1.0),
-        {"loss in chunks": {"efficiency.loss_chunk_tokens": 32}},
+        goal="none: a dry run",
+        goal_rate=("no goal", 1.0),
+        variants={"loss in chunks": {"efficiency.loss_chunk_tokens": 32}},
     ),
 )
 
@@ -337,5 +337,5 @@ TRAINING = Part(
     "and peak memory of GPT-2 124M and a Llama of 1.2B parameters, with random weights and real "
     "token shards, beside a bare loop in nanoGPT's manner and transformers' Trainer, in turns.",
     _rows,
-    _page,
+    page=_page,
 )

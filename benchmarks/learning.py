@@ -449,7 +449,9 @@ def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
     rows = choose_rows(bench.rows, bench.variants)
     folder = bench.folder / "corpora"
     cases = [
-        LearningCase(corpus, size, row, tokens, bench.minutes, bench.held_out_tokens)
+        LearningCase(
+            corpus, size, row, tokens, minutes=bench.minutes, held_out_tokens=bench.held_out_tokens
+        )
         for corpus in [prepare_corpus(name, folder) for name in dict.fromkeys(bench.corpora)]
         for size in dict.fromkeys(bench.sizes or _SIZES)
         for row in rows
@@ -496,7 +498,9 @@ def bench_learning(bench: LearningBench, on_run: Keep) -> Result:
         return found
 
     turns, titles = bench.seeds, list(cases)
-    return run_bench("learning", titles, turns, measure, result, on_run, outcomes=outcomes)
+    return run_bench(
+        "learning", titles, turns, measure, summarize=result, on_run=on_run, outcomes=outcomes
+    )
 
 
 def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
@@ -750,7 +754,7 @@ def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
             row = find_row(name)
             over = row.of or (row.successor_of if row.successor_of in rows else baseline)
             compared = [] if over == name else rows.get(over, [])
-            figures.append(RowFigures(name, row, own, over, compared, goal))
+            figures.append(RowFigures(name, row, own, over, compared=compared, goal=goal))
         found.append(LearningGroup(corpus, size, budget, figures))
     return found
 

@@ -153,8 +153,8 @@ def bench_loading(bench: LoadingBench, on_run: Keep = lambda _: None) -> Result:
             list(by_name),
             bench.repeats,
             lambda name: measure(by_name[name], folder, bench.dtype, machine["device"]),
-            result,
-            on_run,
+            summarize=result,
+            on_run=on_run,
         )
 
 

@@ -22,19 +22,25 @@ _UNTIED: dict[str, Any] = {
 _MORE_MODELS: dict[str, dict[str, Any]] = {
     # Two layers, for dry runs.
     "tiny-gpt2": gpt2(96, 2, 4, 2000),
-    "tiny-llama": llama(96, 256, 2, 4, 2, vocab_size=2000, max_position_embeddings=512),
+    "tiny-llama": llama(
+        96, 256, 2, 4, num_key_value_heads=2, vocab_size=2000, max_position_embeddings=512
+    ),
     # Models of `benchmarks planner`'s memory.
     "gpt2 small": gpt2(128, 3, 4, 4000),
     "gpt2 medium": gpt2(256, 6, 8, 4000),
     "gpt2 large": gpt2(512, 4, 8, 4000),
-    "llama small": llama(128, 384, 3, 4, 2, **_UNTIED),
-    "llama medium": llama(256, 704, 6, 8, 4, **_UNTIED),
-    "llama large": llama(512, 1408, 4, 8, 8, **_UNTIED),
+    "llama small": llama(128, 384, 3, 4, num_key_value_heads=2, **_UNTIED),
+    "llama medium": llama(256, 704, 6, 8, num_key_value_heads=4, **_UNTIED),
+    "llama large": llama(512, 1408, 4, 8, num_key_value_heads=8, **_UNTIED),
     "gpt2-384": {**gpt2(384, 6, 6, 8192), "max_position_embeddings": 2048},
-    "llama-384": llama(384, 1024, 6, 6, 2, vocab_size=8192),
-    "llama-512": llama(512, 1536, 8, 8, 8, vocab_size=32000, tie_word_embeddings=False),
-    "llama-400m": llama(1024, 3584, 24, 16, 8, **ROPE, max_position_embeddings=8192),
-    "llama-narrow": llama(384, 1024, 12, 6, 2, **ROPE),
+    "llama-384": llama(384, 1024, 6, 6, num_key_value_heads=2, vocab_size=8192),
+    "llama-512": llama(
+        512, 1536, 8, 8, num_key_value_heads=8, vocab_size=32000, tie_word_embeddings=False
+    ),
+    "llama-400m": llama(
+        1024, 3584, 24, 16, num_key_value_heads=8, **ROPE, max_position_embeddings=8192
+    ),
+    "llama-narrow": llama(384, 1024, 12, 6, num_key_value_heads=2, **ROPE),
     "mistral-110m": {**LLAMA_110M, "model_type": "mistral", "sliding_window": 1024},
     "qwen2-110m": {**LLAMA_110M, "model_type": "qwen2"},
     "qwen3-110m": {**LLAMA_110M, "model_type": "qwen3", "head_dim": 128},
@@ -51,8 +57,10 @@ _MORE_MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     # The shapes of Llama 3.2 3B and Llama 3.1 8B.
-    "llama-3b": llama(3072, 8192, 28, 24, 8, **LLAMA_3),
-    "llama-8b": llama(4096, 14336, 32, 32, 8, **LLAMA_3, tie_word_embeddings=False),
+    "llama-3b": llama(3072, 8192, 28, 24, num_key_value_heads=8, **LLAMA_3),
+    "llama-8b": llama(
+        4096, 14336, 32, 32, num_key_value_heads=8, **LLAMA_3, tie_word_embeddings=False
+    ),
 }
 
 
@@ -195,7 +203,7 @@ def _first() -> Iterator[PlannerCase]:
     yield PlannerCase("llama-110m", 8, 1024, {**_BF16, **_optimizer("muon")})
     yield PlannerCase("llama-400m", 1, 8192, {**_BF16, **_FULL}, fitted=True)
     yield PlannerCase("llama-narrow", 4, 512, _BF16, fitted=True)
-    yield PlannerCase("llama-400m", 8, 2048, _BF16, "evaluation")
+    yield PlannerCase("llama-400m", 8, 2048, _BF16, kind="evaluation")
     yield PlannerCase("llama-1b", 8, 512, kind="generation", generation=_generation("bfloat16", 8))
 
 

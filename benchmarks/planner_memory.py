@@ -148,7 +148,7 @@ def _case(
 ) -> PlannerCase:
     tokens, rows = shape
     title = f"{model}, {rows} x {tokens}, {', '.join(names)}"
-    return PlannerCase(model, rows, tokens, changes, kind, title=title)
+    return PlannerCase(model, rows, tokens, changes, kind=kind, title=title)
 
 
 def bench_memory(cases: Sequence[PlannerCase], on_run: Keep) -> Result:
@@ -178,8 +178,8 @@ def bench_memory(cases: Sequence[PlannerCase], on_run: Keep) -> Result:
             list(by_name),
             1,
             lambda name: server.ask(by_name[name].request(), _SECONDS),
-            result,
-            on_run,
+            summarize=result,
+            on_run=on_run,
         )
 
 
@@ -345,7 +345,7 @@ def random_batch(recipe: ResolvedRecipe) -> Batch:
     references = None
     if recipe.preference is not None:
         references = torch.zeros((shape[0], _ANSWERS), dtype=torch.float64)
-    return Batch(ids, ids.clone(), ids.numel(), documents, references)
+    return Batch(ids, ids.clone(), ids.numel(), documents, references=references)
 
 
 def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredMemory:

@@ -117,7 +117,7 @@ def bench_speed(
             rows = [row_of(by_name[name], one) for name, one in outcomes.items() if one.is_done]
             return {**summarize_speed(rows), "machine": machine}
 
-        return run_bench("speed", list(by_name), 1, measure, result, on_row)
+        return run_bench("speed", list(by_name), 1, measure, summarize=result, on_run=on_row)
 
 
 def row_of(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:

@@ -333,9 +333,19 @@ def unpacked(text: str) -> MemoryPrediction:
     for name, phase, count, inputs, outputs, flops, moved, options in json.loads(
         gzip.decompress(base64.b85decode(text))
     ):
-        one = Operator(name, phase, _layouts(inputs), _layouts(outputs), flops, moved, options)
+        one = Operator(
+            name,
+            phase,
+            _layouts(inputs),
+            _layouts(outputs),
+            flops=flops,
+            moved_bytes=moved,
+            options=options,
+        )
         operators.append(OperatorCount(one, count))
-    return MemoryPrediction(0, "", {}, {}, 0, 0, 0, tuple(operators))
+    return MemoryPrediction(
+        0, "", {}, {}, reserved_bytes=0, overhead_bytes=0, host_bytes=0, operators=tuple(operators)
+    )
 
 
 def _layouts(values: Sequence[Any]) -> tuple[Layout, ...]:

@@ -92,7 +92,15 @@ def run_bench(
     def keep() -> None:
         on_run(result(False))
 
-    take_turns(title, names, turns, found.__getitem__, measure, keep, before_turn)
+    take_turns(
+        title,
+        names,
+        turns,
+        found.__getitem__,
+        measure=measure,
+        on_turn=keep,
+        before_turn=before_turn,
+    )
     done = result(True)
     on_run(done)
     return done

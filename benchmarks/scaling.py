@@ -134,11 +134,11 @@ def bench_scaling(bench: ScalingBench, on_run: Keep) -> Result:
         list(rows),
         bench.repeats,
         lambda name: _ask_ranks_of(bench, *rows[name], hardware),
-        lambda found: {
+        summarize=lambda found: {
             **head,
             "rows": summarize(bench, {rows[name]: outcome for name, outcome in found.items()}),
         },
-        on_run,
+        on_run=on_run,
     )
 
 

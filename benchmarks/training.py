@@ -275,9 +275,9 @@ def bench_training(bench: TrainingBench, on_run: Keep) -> Result:
             list(rows),
             plan.repeats,
             lambda name: _measure(rows[name], plan, folder, bench),
-            lambda found: {**head, "rows": summarize(list(rows.values()), found, head)},
-            on_run,
-            raise_ceilings,
+            summarize=lambda found: {**head, "rows": summarize(list(rows.values()), found, head)},
+            on_run=on_run,
+            before_turn=raise_ceilings,
         )
 
 
@@ -379,8 +379,8 @@ def draw(result: Mapping[str, Any]) -> bytes:
         names,
         [row["tokens_per_second"] for row in rows],
         ["" if row["speed_ratio"] is None else f"{row['speed_ratio']:.2f}x" for row in rows],
-        colors,
-        [(row["tokens_per_second_min"], row["tokens_per_second_max"]) for row in rows],
+        colors=colors,
+        spread=[(row["tokens_per_second_min"], row["tokens_per_second_max"]) for row in rows],
     )
     peaks = [row["total_peak_bytes"] / 2**30 for row in rows]
     memory = Panel("peak memory (GiB)", names, peaks, colors=colors)
@@ -416,21 +416,23 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         clock = PartsClock(hardware.device, level, timed, phase_steps)
         chosen: dict[str, Any] = {}
         if isinstance(recipe, ResolvedRecipe):
-            losses, chosen = train_steps(recipe, tokens, steps, hardware, engine, clock)
+            losses, chosen = train_steps(
+                recipe, tokens, steps, hardware, engine=engine, clock=clock
+            )
         else:
             rows = request["micro_batch_size"]
             batches = (tokens.batch(step * rows, rows, documents=False) for step in range(steps))
             compiles = request.get("compile", True)
             if program == "trainer":
                 losses = train_with_trainer(
-                    recipe, batches, steps, rows, clock, compile_model=compiles
+                    recipe, batches, steps, rows, clock=clock, compile_model=compiles
                 )
             else:
                 loop = _loop(program, recipe, hardware, compile_model=compiles)
-                losses = _run_loop(loop, recipe, batches, hardware, clock)
+                losses = _run_loop(loop, recipe, batches, hardware, clock=clock)
         assert clock.peaks is not None
         parts = {"phases": clock.phases, "operators": clock.operators}
-        return step_figures(request, clock, losses, chosen, clock.peaks) | parts
+        return step_figures(request, clock, losses, chosen, peak_bytes=clock.peaks) | parts
 
 
 def _loop(program: str, recipe: Recipe, hardware: Hardware, *, compile_model: bool) -> LoopStep:
@@ -444,7 +446,12 @@ def _loop(program: str, recipe: Recipe, hardware: Hardware, *, compile_model: bo
 
 
 def _run_loop(
-    loop: LoopStep, recipe: Recipe, batches: Iterator[Batch], hardware: Hardware, clock: StepClock
+    loop: LoopStep,
+    recipe: Recipe,
+    batches: Iterator[Batch],
+    hardware: Hardware,
+    *,
+    clock: StepClock,
 ) -> list[float]:
     losses = []
     for step, batch in enumerate(batches):

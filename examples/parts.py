@@ -110,6 +110,24 @@ def parts_of(recipe: Recipe) -> Parts:
     """
     if recipe.model is None or recipe.data.dir is None or recipe.schedule.max_steps is None:
         raise ConfigError("the examples need model, data.dir and schedule.max_steps in the recipe")
+    _require_supported(recipe)
+    dataset = TokenDataset(recipe.data.dir, "train")
+    config = recipe.model.model_copy(update={"vocab_size": dataset.vocab_size})
+    model = empty_model(config)
+    model.init_weights(torch.Generator().manual_seed(recipe.run.seed), recipe.init)
+    parameters = dict(model.named_parameters())
+    made = [one for _, one in make_optimizers(parameters, parameter_kinds(model), recipe.optimizer)]
+    # Two for an 8-bit optimizer: embeddings keep 32 bits, unless embeddings_in_32_bits is false.
+    optimizer = made[0] if len(made) == 1 else OptimizerGroup(made)
+    seq_len = recipe.data.seq_len or config.max_position_embeddings
+    # With max_steps and without warmup_tokens the rows of an epoch or a step decide nothing.
+    batch = BatchSchedule(1, 1)
+    schedule = resolve_schedule(recipe.schedule, recipe.optimizer.learning_rate, 1, batch, seq_len)
+    return Parts(recipe, model, optimizer, dataset, seq_len, schedule)
+
+
+def _require_supported(recipe: Recipe) -> None:
+    """Refuse the keys of a recipe that these examples don't have."""
     if recipe.schedule.max_steps == 0:
         raise ConfigError("the examples need a step: give schedule.max_steps at least 1")
     for key, instead in (("warmup_tokens", "warmup_steps"), ("decay_tokens", "decay_steps")):
@@ -138,16 +156,3 @@ def parts_of(recipe: Recipe) -> Parts:
         raise ConfigError("the examples know no optimizer.cautious_weight_decay: leave it out")
     if recipe.loss.z_loss_coef:
         raise ConfigError("the examples know no loss.z_loss_coef: leave it out")
-    dataset = TokenDataset(recipe.data.dir, "train")
-    config = recipe.model.model_copy(update={"vocab_size": dataset.vocab_size})
-    model = empty_model(config)
-    model.init_weights(torch.Generator().manual_seed(recipe.run.seed), recipe.init)
-    parameters = dict(model.named_parameters())
-    made = [one for _, one in make_optimizers(parameters, parameter_kinds(model), recipe.optimizer)]
-    # Two for an 8-bit optimizer: embeddings keep 32 bits, unless embeddings_in_32_bits is false.
-    optimizer = made[0] if len(made) == 1 else OptimizerGroup(made)
-    seq_len = recipe.data.seq_len or config.max_position_embeddings
-    # With max_steps and without warmup_tokens the rows of an epoch or a step decide nothing.
-    batch = BatchSchedule(1, 1)
-    schedule = resolve_schedule(recipe.schedule, recipe.optimizer.learning_rate, 1, batch, seq_len)
-    return Parts(recipe, model, optimizer, dataset, seq_len, schedule)

@@ -66,8 +66,8 @@ class Memory:
         self.rows.clear()
         self._failures = dict(failures)
 
-    def _watched(self, *arguments: Any) -> Any:
-        loss_sum = loss_function(*arguments)
+    def _watched(self, *arguments: Any, **options: Any) -> Any:
+        loss_sum = loss_function(*arguments, **options)
 
         def watched(*batch: Any) -> Tensor:
             # Nothing of the failed attempt is in the way of the next.

@@ -50,8 +50,8 @@ class BadData:
         monkeypatch.setattr(Run, "begin_step", watched)
         monkeypatch.setattr("firstlight.training.program.loss_function", self._spoilt)
 
-    def _spoilt(self, *arguments: Any) -> Callable[..., Tensor]:
-        loss_sum = loss_function(*arguments)
+    def _spoilt(self, *arguments: Any, **options: Any) -> Callable[..., Tensor]:
+        loss_sum = loss_function(*arguments, **options)
 
         def spoilt(*batch: Any) -> Tensor:
             loss: Tensor = loss_sum(*batch)

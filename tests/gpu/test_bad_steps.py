@@ -53,8 +53,8 @@ class Memory:
             self.raised.append(type(error))
             raise
 
-    def _watched(self, *arguments: Any) -> Any:
-        loss_sum = loss_function(*arguments)
+    def _watched(self, *arguments: Any, **options: Any) -> Any:
+        loss_sum = loss_function(*arguments, **options)
 
         def watched(*batch: Any) -> Tensor:
             self.rows.append(len(batch[0]))

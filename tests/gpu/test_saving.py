@@ -73,10 +73,10 @@ def test_what_is_written_is_the_state_at_the_save_though_training_goes_on(
 ) -> None:
     started, trained = threading.Event(), threading.Event()
 
-    def late(*arguments: Any) -> Path:
+    def late(*arguments: Any, **options: Any) -> Path:
         started.set()
         wait_until("the end of the training", trained.is_set)
-        return save_checkpoint(*arguments)
+        return save_checkpoint(*arguments, **options)
 
     monkeypatch.setattr(saving, "save_checkpoint", late)
     weight = torch.zeros(_ELEMENTS, device=device)

@@ -298,7 +298,11 @@ def test_the_ceiling_is_the_best_of_all_rounds_and_products(
     seen: list[tuple[str, torch.dtype, int]] = []
 
     def rounds(
-        products: list[GemmProduct], dtype: torch.dtype, device: object, count: int, _: float
+        products: list[GemmProduct],
+        dtype: torch.dtype,
+        device: object,
+        count: int,
+        measure_seconds: float,
     ) -> list[list[float]]:
         seen.extend((one.layout, dtype, count) for one in products)
         return [[float(number), 7.5 - number] for number, _ in enumerate(products)]

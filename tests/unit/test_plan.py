@@ -239,7 +239,7 @@ def test_the_gain_of_an_aligned_size_is_measured_on_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = {67: 0.3, 72: 0.1}
-    monkeypatch.setattr(alignment, "_product_seconds", lambda *shape: seconds[shape[-1]])
+    monkeypatch.setattr(alignment, "_product_seconds", lambda *_, size: seconds[size])
     sizes = {"intermediate_size": 67, "vocab_size": 320}
     odd = resolve_for(recipe(model={**_MODEL, **sizes}), find_machine("T4"))
     (found,) = alignment_warnings(odd, torch.device("cpu"))

@@ -72,10 +72,10 @@ def test_what_is_saved_is_the_state_at_the_call(
 ) -> None:
     started, trained = threading.Event(), threading.Event()
 
-    def late(*arguments: Any) -> Path:
+    def late(*arguments: Any, **options: Any) -> Path:
         started.set()
         wait_until("the end of the training", trained.is_set)
-        return save_checkpoint(*arguments)
+        return save_checkpoint(*arguments, **options)
 
     monkeypatch.setattr(saving, "save_checkpoint", late)
     tensor, events = torch.arange(6.0), [{"step": 1}]

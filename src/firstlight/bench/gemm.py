@@ -231,7 +231,7 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
         waves: axes for the times of several products at once.
     """
     rows = loops["passes"]
-    _draw_medians(passes, rows, "bytes", "bytes_per_second", "C0", "passes, fp32")
+    _draw_medians(passes, rows, "bytes", "bytes_per_second", color="C0", label="passes, fp32")
     for name, size in loops["caches"].items():
         passes.axvline(size, color="black", linestyle="--", linewidth=0.8)
         passes.annotate(name, (size, 0.02), xycoords=("data", "axes fraction"))
@@ -239,7 +239,7 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
     passes.set(xlabel="bytes of the array, read by one thread", ylabel="GB/s", ylim=(0, None))
     for number, cut in enumerate(_CUTS):
         these = [row for row in loops["blocks"] if row["cut"] == cut]
-        _draw_medians(blocks, these, "block", "flops_per_second", f"C{number}", cut)
+        _draw_medians(blocks, these, "block", "flops_per_second", color=f"C{number}", label=cut)
     blocks.set_xscale("log", base=2)
     edge = loops["edge"]
     blocks.set(
@@ -250,7 +250,7 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
     blocks.legend()
     found = loops["waves"]
     places = [row["products"] for row in found["rows"]]
-    _draw_medians(waves, found["rows"], "products", "time_ratio", "C0", "time", unit=1)
+    _draw_medians(waves, found["rows"], "products", "time_ratio", color="C0", label="time", unit=1)
     waves.plot(
         places,
         [-(-place // found["threads"]) for place in places],
@@ -270,6 +270,7 @@ def _draw_medians(
     rows: Sequence[Mapping[str, Any]],
     x: str,
     y: str,
+    *,
     color: str,
     label: str,
     unit: float = 1e9,

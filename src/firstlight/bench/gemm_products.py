@@ -130,12 +130,32 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
     if device_type == "cuda":
         sizes = (128, 256, 512, 1024, 2048, 4096, 8192)
         if quick:
-            return GemmPlan(sizes, 4096, STEP_TOKENS, _QUICK_STEPS, 0.02, 30)
-        return GemmPlan((*sizes, 16384), 4096, STEP_TOKENS, _STEPS, 0.05, 150)
+            return GemmPlan(
+                sizes, 4096, STEP_TOKENS, _QUICK_STEPS, measure_seconds=0.02, budget_seconds=30
+            )
+        return GemmPlan(
+            (*sizes, 16384), 4096, STEP_TOKENS, _STEPS, measure_seconds=0.05, budget_seconds=150
+        )
     if quick:
-        plan = GemmPlan((128, 256, 512, 1024, 2048), 1024, 128, _QUICK_STEPS, 0.02, 35, 2, turns=2)
+        plan = GemmPlan(
+            (128, 256, 512, 1024, 2048),
+            1024,
+            128,
+            _QUICK_STEPS,
+            measure_seconds=0.02,
+            budget_seconds=35,
+            min_rounds=2,
+            turns=2,
+        )
         return replace(plan, pass_bytes=tuple(1 << p for p in range(14, 29, 2)), blocked_edge=512)
-    plan = GemmPlan((128, 256, 512, 1024, 2048, 4096), 1024, 1024, _STEPS, 0.03, 210)
+    plan = GemmPlan(
+        (128, 256, 512, 1024, 2048, 4096),
+        1024,
+        1024,
+        _STEPS,
+        measure_seconds=0.03,
+        budget_seconds=210,
+    )
     return replace(plan, pass_bytes=tuple(1 << p for p in range(14, 29)), blocked_edge=1024)
 
 
@@ -212,7 +232,9 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmPro
     for group in ("M", "N", "K"):
         for size in (base, off[group], *paddings(off[group]).values()):
             m, n, k = (size if group == which else base for which in ("M", "N", "K"))
-            products.append(GemmProduct("alignment", group, size, f"{group} = {size}", m, n, k))
+            products.append(
+                GemmProduct("alignment", group, size, f"{group} = {size}", m=m, n=n, k=k)
+            )
     hidden = off["hidden"]
     layers = {
         size: layer_products(f"hidden = {size}: up", tokens, size, 4 * size)
@@ -228,7 +250,7 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmPro
 
 def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
     """Products [base, N, base], with N in steps around a tile's edge."""
-    return [GemmProduct("tile", "N", n, f"N = {n}", base, n, base) for n in sizes]
+    return [GemmProduct("tile", "N", n, f"N = {n}", m=base, n=n, k=base) for n in sizes]
 
 
 def wave_products(multiprocessors: int) -> list[GemmProduct]:
@@ -236,14 +258,16 @@ def wave_products(multiprocessors: int) -> list[GemmProduct]:
     multiprocessors (SMs)."""
     one, two = multiprocessors, 2 * multiprocessors
     return [
-        GemmProduct("wave", "tiles", count, f"{count} tiles", 128 * count, 256, 4096)
+        GemmProduct("wave", "tiles", count, f"{count} tiles", m=128 * count, n=256, k=4096)
         for count in (one, one - 1, one + 1, two, two + 1)
     ]
 
 
 def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> list[GemmProduct]:
     """All products of a plan, in the order of measurement; waves only with `multiprocessors`."""
-    squares = [GemmProduct("size", "", size, str(size), size, size, size) for size in plan.sizes]
+    squares = [
+        GemmProduct("size", "", size, str(size), m=size, n=size, k=size) for size in plan.sizes
+    ]
     products = [
         *squares,
         *model_products(shape, plan.tokens),
@@ -392,8 +416,10 @@ def ceiling(device: torch.device, dtype: torch.dtype, *, rounds: int = 5) -> flo
     shapes = _LARGE_GPU if device.type == "cuda" else _LARGE_CPU
     layouts: tuple[Layout, ...] = ("nt", "nn")
     products = [
-        GemmProduct("size", "", n, f"{m} x {n} x {k}", m, n, k, layout)
+        GemmProduct("size", "", n, f"{m} x {n} x {k}", m=m, n=n, k=k, layout=layout)
         for m, n, k in shapes
         for layout in layouts
     ]
-    return max(max(rates) for rates in product_rates(products, dtype, device, rounds, 0.03))
+    return max(
+        max(rates) for rates in product_rates(products, dtype, device, rounds, measure_seconds=0.03)
+    )

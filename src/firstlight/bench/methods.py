@@ -429,8 +429,16 @@ def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     speed_label = "tokens/s (median; line: slowest to fastest step)"
     peaks = [row.get("peak_bytes", 0) / 1e9 for row in rows]
     return [
-        Panel(speed_label, names, rates, labels("speed_ratio"), colors, spread, title=title),
-        Panel("peak memory (GB)", names, peaks, labels("memory_ratio"), colors),
+        Panel(
+            speed_label,
+            names,
+            rates,
+            labels("speed_ratio"),
+            colors=colors,
+            spread=spread,
+            title=title,
+        ),
+        Panel("peak memory (GB)", names, peaks, labels("memory_ratio"), colors=colors),
     ]
 
 
@@ -548,7 +556,7 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
         device = str(plan.hardware.device)
         plain = plain_recipe(plan.model, device, plan.seq_len, plan.micro_batch_size)
         request = {"data": str(data), "warmup_steps": warmup_steps, "steps": plan.steps}
-        work = MethodsWork(plain, request, folder / "caches", deadline, server)
+        work = MethodsWork(plain, request, folder / "caches", deadline, server=server)
         runs.measure_all(work, plan.repeats, lambda: on_run(result(False)))
     # The machine may have been slower at the start, and MFU would then be too high.
     machine |= max(machine, _ceiling(plan.hardware), key=lambda found: found["matmul_flops"])
@@ -620,7 +628,7 @@ class MethodsWork:
             return error_of("TimeoutError", TIME_IS_UP)
         environment = child_environment(huge_pages, self.caches)
         if (processes := changes.get(PROCESSES, 1)) > 1:
-            found = ask_ranks(_MODULE, request, environment, processes, seconds)
+            found = ask_ranks(_MODULE, request, environment, processes, seconds=seconds)
         elif self.server is not None and not huge_pages:
             found = self.server.ask(request, seconds)
         else:
@@ -664,7 +672,9 @@ class MethodRuns:
             changes = self._outcome(label).changes
             return work.measure(changes, huge_pages=self.rows[label][1].huge_pages)
 
-        take_turns("methods", self._order(), repeats, self._outcome, measure, on_run)
+        take_turns(
+            "methods", self._order(), repeats, self._outcome, measure=measure, on_turn=on_run
+        )
 
     def _order(self) -> list[str]:
         """The labels in the order of measurement: first those that don't compile, then those that

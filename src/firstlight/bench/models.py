@@ -51,7 +51,7 @@ def llama(
 
 ROPE: dict[str, Any] = {"rope_theta": 500000.0}
 LLAMA_3 = {**ROPE, "vocab_size": 128256, "max_position_embeddings": 131072}
-LLAMA_110M = llama(768, 2048, 12, 12, 4, **ROPE)
+LLAMA_110M = llama(768, 2048, 12, 12, num_key_value_heads=4, **ROPE)
 
 #: The `model` sections of the models that users can name in options.
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2-774m": gpt2(1280, 36, 20),
     "llama-110m": LLAMA_110M,
     # The shape of Llama 3.2 1B.
-    "llama-1b": llama(2048, 8192, 16, 32, 8, **LLAMA_3),
+    "llama-1b": llama(2048, 8192, 16, 32, num_key_value_heads=8, **LLAMA_3),
 }
 
 #: Names of earlier versions, which options still take -> names of models.

@@ -195,8 +195,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         clock = StepClock(hardware.device)
         steps = request["warmup_steps"] + request["steps"]
         written_out = request.get("written_out", ())
-        losses, chosen = train_steps(decided, tokens, steps, hardware, engine, clock, written_out)
-        return step_figures(request, clock, losses, chosen, peaks(hardware.device, level))
+        losses, chosen = train_steps(
+            decided, tokens, steps, hardware, engine=engine, clock=clock, written_out=written_out
+        )
+        return step_figures(
+            request, clock, losses, chosen, peak_bytes=peaks(hardware.device, level)
+        )
 
 
 def read_recipe(request: Mapping[str, Any]) -> Recipe:

@@ -172,7 +172,9 @@ def _complete(run_folder: Path) -> list[Saved]:
         else:
             sequence, parent = manifest["sequence"], manifest["parent"]
             run_id = manifest.get("run_id")
-            found.append(Saved(folder, step, sequence, parent, manifest["val_loss"], run_id))
+            found.append(
+                Saved(folder, step, sequence, parent, val_loss=manifest["val_loss"], run_id=run_id)
+            )
     return found
 
 

@@ -222,7 +222,7 @@ class CheckpointSaver(BackgroundSaver):
         after = self._parent
         self._require_folder()
         with self._in_own_folder():
-            folder = save_checkpoint(self._run_folder, step, checkpoint, after, self._held)
+            folder = save_checkpoint(self._run_folder, step, checkpoint, after, held=self._held)
             verify_checkpoint(folder, from_disk=True)
             self.saved_step = step
             self._prune(folder)

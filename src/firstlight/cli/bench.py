@@ -137,7 +137,7 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     from firstlight.bench.methods import bench_methods, draw
 
     measure = partial(bench_methods, MethodsBench(**options))
-    return publish("methods", out, measure, show_methods, draw)
+    return publish("methods", out, measure, show_methods, draw=draw)
 
 
 @bench_group.command("gemm")
@@ -163,7 +163,7 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
             if run.result()["rows"]:
                 keep(run.result())
 
-    return publish("gemm", out, measure, show_gemm, draw)
+    return publish("gemm", out, measure, show_gemm, draw=draw)
 
 
 # The tables.

@@ -95,13 +95,13 @@ def eval_command(
     CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
     """
     with_loss = not tasks or data is not None or sample is not None
-    _require_used(with_loss, bool(tasks), of_the_loss, items, task_folder)
+    _require_used(with_loss, bool(tasks), of_the_loss, items, task_folder=task_folder)
     given = {name: value for name, value in of_the_loss.items() if value is not None}
     if by_position:
         if tasks:
             raise ConfigError("--by-position reports the loss: leave out --tasks")
         options = {"sample": sample, "batch_size": batch_size or _ROWS, "device": device, **given}
-        return _by_position((checkpoint, *beside), data, best, picture, options)
+        return _by_position((checkpoint, *beside), data, best, picture, options=options)
     for option, value in (("--beside", beside), ("--picture", picture)):
         if value:
             raise ConfigError(f"{option} needs --by-position: add it")
@@ -112,7 +112,9 @@ def eval_command(
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": str(loaded.folder)}
     # Tasks come first: their errors show at once, while a loss may take long.
     if tasks:
-        result["tasks"] = _scored(loaded, tasks, items, task_folder, batch_size or _TEXTS)
+        result["tasks"] = _scored(
+            loaded, tasks, items, task_folder, batch_size=batch_size or _TEXTS
+        )
     if with_loss:
         folder = evaluated_folder(loaded, data, given.get("split", "val"), progress=True)
         found = _with_bar(
@@ -150,6 +152,7 @@ def _by_position(
     data: str | None,
     best: bool,
     picture: Path | None,
+    *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Print the loss of each model by position in the row; returns the figures by model.
@@ -215,6 +218,7 @@ def _require_used(
     with_tasks: bool,
     of_the_loss: dict[str, Any],
     items: int | None,
+    *,
     task_folder: str | None,
 ) -> None:
     """Check that no option is given for a part (loss or tasks) that is not evaluated.

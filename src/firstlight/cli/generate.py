@@ -106,7 +106,7 @@ def generate_command(
     if settings["logprobs"] is not None and not as_json:
         raise ConfigError("--logprobs needs --json: add it")
     config = SamplingConfig(**settings, logit_bias=_biases(logit_bias))
-    loaded = _load(checkpoint, device, dtype, best, loading)
+    loaded = _load(checkpoint, device, dtype, best, loading=loading)
     stream = GenerationStream(loaded, prompt, config, compile=compiled)
     pieces = iter(stream)
     if not as_json:
@@ -285,7 +285,7 @@ def serve_command(
         limits=Limits(**limits),
         **options,
     )
-    loaded = _load(checkpoint, device, dtype, best, loading)
+    loaded = _load(checkpoint, device, dtype, best, loading=loading)
 
     serve(loaded, server, on_ready=lambda url, run: _say_ready(url, run, server, as_json))
 

@@ -46,7 +46,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
         nnodes,
         asked["node-rank"] or 0,
         asked["rdzv-endpoint"] or "",
-        asked["max-restarts"] or 0,
+        max_restarts=asked["max-restarts"] or 0,
     )
     # -P: modules in the current folder are not imported.
     command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]

@@ -100,56 +100,71 @@ def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
     Args:
         as_json: when the process ends in an import, also print the error as a JSON object.
     """
-    # The last signal that arrived during an import, and the time of the first one.
-    waiting: tuple[int, float] | None = None
-    before: dict[int, Any] = {}
+    handlers = _SignalHandlers(as_json)
+    handlers.install()
+    try:
+        yield
+    finally:
+        handlers.remove()
 
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal waiting
+
+class _SignalHandlers:
+    """The handlers of signals of `cleaning_up_when_terminated`."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        # The last signal that arrived during an import, and the time of the first one.
+        self._waiting: tuple[int, float] | None = None
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Set the handlers, in the main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handlers: dict[int, Callable[[int, FrameType | None], None]] = {
+            signal.SIGTERM: self._end,
+            signal.SIGHUP: self._end,
+            signal.SIGUSR1: self._end,
+            signal.SIGINT: self._end,
+            signal.SIGALRM: self._again,
+        }
+        for number, handler in handlers.items():
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                self._before[number] = signal.signal(number, handler)
+
+    def remove(self) -> None:
+        """Restore the handlers from before `install`."""
+        if signal.SIGALRM in self._before:
+            # Without the handler, the SIGALRM of a running timer would end the process.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, previous in self._before.items():
+            signal.signal(number, previous)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
         # Without our handler for SIGALRM, another part of the program uses the timer.
-        if signal.SIGALRM in before and _swallows_exceptions(frame):
+        if signal.SIGALRM in self._before and _swallows_exceptions(frame):
             now = time.monotonic()
-            first = waiting[1] if waiting is not None else now
+            first = self._waiting[1] if self._waiting is not None else now
             if now - first > _LONGEST_WAIT:
-                _end_now(number, as_json)
-            waiting = number, first
+                _end_now(number, self._as_json)
+            self._waiting = number, first
             signal.setitimer(signal.ITIMER_REAL, _SOON)
             return
-        waiting = None
+        self._waiting = None
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise Terminated(number)
 
-    def again(_: int, __: FrameType | None) -> None:
-        nonlocal waiting
-        if waiting is not None:
-            raised = waiting
-            try:
-                # As a signal rather than an exception: its handler may have changed meanwhile.
-                signal.raise_signal(raised[0])
-            finally:
-                if waiting is raised:  # else the signal waits again
-                    waiting = None
-
-    handlers: dict[int, Callable[[int, FrameType | None], None]] = {
-        signal.SIGTERM: end,
-        signal.SIGHUP: end,
-        signal.SIGUSR1: end,
-        signal.SIGINT: end,
-        signal.SIGALRM: again,
-    }
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers.items():
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                before[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        if signal.SIGALRM in before:
-            # Without the handler, the SIGALRM of a running timer would end the process.
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, previous in before.items():
-            signal.signal(number, previous)
+    def _again(self, _: int, __: FrameType | None) -> None:
+        raised = self._waiting
+        if raised is None:
+            return
+        try:
+            # As a signal rather than an exception: its handler may have changed meanwhile.
+            signal.raise_signal(raised[0])
+        finally:
+            if self._waiting is raised:  # else the signal waits again
+                self._waiting = None
 
 
 def _end_now(number: int, as_json: bool) -> None:
@@ -302,12 +317,8 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 2
-    except click.MissingParameter as error:
-        path = error.ctx.command_path if error.ctx is not None else program
-        what = error.format_message().rstrip(".")
-        return _fail(f"{what}: see {path} --help", "UsageError", 2, as_json)
     except click.ClickException as error:
-        return _fail(error.format_message(), "UsageError", 2, as_json)
+        return _fail(_usage_error(error, program), "UsageError", 2, as_json)
     except click.exceptions.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
@@ -327,6 +338,15 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
             raise
         return _fail(describe_os_error(error), "StorageError", 1, as_json)
     return exit_code or 0
+
+
+def _usage_error(error: click.ClickException, program: str) -> str:
+    """The message of an error in the arguments. For a missing argument, it names the command whose
+    help describes it."""
+    if not isinstance(error, click.MissingParameter):
+        return error.format_message()
+    path = error.ctx.command_path if error.ctx is not None else program
+    return f"{error.format_message().rstrip('.')}: see {path} --help"
 
 
 def _address_limit() -> int:

@@ -97,7 +97,7 @@ def plan_command(
         if not found.fits:
             end_with(DOES_NOT_FIT_EXIT_CODE)
         where = [str(word) for option in device.items() if option[1] for word in option]
-        command = next_command(plan, path, overrides, init_from, where, written)
+        command = next_command(plan, path, overrides, init_from, where=where, written=written)
         if (first := _preparation(plan.recipe)) is not None:
             show(f"first: {first}")
         show(f"next: {command}")

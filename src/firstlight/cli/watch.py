@@ -99,7 +99,11 @@ def _watch(folder: Path) -> None:
     shown = _Shown()
     shown.steps, minutes, shown.limit = planned_length(folder)
     progress = RunProgress(
-        lambda: max(shown.steps or 0, shown.step), 0, minutes, shown.clock, lambda: shown.limit
+        lambda: max(shown.steps or 0, shown.step),
+        0,
+        minutes,
+        shown.clock,
+        step_limit=lambda: shown.limit,
     )
     follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
     with contextlib.closing(follower), TrainingProgress(progress, shown=True) as view:

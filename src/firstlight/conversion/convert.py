@@ -178,7 +178,9 @@ def convert(
         if dtype in QUANTISED and model.tokenizer is None:
             raise ModelError(f"{dtype} is checked on a text: give a tokenizer with --tokenizer")
         with new_folder(out) as folder:
-            return _converted(model, own_config, folder, out, to, dtype, text, tolerance)
+            return _converted(
+                model, own_config, folder, out, to=to, dtype=dtype, text=text, tolerance=tolerance
+            )
 
     return read_source(source, tokenizer, config, write, best=best)
 
@@ -213,9 +215,11 @@ def _converted(
     # For a quantised file, `tolerance` bounds the perplexity. The plain file that llama.cpp
     # quantises is not rounded, and has the usual limit of logits.
     limit = None if quantised else tolerance
-    difference, largest, more = _compare(model, config, result, rounding, limit)
+    difference, largest, more = _compare(model, config, result, rounding, tolerance=limit)
     if quantised:
-        loss = quantise_source(model, plain, folder / str(file), quantised, text, tolerance)
+        loss = quantise_source(
+            model, plain, folder / str(file), quantised, text=text, limit=tolerance
+        )
         difference, largest = loss.difference, loss.largest
     if to == "ollama":
         content, said = modelfile(str(file), model.tokenizer, config.max_position_embeddings)
@@ -371,7 +375,7 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
 
 
 def _compare(
-    model: Source, config: ModelConfig, result: _Result, kind: str, tolerance: float | None
+    model: Source, config: ModelConfig, result: _Result, kind: str, *, tolerance: float | None
 ) -> tuple[float, float, list[str]]:
     """Refuse a result that differs from the source by more than the rounding of `kind`.
 

@@ -147,13 +147,7 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             known[len(known) if name == "MEMOIZE" else argument] = stack[-1]
             continue
-        taken: list[int] = []
-        for kind in reversed(opcode.stack_before):
-            if kind is pickletools.stackslice:
-                while (part := stack.pop()) is not None:
-                    taken.append(part)
-            elif kind is not pickletools.markobject or name == "POP_MARK":
-                taken.append(stack.pop() or 0)
+        taken = _take(opcode, stack)
         if name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(known[argument])
         elif name.startswith("TUPLE"):
@@ -165,6 +159,18 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
         else:
             after = opcode.stack_after
             stack += [None if kind is pickletools.markobject else 1 for kind in after]
+
+
+def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
+    """Remove an opcode's operands from the simulated stack; returns their numbers of elements."""
+    taken: list[int] = []
+    for kind in reversed(opcode.stack_before):
+        if kind is pickletools.stackslice:
+            while (part := stack.pop()) is not None:
+                taken.append(part)
+        elif kind is not pickletools.markobject or opcode.name == "POP_MARK":
+            taken.append(stack.pop() or 0)
+    return taken
 
 
 def _require_few_parts(content: Any) -> None:

@@ -259,7 +259,7 @@ class TokenDataset(Corpus):
         if len(set(names)) != len(names):
             raise DataError(f"{folder}: the manifest names a shard of '{split}' twice: {ADVICE}")
         self._shards = [
-            open_shard(self.folder, shard, self.version, self.vocab_size, verify)
+            open_shard(self.folder, shard, self.version, self.vocab_size, verify=verify)
             for shard in entry["shards"]
         ]
         self._starts = list(accumulate((one.num_tokens for one in self._shards), initial=0))

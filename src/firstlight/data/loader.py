@@ -107,7 +107,7 @@ class Batch:
             change(self.labels),
             self.num_valid,
             None if self.document_ids is None else change(self.document_ids),
-            None if self.references is None else change(self.references),
+            references=None if self.references is None else change(self.references),
         )
 
 
@@ -153,7 +153,7 @@ def _batch_of(
         torch.from_numpy(labels),
         int((labels != IGNORE_INDEX).sum()),
         None if document_ids is None else torch.from_numpy(document_ids),
-        None if references is None else torch.from_numpy(references),
+        references=None if references is None else torch.from_numpy(references),
     )
 
 

@@ -145,8 +145,12 @@ def prepare(
         chosen.require_all_of(drawn.name)
         if val_inputs:
             raise ConfigError(f"{drawn.name} has no texts to validate on: leave out val_inputs")
-        return prepare_random(drawn, tokenizer, out, chosen.fraction, overwrite, shard_tokens)
-    encoder = _encoder(tokenizer, sources, workers, engine, ray_address, max_tokens)
+        return prepare_random(
+            drawn, tokenizer, out, chosen.fraction, overwrite=overwrite, shard_tokens=shard_tokens
+        )
+    encoder = _encoder(
+        tokenizer, sources, workers, engine, ray_address=ray_address, max_tokens=max_tokens
+    )
     with encoder as encode, new_folder(out, replace=overwrite, synced=True) as folder:
         preparation = _Preparation(CorpusWriter(folder, tokenizer, shard_tokens), chosen)
         sources = without(sources, held_out)
@@ -411,7 +415,7 @@ class _Preparation:
                 self.max_tokens,
                 self.fraction,
                 self.separators,
-                lambda text: encode([text], self.tokenizer)[0],
+                encode=lambda text: encode([text], self.tokenizer)[0],
             )
         for piece, tokens in pieces:
             if piece.document != self.last_written:
@@ -445,7 +449,9 @@ class _Preparation:
             for name, text in shares:
                 texts = cut_long(text) if cuttable else [text]
                 for place, part in enumerate(texts if text else []):
-                    yield TextPiece(part, name, place == 0, place == len(texts) - 1, number)
+                    yield TextPiece(
+                        part, name, place == 0, place == len(texts) - 1, document=number
+                    )
 
     def _assigned(
         self, documents: Iterator[Record], others: Iterable[Record]

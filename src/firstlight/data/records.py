@@ -401,7 +401,9 @@ def _read_lines(file: IO[bytes], path: Path, origin: str, text_key: str | None) 
                 problem = f"the line has more than {most:,} bytes"
                 yield Record(origin, number, None, BadRecordError("too_long", problem))
             elif line.strip():
-                yield _parsed(line, path, origin, number, "not JSON: " if text_key is None else "")
+                yield _parsed(
+                    line, path, origin, number, prefix="not JSON: " if text_key is None else ""
+                )
             elif text_key is not None:
                 yield Record(origin, number, None, BadRecordError("empty", "blank line"))
     except EncodingProblem as bad:

@@ -103,7 +103,7 @@ def apply_methods(
         hardware.device.type,
         dtype,
         model.config,
-        longest,
+        seq_len=longest,
         documents=documents,
         compiles=can_compile(hardware.device),
     )

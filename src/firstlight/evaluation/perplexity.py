@@ -167,7 +167,7 @@ def evaluate_split(
     seq_len, masking = options["seq_len"], options.get("document_masking", False)
     total = dataset.num_rows(seq_len)
     chosen = list(rows) if rows is not None else list(range(total))
-    losses = _shared_losses(loss_sum, dataset, chosen, rank, processes, options)
+    losses = _shared_losses(loss_sum, dataset, chosen, rank, processes=processes, options=options)
     if not any(row.tokens for row in losses):
         raise DataError(
             f"the evaluated rows of {dataset.folder} hold no token to predict: "
@@ -192,6 +192,7 @@ def _shared_losses(
     dataset: TokenDataset,
     rows: list[int],
     rank: int,
+    *,
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:

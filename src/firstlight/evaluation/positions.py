@@ -145,5 +145,5 @@ def _stretches(sums: Tensor, counts: Tensor) -> list[PositionLoss]:
         tokens = int(counts[first:end].sum())
         if tokens:
             loss = float(sums[first:end].sum()) / tokens
-            found.append(PositionLoss(first, end - 1, tokens, loss, perplexity_of(loss)))
+            found.append(PositionLoss(first, end - 1, tokens, loss, perplexity=perplexity_of(loss)))
     return found

@@ -49,7 +49,9 @@ def search(
     assert loaded.tokenizer is not None
     stream = TextStream(loaded.tokenizer, prompt_ids)
     text = "".join(stream.push(token_id) for token_id in found) + stream.finish()
-    return Generation(prompt, text, found, len(prompt_ids), reason, config.seed or 0)
+    return Generation(
+        prompt, text, found, len(prompt_ids), finish_reason=reason, seed=config.seed or 0
+    )
 
 
 @torch.inference_mode()
@@ -99,7 +101,7 @@ def beam_search(
             cache.least_length, cache.length = cache.length + 1, 0
             model(torch.tensor(rows_BT, device=device), cache=cache, logits_to_keep=1)
         logits_BV: Tensor = model(ids_BT, cache=cache, logits_to_keep=1)[:, -1]
-        beams, rows = _next_beams(beams, logits_BV, prompt_ids, config, ends, ended)
+        beams, rows = _next_beams(beams, logits_BV, prompt_ids, config, ends=ends, ended=ended)
         if not beams or _is_settled(beams[0], ended, count):
             beams = []
             break
@@ -118,6 +120,7 @@ def _next_beams(
     logits_BV: Tensor,
     prompt_ids: Sequence[int],
     config: SamplingConfig,
+    *,
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:

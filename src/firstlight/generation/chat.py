@@ -395,7 +395,7 @@ def _stats(text: Continuation, dropped: int, first: float, seconds: float) -> An
         len(text.token_ids),
         dropped,
         first,
-        seconds,
-        text.finish_reason or "interrupted",
-        text.config.seed,
+        seconds=seconds,
+        finish_reason=text.finish_reason or "interrupted",
+        seed=text.config.seed,
     )

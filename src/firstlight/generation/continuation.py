@@ -143,13 +143,20 @@ class Continuation:
         allowed_V = None if self._constraint is None else self._constraint.allowed(len(logits_V))
         if token_id is None:
             token_id = sample(
-                logits_V, self.config, self._generator, self._seen, self._counts, allowed_V
+                logits_V,
+                self.config,
+                self._generator,
+                self._seen,
+                counts=self._counts,
+                allowed_V=allowed_V,
             )
         if token_id in self._eos_token_ids:
             return self._end("stop")
         if self.choices is not None:
             assert self.config.choices is not None
-            shifted_V = shifted(logits_V, self.config, self._seen, self._counts, allowed_V)
+            shifted_V = shifted(
+                logits_V, self.config, self._seen, self._counts, allowed_V=allowed_V
+            )
             self.choices.append(choices_of(logits_V, shifted_V, token_id, self.config))
         self.token_ids.append(token_id)
         self._seen.add(token_id)

@@ -248,10 +248,10 @@ def _finished(text: Continuation, prompt: str, added: str) -> Generation:
         added,
         text.token_ids,
         len(text.prompt_ids),
-        text.finish_reason,
-        text.config.seed,
-        text.logprobs,
-        text.choices,
+        finish_reason=text.finish_reason,
+        seed=text.config.seed,
+        logprobs=text.logprobs,
+        choices=text.choices,
     )
 
 

@@ -31,7 +31,7 @@ def sample(
     Raises:
         ConfigError, ModelError: see `shifted`.
     """
-    shifted_V = shifted(logits_V, config, seen, counts, allowed_V)
+    shifted_V = shifted(logits_V, config, seen, counts, allowed_V=allowed_V)
     if config.temperature == 0:
         return int(shifted_V.argmax())
     return draw(filter_probabilities(shifted_V, config), generator)

@@ -68,7 +68,9 @@ def find_hardware(device: str = "auto") -> Hardware:
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         # ROCm's version numbers are not CUDA's compute capabilities.
         capability = None if torch.version.hip else (properties.major, properties.minor)
-        return Hardware(chosen, properties.name, properties.total_memory, bf16, capability)
+        return Hardware(
+            chosen, properties.name, properties.total_memory, bf16, capability=capability
+        )
     memory = psutil.virtual_memory().total
     if chosen.type == "mps":
         if not torch.backends.mps.is_available():

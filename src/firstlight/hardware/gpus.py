@@ -178,7 +178,17 @@ _APPLE: tuple[tuple[str, tuple[int, ...], float, float], ...] = (
 def _gpu(row: _Row) -> GPU:
     name, mib, gbs, fp32, tf32, fp16, bf16, link, capability = row
     fp32, tf32, fp16, bf16 = (rate * 1e12 for rate in (fp32, tf32, fp16, bf16))
-    return GPU(name, mib * _MIB, gbs * 1e9, fp32, tf32, fp16, bf16, link * 1e9, capability)
+    return GPU(
+        name,
+        mib * _MIB,
+        gbs * 1e9,
+        fp32,
+        tf32=tf32,
+        fp16=fp16,
+        bf16=bf16,
+        link=link * 1e9,
+        capability=capability,
+    )
 
 
 _APPLE_ROWS: tuple[_Row, ...] = tuple(

@@ -202,7 +202,7 @@ class KVCache:
 
     def ragged(self, lengths: Tensor, reach: int) -> RaggedCache:
         """The first `len(lengths)` sequences with a length of their own each: see `RaggedCache`."""
-        return RaggedCache(self.keys, self.values, lengths, reach, self.states)
+        return RaggedCache(self.keys, self.values, lengths, reach, states=self.states)
 
 
 class RaggedCache:

@@ -174,7 +174,9 @@ class Llama(LanguageModel):
             long = self.long_rope_frequencies
         else:
             length = torch.as_tensor(length, device=short.device)
-            long = dynamic_frequencies(config.rotary_dim, config.rope_theta, scaling, length, limit)
+            long = dynamic_frequencies(
+                config.rotary_dim, config.rope_theta, scaling, length, max_positions=limit
+            )
         if isinstance(length, int) or length.dim() == 0:
             return long
         is_long_B11 = (length > limit)[:, None, None]

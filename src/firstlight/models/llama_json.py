@@ -158,7 +158,7 @@ def _rope_from_json(
             "partial_rotary_factor: rotary positions of a part of the head only are not supported "
             "in this family"
         )
-    scaling = None if kind == "default" else _scaling_of(kind, rope, spec, config, values)
+    scaling = None if kind == "default" else _scaling_of(kind, rope, spec, config, values=values)
     return {
         **found,
         "rope_theta": 10_000.0 if theta is None else float(theta),
@@ -171,6 +171,7 @@ def _scaling_of(
     rope: Mapping[str, Any],
     spec: FamilySpec,
     config: Mapping[str, Any],
+    *,
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The recipe's `rope_scaling`, for a kind that is not "default".

@@ -178,7 +178,7 @@ class LlamaAttention(SelfAttention):
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
         # No family of this architecture has dropout of attention weights.
-        options = AttentionOptions(mask, 0.0, self.scale, self.softcap, self.sinks)
+        options = AttentionOptions(mask, 0.0, self.scale, self.softcap, sinks=self.sinks)
         y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, options)
         return y_BHTD.transpose(1, 2).reshape(B, T, -1)
 

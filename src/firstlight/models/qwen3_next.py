@@ -93,7 +93,13 @@ class GatedDeltaNet(nn.Module):
         # Without autocast, which would round each product in the sums over all earlier tokens.
         with torch.autocast(x_BTC.device.type, enabled=False):
             y_BTHE, state_BHDE = gated_delta_rule(
-                q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH, state_BHDE, places
+                q_BTHD,
+                k_BTHD,
+                v_BTHE,
+                decay_BTH,
+                beta_BTH=beta_BTH,
+                state_BHDE=state_BHDE,
+                places_BT=places,
             )
         if cache is not None:
             cache.set_state(self.layer, (inputs, state_BHDE))

@@ -104,19 +104,7 @@ def stage_model(
         *(map(model.get_submodule, model.final_modules) if stage < stages - 1 else []),
     ]
     others = {id(p) for module in elsewhere for p in module.parameters()}
-    largest = max((p.numel() for p in model.parameters() if id(p) in others), default=0)
-    # All parameters of other stages share one buffer: their random numbers are drawn and thrown
-    # away, so that this stage gets the same values as in a model that is initialised whole.
-    scratch = torch.empty(largest if generator is not None else 0)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:  # no bias
-                continue
-            if id(parameter) not in others:
-                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
-            elif generator is not None:
-                place = scratch[: parameter.numel()].view(parameter.shape)
-                module._parameters[name] = nn.Parameter(place)
+    _allocate(model, others, draws=generator is not None)
     if generator is not None:
         model.init_weights(generator, init)
     for weight in (model.embedding.weight, model.lm_head.weight):
@@ -135,6 +123,29 @@ def stage_model(
         model.finish = lambda x_BTC: x_BTC  # type: ignore[method-assign]
     model.finish_loading()
     return model
+
+
+def _allocate(model: Model, others: set[int], *, draws: bool) -> None:
+    """Replace a meta model's parameters by parameters on the CPU, without values.
+
+    Args:
+        model: a whole model on the meta device.
+        others: `id` of each parameter of other stages. With `draws`, they all share one buffer:
+            their random numbers are drawn and thrown away, so that this stage gets the same values
+            as in a model that is initialised whole. Otherwise they stay on the meta device.
+        draws: True if the model is initialised.
+    """
+    largest = max((p.numel() for p in model.parameters() if id(p) in others), default=0)
+    scratch = torch.empty(largest if draws else 0)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:  # no bias
+                continue
+            if id(parameter) not in others:
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
+            elif draws:
+                place = scratch[: parameter.numel()].view(parameter.shape)
+                module._parameters[name] = nn.Parameter(place)
 
 
 def _own_layers(layers: int, stage: int, stages: int) -> range:

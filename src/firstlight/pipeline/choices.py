@@ -109,7 +109,7 @@ def choose(
     # The tokenizer may have fewer tokens than the given vocab_size: `text` has the real number.
     given = {key: value for key, value in (fixed or {}).items() if value is not None}
     fixed = {key: value for key, value in given.items() if key != "model.vocab_size"}
-    best, count = _best_of_all(text, machine, length, fixed, size)
+    best, count = _best_of_all(text, machine, length, fixed, size=size)
     items = [
         *_model_choices(best.shape, _reason_of_width(best, size, fixed, count), fixed),
         *_step_choices(best, text, machine, fixed),
@@ -119,7 +119,7 @@ def choose(
     epochs = best.run.tokens / max(text.train_tokens, 1.0)
 
     def with_text(more: TextFacts) -> _Candidate:
-        return _best_of_all(more, machine, length, fixed, size)[0]
+        return _best_of_all(more, machine, length, fixed, size=size)[0]
 
     # With another vocabulary, a given size might be another model, or none.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
@@ -136,6 +136,7 @@ def _best_of_all(
     machine: MachineFacts,
     length: Length,
     fixed: Mapping[str, Any],
+    *,
     size: str | None,
 ) -> tuple[_Candidate, int]:
     """The best candidate, and the number of candidates. For the arguments see `choose`.
@@ -147,7 +148,7 @@ def _best_of_all(
     candidates, problem = [], None
     for shape in shapes:
         try:
-            candidates.append(_candidate(shape, text, machine, length, fixed))
+            candidates.append(_candidate(shape, text, machine, length, fixed=fixed))
         except ConfigError as error:  # a given batch is not one of whole sequences of this length
             problem = problem or error
     if problem is not None and not candidates:
@@ -161,7 +162,7 @@ def _best_of_all(
 
     def in_time(seconds: float) -> list[_Candidate]:
         time = Length(seconds)
-        return [_candidate(one.shape, text, machine, time, fixed) for one in fitting]
+        return [_candidate(one.shape, text, machine, time, fixed=fixed) for one in fitting]
 
     return best_model(fitting, text, length.seconds is not None, in_time), len(candidates)
 
@@ -171,6 +172,7 @@ def _candidate(
     text: TextFacts,
     machine: MachineFacts,
     length: Length,
+    *,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
     """A model with its run: the batch, the steps for which there is time, and the expected loss. In
@@ -199,7 +201,7 @@ def _candidate(
     is_short = shape.seq_len < defaults.LONG_SEQ_LEN and "data.seq_len" not in fixed
     if is_short and fits and run.tokens >= defaults.LONG_RUN_TOKENS:
         longer = replace(shape, seq_len=defaults.LONG_SEQ_LEN)
-        return _candidate(longer, text, machine, length, fixed)
+        return _candidate(longer, text, machine, length, fixed=fixed)
     bits = expected_bits(shape.layer_parameters, run.tokens * text.bytes_per_token, text)
     return _Candidate(shape, run, bits)
 

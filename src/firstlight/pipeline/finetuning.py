@@ -106,7 +106,7 @@ class FineTuning:
             from firstlight.pipeline.conversations import Conversations
 
             self._chats = Conversations(
-                request, found, self._folder, self._tokenizer, tell, progress=progress
+                request, found, self._folder, self._tokenizer, tell=tell, progress=progress
             )
             self._data, key = self._chats.facts, self._chats.train.folder.name
         else:
@@ -143,22 +143,30 @@ class FineTuning:
         size = 0.0 if self._scan is None else self._scan.facts.total_bytes
         length = request.training_length(size)
         choices = choose_tuning(
-            self._data, self._model, method, speed, epoch, held, row, length, fixed
+            self._data,
+            self._model,
+            method,
+            speed,
+            epoch_tokens=epoch,
+            val_tokens=held,
+            row=row,
+            length=length,
+            fixed=fixed,
         )
         return TuningPlan(
             request,
             machine,
             speed,
             self._data,
-            self._model,
-            method,
-            epoch,
-            held,
-            row,
-            None if self._chats is None else self._chats.template,
-            choices,
-            recipe,
-            method.memory_bytes,
+            model=self._model,
+            method=method,
+            epoch_tokens=epoch,
+            val_tokens=held,
+            row=row,
+            template=None if self._chats is None else self._chats.template,
+            choices=choices,
+            recipe=recipe,
+            memory_bytes=method.memory_bytes,
         )
 
     def _tokens(self, seq_len: int) -> tuple[float, float]:
@@ -256,9 +264,9 @@ class FineTuning:
             request.overrides,
             plan.choices,
             plan.machine,
-            plan.speed,
-            lambda: call.length(request),
-            self._start,
+            speed=plan.speed,
+            length=lambda: call.length(request),
+            init_from=self._start,
         )
         memory = fitted.memory_bytes or plan.memory_bytes
         plan = replace(plan, choices=fitted.choices, memory_bytes=memory)
@@ -284,7 +292,7 @@ class FineTuning:
         text = self._estimated(scan)
         needed = plan.choices.tokens * text.bytes_per_token
         key = self._tokenizer.fingerprint[:16]
-        texts = Preparation(scan, request.text_key, needed, key, lambda: self._tokenizer)
+        texts = Preparation(scan, request.text_key, needed, key, tokenizer=lambda: self._tokenizer)
         data = prepared_texts(texts, call)
         splits = read_manifest(data)["splits"]
         held = splits.get("val", {"tokens": 0})["tokens"]

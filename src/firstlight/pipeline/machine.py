@@ -106,7 +106,14 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
         steps = [(flops, seq_len / predicted_rate(few, machine))]
     usable = machine.usable_bytes
     return MachineFacts(
-        machine.name, kind, [(flops, rate)], usable, origin, machine.compiles, steps, is_busy
+        machine.name,
+        kind,
+        [(flops, rate)],
+        usable,
+        origin=origin,
+        compiles=machine.compiles,
+        steps=steps,
+        is_busy=is_busy,
     )
 
 

@@ -70,7 +70,7 @@ class NewModel:
             request.text_key,
             plan.choices.tokens * plan.text.bytes_per_token,
             str(size),
-            lambda: train_tokenizer_on(scan, request.text_key, size, call.tell),
+            tokenizer=lambda: train_tokenizer_on(scan, request.text_key, size, call.tell),
         )
         data = prepared_texts(texts, call)
         text = counted_text(data, scan.facts, call.state.get("xz"))
@@ -130,8 +130,8 @@ class NewModel:
             overrides,
             plan.choices,
             plan.machine,
-            plan.speed,
-            lambda: call.length(plan.request),
+            speed=plan.speed,
+            length=lambda: call.length(plan.request),
         )
 
 
@@ -269,6 +269,6 @@ def counted_text(data: Path, facts: CorpusFacts, xz: float | None = None) -> Tex
         train["tokens"],
         size / tokens,
         hardness,
-        val["tokens"],
-        facts.bytes_per_character,
+        val_tokens=val["tokens"],
+        bytes_per_character=facts.bytes_per_character,
     )

@@ -101,7 +101,7 @@ class TextPlan:
     def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:
         """The plan for another length of the run, or with counted facts about the texts."""
         text = text or self.text
-        choices = choose(text, self.speed, length, self.request.fixed, self.request.size)
+        choices = choose(text, self.speed, length, self.request.fixed, size=self.request.size)
         return replace(self, text=text, choices=choices)
 
     def with_memory(self) -> TextPlan:
@@ -302,8 +302,10 @@ def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan
     vocabulary = choose_vocabulary(scan.facts, fixed)
     text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
     length = request.training_length(scan.facts.total_bytes)
-    choices = choose(text, speed, length, fixed, request.size)
-    return TextPlan(request, scan, machine, speed, text, vocabulary.reason, choices)
+    choices = choose(text, speed, length, fixed, size=request.size)
+    return TextPlan(
+        request, scan, machine, speed, text=text, vocabulary=vocabulary.reason, choices=choices
+    )
 
 
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:

@@ -151,12 +151,12 @@ def request_of(
         _parsed("--budget", parse_time, budget),
         _parsed("--tokens", parse_count, tokens),
         steps,
-        size,
-        tuple(pairs),
-        text_key,
-        None if init_from is None else str(init_from),
-        _names(val_inputs),
-        as_is,
+        size=size,
+        overrides=tuple(pairs),
+        text_key=text_key,
+        init_from=None if init_from is None else str(init_from),
+        val_inputs=_names(val_inputs),
+        as_is=as_is,
     )
 
 

@@ -125,15 +125,21 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         result,
         call.choices,
         (min(found) if best else found[-1]) if found else None,
-        gzip,
-        state.get("xz"),
-        [(line["prompt"], line["text"]) for line in samples if line["step"] == last],
-        time.time() - call.began,
-        list(_next_commands(call, request, metrics, prompt, best=best, stopped=stopped)),
-        state.get("kind") == "chat",
-        best,
-        1.0 if held is None else _held_out_share(folder, held["tokens"], state.get("kind")),
-        None if stopped or not state.get("expected") else tuple(state["expected"]),
+        gzip_bits_per_byte=gzip,
+        xz_bits_per_byte=state.get("xz"),
+        samples=[(line["prompt"], line["text"]) for line in samples if line["step"] == last],
+        seconds=time.time() - call.began,
+        next_commands=list(
+            _next_commands(call, request, metrics, prompt, best=best, stopped=stopped)
+        ),
+        answers=state.get("kind") == "chat",
+        best=best,
+        held_out_share=1.0
+        if held is None
+        else _held_out_share(folder, held["tokens"], state.get("kind")),
+        expected_bits_per_byte=None
+        if stopped or not state.get("expected")
+        else tuple(state["expected"]),
     )
 
 

@@ -147,11 +147,11 @@ def train_texts(
         budget,
         tokens,
         steps,
-        size,
-        overrides,
-        text_key,
-        init_from,
-        val_inputs,
+        size=size,
+        overrides=overrides,
+        text_key=text_key,
+        init_from=init_from,
+        val_inputs=val_inputs,
         as_is=as_is,
     )
     work = work_of(request, tell, progress=progress)
@@ -166,7 +166,7 @@ def train_texts(
     folder = place_of_run(request, work.content_key, run_dir, notes.append)
     with held(folder, LOCK_NAME):
         call = RunCall(folder, began + waited, tell, progress=progress, on_step=on_step)
-        return result_of(call, _result(work, plan, request, call, notes), request)
+        return result_of(call, _result(work, plan, request, call, notes=notes), request)
 
 
 def _with_length(

@@ -173,7 +173,14 @@ def scan_corpus(
     held = counts.held_out()
     facts = counts.facts(sources, limited, text_key, held)
     kept = limited_val or counts.files(held)
-    return Scan(sources, facts, held, counts.prompts(held), kept, counts.val_documents)
+    return Scan(
+        sources,
+        facts,
+        held,
+        counts.prompts(held),
+        held_out_files=kept,
+        val_documents=counts.val_documents,
+    )
 
 
 class _Counts:
@@ -436,6 +443,6 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         (facts.total_bytes - held_out) / per_token,
         per_token,
         facts.hardness,
-        held_out / per_token,
-        facts.bytes_per_character,
+        val_tokens=held_out / per_token,
+        bytes_per_character=facts.bytes_per_character,
     )

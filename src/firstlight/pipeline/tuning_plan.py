@@ -58,11 +58,11 @@ class TuningPlan:
             self.model,
             self.method,
             self.speed,
-            self.epoch_tokens,
-            self.val_tokens,
-            self.row,
-            length,
-            self.request.fixed,
+            epoch_tokens=self.epoch_tokens,
+            val_tokens=self.val_tokens,
+            row=self.row,
+            length=length,
+            fixed=self.request.fixed,
         )
         return replace(self, choices=choices)
 

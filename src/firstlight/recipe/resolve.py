@@ -189,7 +189,7 @@ def resolve(
     if rows in (None, "auto"):
         rows, is_chosen = facts.earlier.get("batch", {}).get("micro_batch_size"), True
     if isinstance(rows, int) and is_chosen:
-        rows = _divided(recipe, seq_len, rows, facts.processes, tell)
+        rows = _divided(recipe, seq_len, rows, facts.processes, tell=tell)
     # 1 is a placeholder for a size that is found below.
     chosen = {"micro_batch_size": rows or 1, "divide_micro_batch": is_chosen}
     values["batch"] = {**dict(recipe.batch), **chosen}
@@ -228,7 +228,7 @@ def attention_backend(
         facts.device,
         dtype_of(precision),
         model,
-        seq_len,
+        seq_len=seq_len,
         documents=recipe.data.document_masking,
         compiles=facts.compiles,
     )
@@ -250,7 +250,8 @@ def _resolve_efficiency(
         pays = earlier.get("compile")
         if pays is None:
             pays = (
-                _ideal_seconds(recipe, model, seq_len, precision, facts) >= _WORTH_COMPILING_SECONDS
+                _ideal_seconds(recipe, model, seq_len, precision, facts=facts)
+                >= _WORTH_COMPILING_SECONDS
             )
         # `conflicts.py` refuses compiling with other engines and with parts of layers.
         able = _is_whole(recipe) and not named_engine(recipe.distributed).updates_itself
@@ -268,7 +269,7 @@ def _resolve_efficiency(
     kept = earlier.get("attention") if same else None
     if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else GPU_BACKENDS):
         kept = None
-    attention = kept or attention_backend(recipe, model, seq_len, facts, precision)
+    attention = kept or attention_backend(recipe, model, seq_len, facts, precision=precision)
     return config.model_copy(update={"attention": attention})
 
 
@@ -375,7 +376,7 @@ def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
 
 
 def _ideal_seconds(
-    recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, facts: Facts
+    recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, *, facts: Facts
 ) -> float:
     """Seconds that the run's matrix products take at the device's peak rate; infinity if the peak
     rate or the length of the run is unknown."""

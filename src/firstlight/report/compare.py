@@ -68,7 +68,7 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
     differences = recipe_differences([run.recipe for run in runs])
     curves = [smoothed(run.metrics.series("train/loss")) for run in runs]
     numbers, findings = [final_numbers(r) for r in runs], [findings_of(r) for r in runs]
-    return RunComparison(runs, labels, numbers, findings, curves, differences)
+    return RunComparison(runs, labels, numbers, findings, smoothed=curves, differences=differences)
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:

@@ -167,7 +167,9 @@ def _figure(
 ) -> Figure:
     switch = switch and chart.has_log
     drawings = _drawings(chart, both=switch, wide=wide)
-    return Figure(identity, chart, drawings, _legend(chart), log and switch, switch, wide)
+    return Figure(
+        identity, chart, drawings, _legend(chart), log=log and switch, switch=switch, wide=wide
+    )
 
 
 def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:

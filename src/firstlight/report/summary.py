@@ -102,7 +102,7 @@ def _overfitting(run: RunRecord) -> Finding | None:
         f"validation loss rose since step {step:,} (from {loss_text(lowest)} to "
         f"{loss_text(last)}): overfitting",
         _advice_on_overfitting(run, step),
-        {"best_val/loss": lowest, "val/loss": last},
+        figures={"best_val/loss": lowest, "val/loss": last},
     )
 
 
@@ -160,7 +160,7 @@ def _ended_by_guard(run: RunRecord) -> Finding | None:
         return None
     reason = str(event.get("reason")).replace(f"; {DIVERGED_REMEDY}", "")
     text = f"the run diverged at step {event['step']:,}: {reason}"
-    return Finding("diverged", int(event["step"]), text, _ADVICE, {})
+    return Finding("diverged", int(event["step"]), text, _ADVICE, figures={})
 
 
 _ADVICE = f"{DIVERGED_REMEDY}, and begin anew"
@@ -199,7 +199,9 @@ def _divergence(run: RunRecord) -> Finding | None:
         "the learning rate is far too high or too low for this model (optimizer.learning_rate), "
         "or its text has nothing to learn"
     )
-    return Finding("diverged", 1, text, advice, {"train/loss": last, "first_train/loss": first})
+    return Finding(
+        "diverged", 1, text, advice, figures={"train/loss": last, "first_train/loss": first}
+    )
 
 
 def _above(losses: Series, last: float, bound: float, is_preference: bool) -> Finding:
@@ -210,7 +212,9 @@ def _above(losses: Series, last: float, bound: float, is_preference: bool) -> Fi
         f"training loss is {loss_text(last)}, above the {loss_text(bound)} of guessing {guess}, "
         f"since step {since:,}: the run diverged"
     )
-    return Finding("diverged", since, text, _ADVICE, {"train/loss": last, "guessing": bound})
+    return Finding(
+        "diverged", since, text, _ADVICE, figures={"train/loss": last, "guessing": bound}
+    )
 
 
 def _medians(values: Floats) -> Floats:

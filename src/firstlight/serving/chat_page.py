@@ -166,36 +166,54 @@ def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> An
     settings: Any = importlib.import_module("chainlit.config").config
     settings.run.headless = True
     settings.code.data_layer = lambda: None  # nothing is stored
-    answers = Answers()
-    # Replaced, so that the folder's name has no markup.
-    name = re.sub(r"[^\w. -]", " ", model_name)
+    page = _Page(chainlit, new_session, model_name)
+    chainlit.on_chat_start(page.start)
+    chainlit.on_settings_update(page.change)
+    chainlit.on_message(page.answer)
+    chainlit.on_chat_end(page.end)
+    return importlib.import_module("chainlit.server").app
 
-    async def start() -> None:
-        session = new_session()
+
+class _Page:
+    """Chainlit's callbacks; each browser tab has a session of its own."""
+
+    def __init__(
+        self, chainlit: Any, new_session: Callable[[], ChatSession], model_name: str
+    ) -> None:
+        self._chainlit = chainlit
+        self._new_session = new_session
+        # Replaced, so that the folder's name has no markup.
+        self._name = re.sub(r"[^\w. -]", " ", model_name)
+        self._answers = Answers()
+
+    async def start(self) -> None:
+        chainlit, session = self._chainlit, self._new_session()
         chainlit.user_session.set("session", session)
         await chainlit.ChatSettings(_widgets(chainlit.input_widget, session.settings)).send()
         kind = "" if session.has_template else " It has no chat template: it continues your text."
-        await chainlit.Message(f"{name}, {session.context:,} tokens of context.{kind}").send()
+        text = f"{self._name}, {session.context:,} tokens of context.{kind}"
+        await chainlit.Message(text).send()
 
-    async def change(values: dict[str, Any]) -> None:
-        session = chainlit.user_session.get("session")
+    async def change(self, values: dict[str, Any]) -> None:
+        session = self._chainlit.user_session.get("session")
         try:
             session.settings = changed_settings(session.settings, values)
         except FirstlightError as error:
-            await chainlit.ErrorMessage(str(error)).send()
+            await self._chainlit.ErrorMessage(str(error)).send()
 
-    async def answer(message: Any) -> None:
+    async def answer(self, message: Any) -> None:
+        chainlit = self._chainlit
         session, reply = chainlit.user_session.get("session"), chainlit.Message("")
         notes = []
-        if answers.busy:
+        if self._answers.busy:
             notes = [chainlit.Message("Another tab's answer is being made; this one comes next.")]
             await notes[0].send()
         try:
-            async with contextlib.aclosing(answers.pieces(session, message.content)) as pieces:
-                async for piece in pieces:
+            async with contextlib.aclosing(self._answers.pieces(session, message.content)) as parts:
+                async for part in parts:
                     while notes:
                         await notes.pop().remove()
-                    await reply.stream_token(piece)
+                    await reply.stream_token(part)
         except FirstlightError as error:
             await chainlit.ErrorMessage(str(error)).send()
         finally:
@@ -204,16 +222,10 @@ def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> An
             if reply.content:
                 await reply.update()
 
-    async def end() -> None:
-        task = chainlit.context.session.current_task
+    async def end(self) -> None:
+        task = self._chainlit.context.session.current_task
         if task is not None:
             task.cancel()
-
-    chainlit.on_chat_start(start)
-    chainlit.on_settings_update(change)
-    chainlit.on_message(answer)
-    chainlit.on_chat_end(end)
-    return importlib.import_module("chainlit.server").app
 
 
 #: Field of `SamplingConfig` -> its label, description, and least and greatest value of its slider

@@ -298,7 +298,9 @@ def _pushed(sequence: ScheduledSequence, logits_V: Tensor, token_id: int | None 
     except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
         return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
-    return Update(sequence, piece, len(text.token_ids) - before, logprobs, text.finish_reason)
+    return Update(
+        sequence, piece, len(text.token_ids) - before, logprobs, finish_reason=text.finish_reason
+    )
 
 
 def _say_failure(ended: Future[None]) -> None:

@@ -200,31 +200,49 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
     A result is from the run's own evaluation at or before this step, unless `firstlight eval` has
     measured the same metric: then the newest of its results.
     """
-    # Later entries replace earlier ones.
-    losses: dict[tuple[str, str], tuple[float, float | None]] = {}
     corpus = "all data"
     if len(facts.data) == 1:
         corpus = ", ".join(facts.data[0].sources) or facts.data[0].name
+    # Later entries replace earlier ones.
+    found = _measured_in_run(facts, corpus)
+    for one in facts.evaluations:
+        found |= _measured_by_eval(one, corpus)
+    for (place, metric), (value, error) in found.items():
+        if math.isfinite(value):
+            yield place, metric, value, error
+
+
+#: (dataset or task, metric) -> (value, standard error or None).
+_Results = dict[tuple[str, str], tuple[float, float | None]]
+
+
+def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
+    """The results of the run's own evaluation."""
+    found: _Results = {}
     for key in _LOSSES:
         value = facts.numbers.get("val/loss" if key == "loss" else key)
         if value is not None:
-            losses[f"{corpus}, validation split", key] = value, None
+            found[f"{corpus}, validation split", key] = value, None
     for key, value in facts.numbers.items():
         if key.endswith(("/acc", "/acc_norm")) and value is not None:
             task, _, metric = key.rpartition("/")
-            losses[task, metric] = value, facts.numbers.get(f"{key}_stderr")
-    for one in facts.evaluations:
-        place = f"{one.get('data') or corpus}, {_SPLITS.get(one.get('split', ''), 'text')}"
-        for key in _LOSSES:
-            if isinstance(one.get(key), float):
-                losses[place, key] = one[key], one.get(f"{key}_stderr")
-        for task, figures in one.get("tasks", {}).items():
-            for metric, value in figures.items():
-                if metric != "items" and not metric.endswith("_stderr") and value is not None:
-                    losses[task, metric] = value, figures.get(f"{metric}_stderr")
-    for (place, metric), (value, error) in losses.items():
-        if math.isfinite(value):
-            yield place, metric, value, error
+            found[task, metric] = value, facts.numbers.get(f"{key}_stderr")
+    return found
+
+
+def _measured_by_eval(evaluation: Mapping[str, Any], corpus: str) -> _Results:
+    """The results of one `firstlight eval`."""
+    found: _Results = {}
+    split = _SPLITS.get(evaluation.get("split", ""), "text")
+    place = f"{evaluation.get('data') or corpus}, {split}"
+    for key in _LOSSES:
+        if isinstance(evaluation.get(key), float):
+            found[place, key] = evaluation[key], evaluation.get(f"{key}_stderr")
+    for task, figures in evaluation.get("tasks", {}).items():
+        for metric, value in figures.items():
+            if metric != "items" and not metric.endswith("_stderr") and value is not None:
+                found[task, metric] = value, figures.get(f"{metric}_stderr")
+    return found
 
 
 _SPLITS = {"val": "validation split", "train": "training split"}

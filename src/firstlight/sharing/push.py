@@ -112,12 +112,20 @@ def push(
         def written(source: Path) -> tuple[ModelFacts, tuple[str, ...]]:
             facts = facts_of(source)
             with new_folder(folder) as new:
-                return facts, _write_model(facts, repository, new, gguf, licence, card)
+                return facts, _write_model(facts, repository, new, gguf, licence=licence, card=card)
 
         facts, notes = read_model_folder(source, written, best=best)
         url = upload_folder(folder, repository, kind="model", private=private) if upload else None
         unfinished_of = facts.max_steps if facts.is_unfinished else None
-        return Pushed(repository, url, kept, _sizes(folder), facts.step, unfinished_of, notes=notes)
+        return Pushed(
+            repository,
+            url,
+            kept,
+            _sizes(folder),
+            step=facts.step,
+            unfinished_of=unfinished_of,
+            notes=notes,
+        )
 
 
 def push_data(
@@ -196,6 +204,7 @@ def _write_model(
     repository: str,
     folder: Path,
     gguf: str | None,
+    *,
     licence: str | None,
     card: str | Path | None,
 ) -> tuple[str, ...]:

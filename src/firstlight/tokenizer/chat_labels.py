@@ -125,7 +125,7 @@ class ChatEncoder:
         text, lengths = render_with_beginnings(self._template, marked, self._variables, beginnings)
         flags = bytearray([everything]) * len(text)
         if is_partly_learned:
-            spans = self._spans(marked, pattern, text, answers, lengths)
+            spans = self._spans(marked, pattern, text, answers, lengths=lengths)
             for index, (start, end) in zip(answers, spans, strict=True):
                 flags[start:end] = bytes([index not in masked]) * (end - start)
         return self._encoded(text, flags, pattern)
@@ -163,7 +163,7 @@ class ChatEncoder:
             return spans
         count = len(answers)
         spans = [
-            self._span(messages, pattern, text, i, marks, prompt=prompt, whole=whole)
+            self._span(messages, pattern, text, i, marks=marks, prompt=prompt, whole=whole)
             for i, prompt, whole in zip(answers, lengths[:count], lengths[count:], strict=True)
         ]
         before = [0, *(end for _, end in spans[:-1])]

@@ -116,14 +116,14 @@ def _prepared(
         data.val_files or (),
         Tokenizer.from_pretrained(place),
         data.template,
-        ChatOptions(
+        options=ChatOptions(
             "preference" if data.kind == "preference" else "chat",
             data.format,
             data.train_on,
             data.on_bad,
-            0.0 if data.val_files else data.val_fraction,
+            val_fraction=0.0 if data.val_files else data.val_fraction,
         ),
-        tell,
+        tell=tell,
         where=str(place),
         verify=data.verify,
         progress=progress,

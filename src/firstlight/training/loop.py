@@ -164,7 +164,16 @@ def train(
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
         ForecastComparison(hardware) as comparison,  # before the run takes any memory
-        set_up(recipe, resume, init_from, new_rows, branch_from, hardware, engine, progress) as run,
+        set_up(
+            recipe,
+            resume,
+            init_from,
+            new_rows,
+            branch_from=branch_from,
+            hardware=hardware,
+            engine=engine,
+            shown=progress,
+        ) as run,
         open_run(run, shown=progress),
         RunCheckpoints(run) as checkpoints,
         _reported_if_diverged(run),
@@ -219,8 +228,8 @@ def training_loop(
                             program.optimizer,
                             run.micro_batches(batches),
                             program.scaler,
-                            run.guard.accepts,
-                            engine,
+                            accepts=run.guard.accepts,
+                            engine=engine,
                             skips_only_infinite=run.guard.refuses_only_infinite,
                         )
                 run.end_step(result, lr_scale)
@@ -297,12 +306,14 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
         checkpoint_folder(run.folder, run.saved_step),
         run.state.step,
         run.state.tokens_seen,
-        run.last_record.get("train/loss"),
-        run.evaluation,
-        run.stopped_by or stopping.reason if run.goes_on else None,
-        tuple(Finding(**one) for one in ended["findings"]),
-        None if ended["best_checkpoint"] is None else Path(ended["best_checkpoint"]),
-        summary,
+        train_loss=run.last_record.get("train/loss"),
+        evaluation=run.evaluation,
+        stopped_by=run.stopped_by or stopping.reason if run.goes_on else None,
+        findings=tuple(Finding(**one) for one in ended["findings"]),
+        best_checkpoint=None
+        if ended["best_checkpoint"] is None
+        else Path(ended["best_checkpoint"]),
+        summary=summary,
     )
 
 

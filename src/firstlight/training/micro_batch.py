@@ -180,7 +180,7 @@ def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingP
     elif recipe.data.document_masking:
         documents = torch.zeros(shape, dtype=torch.int32)
     # Every token is a label, which takes the most memory that a batch of this shape can take.
-    batch = Batch(input_ids, input_ids, input_ids.numel(), documents, references)
+    batch = Batch(input_ids, input_ids, input_ids.numel(), documents, references=references)
     return program, batch.to(hardware.device)
 
 

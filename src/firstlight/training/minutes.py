@@ -81,7 +81,7 @@ def budget_of(
         length_of(record),
         record["seconds_used"],
         LoopTimes(),
-        most,
+        most_steps=most,
         is_new=record.get("is_new", False),
     )
 

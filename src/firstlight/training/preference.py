@@ -252,7 +252,9 @@ def give_references(
     else:
         start = load_trainer_state(newest).get("data", {}).get("reference") or {}
     for split in pairs:
-        take_references(split, recipe, start.get("sha256", ""), starting_model, hardware, tell)
+        take_references(
+            split, recipe, start.get("sha256", ""), starting_model, hardware=hardware, tell=tell
+        )
         split.reference_model = start
 
 

@@ -60,7 +60,9 @@ class TrainingProgram:
     ) -> None:
         self.engine = engine or one_process(hardware.device)
         cut = self.engine.config
-        require_combination(recipe, hardware, self.engine.name, cut.tensor_parallel, cut.pipeline)
+        require_combination(
+            recipe, hardware, self.engine.name, cut.tensor_parallel, pipeline=cut.pipeline
+        )
         keep_memory(hardware, sharded=self.engine.keeps_shards)
         if recipe.run.deterministic:
             require_same_bits(hardware)
@@ -95,7 +97,9 @@ class TrainingProgram:
         )
         section = recipe.preference
         self.preference = None if section is None else PreferenceObjective(section)
-        self.loss_sum = loss_function(self.model, config, hardware, forward, self.preference)
+        self.loss_sum = loss_function(
+            self.model, config, hardware, forward, objective=self.preference
+        )
         self.evaluation_loss = plain_loss(self.model, config, hardware, self.preference)
         self.scaler = LossScaler() if config.precision == "fp16" else None
         self._steps = 0
@@ -148,7 +152,12 @@ class TrainingProgram:
         """
         with self.stepping(lr_scale):
             return train_step(
-                self.loss_sum, self.optimizer, batches, self.scaler, accepts, self.engine
+                self.loss_sum,
+                self.optimizer,
+                batches,
+                self.scaler,
+                accepts=accepts,
+                engine=self.engine,
             )
 
     def router_metrics(self, tokens: int) -> dict[str, float]:

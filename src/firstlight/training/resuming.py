@@ -141,7 +141,7 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
         if config.max_minutes is not None and length is None:
             return None  # of an older version
         known = None if length is None else length_of(length)
-        old = resolve_schedule(config, peak, rows, run.batch, seq_len, known)
+        old = resolve_schedule(config, peak, rows, run.batch, seq_len=seq_len, length=known)
     except (KeyError, TypeError, ValidationError, ConfigError):
         return None  # of an older version, or of another batch
     was = peak * old.lr_scale(step)

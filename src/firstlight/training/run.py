@@ -132,8 +132,8 @@ class Run:
             self.recipe.optimizer.learning_rate,
             self.dataset.num_rows(self.seq_len),
             self.batch,
-            self.seq_len,
-            None if self.budget is None else self.budget.length,
+            seq_len=self.seq_len,
+            length=None if self.budget is None else self.budget.length,
         )
 
     @property

@@ -34,7 +34,7 @@ class RunCheckpoints:
         config, engine = run.recipe.checkpoint, run.engine
         self.saver: Saver
         if config.sharded:
-            self.saver = ShardedSaver(run.folder, config, engine, run.is_last, run.held)
+            self.saver = ShardedSaver(run.folder, config, engine, run.is_last, held=run.held)
         elif engine.is_main:
             self.saver = CheckpointSaver(run.folder, config, run.held)
         else:
@@ -188,7 +188,7 @@ def captured(run: Run) -> Checkpoint:
         run.program,
         run.tokenizer,
         run.base,
-        {
+        origin={
             "init_from": run.init_from,
             "recipe": run.recipe.model_dump(),
             "data": run.data_identity,

@@ -123,7 +123,7 @@ def set_up(
     # would otherwise both continue from it.
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
-        newest = shared_newest(engine, folder, resume, branch, tell)
+        newest = shared_newest(engine, folder, resume, branch, tell=tell)
         # A trunk that is still running may delete the checkpoint that this run branches off.
         trunk = branch if newest == branch else None
         with contextlib.nullcontext() if trunk is None else reading_checkpoint(trunk):
@@ -132,7 +132,15 @@ def set_up(
             if init_from is None and (earlier or newest is None):
                 recipe = for_new_model(recipe, earlier, tell)
             run = _assembled(
-                recipe, folder, newest, earlier, init_from, new_rows, hardware, engine, tell
+                recipe,
+                folder,
+                newest,
+                earlier,
+                init_from=init_from,
+                new_rows=new_rows,
+                hardware=hardware,
+                engine=engine,
+                tell=tell,
             )
         run.held = held_folder
         yield run
@@ -143,6 +151,7 @@ def _assembled(
     folder: Path,
     newest: Path | None,
     earlier: Mapping[str, Any],
+    *,
     init_from: str | Path | None,
     new_rows: str,
     hardware: Hardware,
@@ -160,15 +169,25 @@ def _assembled(
     dataset, validation, tokenizer = _open_data(recipe, newest or init_from, engine, tell)
     recipe = for_pairs(_masked(recipe, dataset), dataset, newest or init_from)
     _seed(recipe)
-    model, start = first_model(recipe, tokenizer, newest, init_from, new_rows, engine, tell)
-    recipe = _with_model(recipe, model.config, dataset, validation, tell)
+    model, start = first_model(
+        recipe, tokenizer, newest, init_from, new_rows=new_rows, engine=engine, tell=tell
+    )
+    recipe = _with_model(recipe, model.config, dataset, validation, tell=tell)
     _require_fitting_prompts(recipe, model.config, tokenizer, answered=dataset.has_examples)
     tasks = tasks_of(recipe, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
-    resolved = _resolved(recipe, hardware, dataset, engine, earlier, tell)
+    resolved = _resolved(recipe, hardware, dataset, engine, earlier=earlier, tell=tell)
     # Before adapters are added, since references are of the starting model.
-    give_references(resolved, (dataset, validation), model, newest, start, hardware, tell)
+    give_references(
+        resolved,
+        (dataset, validation),
+        model,
+        newest,
+        started_from=start,
+        hardware=hardware,
+        tell=tell,
+    )
     attach(model, resolved, hardware)
     for note in peft_notes(model):
         tell(f"warning: {note}")
@@ -186,18 +205,18 @@ def _assembled(
     # An earlier attempt that left no checkpoint has used time of the budget too.
     resumed = newest is not None or bool(earlier)
     rows = dataset.num_rows(resolved.data.seq_len)
-    budget = budget_of(resolved, program, folder, newest, rows, resumed=resumed)
+    budget = budget_of(resolved, program, folder, newest, rows_per_epoch=rows, resumed=resumed)
     run = Run(
         resolved,
         program,
         folder,
         tokenizer,
-        dataset,
-        validation,
-        origin,
-        None if resolved.lora is None else start,
-        tasks,
-        tell,
+        dataset=dataset,
+        validation=validation,
+        init_from=origin,
+        base=None if resolved.lora is None else start,
+        tasks=tasks,
+        tell=tell,
         budget=budget,
     )
     if newest is not None:
@@ -255,6 +274,7 @@ def _resolved(
     hardware: Hardware,
     dataset: Corpus,
     engine: Engine,
+    *,
     earlier: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> ResolvedRecipe:

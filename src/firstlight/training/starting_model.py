@@ -112,7 +112,9 @@ def first_model(
     if init_from is not None:
 
         def starting(folder: Path) -> tuple[Model, ModelIdentity | None]:
-            model = _starting_model(recipe, tokenizer, folder, init_from, new_rows, tell)
+            model = _starting_model(
+                recipe, tokenizer, folder, init_from, new_rows=new_rows, tell=tell
+            )
             if recipe.lora is None and recipe.preference is None:
                 return model, None
             # Hashed here, so that the files are those that were read.
@@ -316,6 +318,7 @@ def _starting_model(
     tokenizer: Tokenizer,
     folder: Path,
     init_from: str | Path,
+    *,
     new_rows: str,
     tell: Callable[[str], None],
 ) -> Model:

@@ -179,7 +179,7 @@ def steps_in_time(
     """
 
     def needed(steps: int) -> float:
-        return seconds_of_steps(steps, step, sequence_seconds, batch, periodic)
+        return seconds_of_steps(steps, step, sequence_seconds, batch, periodic=periodic)
 
     # The time grows with the number of steps, so that bisection finds the last number that fits.
     return max(bisect_right(range(1, _LONGEST), seconds, key=needed), 1)
@@ -349,7 +349,7 @@ class TimeBudget:
         if not steps:
             return step + (most_left if ends and left > 0 else min(1, most_left))
         seconds = mean_sequence_seconds(steps, left)
-        steps_left = steps_in_time(left, step, seconds, batch, periodic(seconds))
+        steps_left = steps_in_time(left, step, seconds, batch, periodic=periodic(seconds))
         steps_left = min(steps_left, most_left)
         is_due = ends or self._config.decides_length(step, warmup_steps, steps_left)
         return step + steps_left if left <= 0 or is_due else None
@@ -369,11 +369,11 @@ class TimeBudget:
         steps = self.times.steps or self.times.slow_steps
         seconds = mean_sequence_seconds(steps, max(left, 0.0))
         parts = periodic(seconds)
-        needed = seconds_of_steps(max_steps - step, step, seconds, batch, parts)
+        needed = seconds_of_steps(max_steps - step, step, seconds, batch, periodic=parts)
         if abs(needed - left) <= _TOLERANCE * self.seconds:
             return max_steps
         fewest = (max_steps - step + 1) // 2
-        corrected = step + max(steps_in_time(left, step, seconds, batch, parts), fewest)
+        corrected = step + max(steps_in_time(left, step, seconds, batch, periodic=parts), fewest)
         return corrected if self.most_steps is None else min(corrected, self.most_steps)
 
     def _is_settled(self, left: float) -> bool:
@@ -396,7 +396,7 @@ def predicted_steps(
     sequences = 60 * max_minutes * tokens_per_second / seq_len
     none: Sequence[Periodic] = ()
     # With one second for each sequence, the number of sequences is the time.
-    return steps_in_time(sequences, 0, 1.0, batch, none)
+    return steps_in_time(sequences, 0, 1.0, batch, periodic=none)
 
 
 def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:

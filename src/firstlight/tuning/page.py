@@ -72,7 +72,7 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
     figure = Figure(figsize=(4.4 * columns, 3.4 * rows + 0.4), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for place, key in zip(axes, keys, strict=False):
-        _draw_key(place, key, lines, best, top)
+        _draw_key(place, key, lines, best, top=top)
     _draw_curves(axes[len(keys)], lines, best)
     for place in axes[len(keys) + 1 :]:
         place.set_axis_off()
@@ -87,7 +87,7 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
     return picture.getvalue()
 
 
-def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, top: float) -> None:
+def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, *, top: float) -> None:
     numbers = {text: number for number, text in enumerate(key.choices)}
     if key.choices:
         place.set_xticks(range(len(key.choices)), key.choices, parse_math=False)

@@ -132,7 +132,7 @@ def tune(
     if init_from is None:
         # Now, because a recipe that names searched rates no longer counts as one without settings.
         recipe = for_new_model(recipe, {})
-    _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes)
+    _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes=trial_minutes)
     if folder is None and recipe.run.dir is None:
         raise ConfigError("name the folder of the study: the recipe has no run.dir")
     place = Path(f"{recipe.run.dir}-tune" if folder is None else folder).expanduser()
@@ -140,11 +140,11 @@ def tune(
     require_keys(keys, recipe)
     ends, hardware = begun + 60 * budget_minutes, find_hardware(recipe.run.device)
     with held(place), trial_processes(hardware.device) as asker:
-        question = _Question(recipe, keys, init_from, trial_steps, trial_minutes)
-        study = _open_study(place, question, trials, ends, asker)
+        question = _Question(recipe, keys, init_from, trial_steps, trial_minutes=trial_minutes)
+        study = _open_study(place, question, trials, ends, asker=asker)
         lines = read_trials(place, study)
         try:
-            _run_trials(place, study, lines, trials, ends, asker, on_trial)
+            _run_trials(place, study, lines, trials, ends=ends, asker=asker, on_trial=on_trial)
         finally:
             result = _result(place, study, lines)
     return result
@@ -166,6 +166,7 @@ def _require_options(
     trials: int,
     budget_minutes: float,
     trial_steps: int | None,
+    *,
     trial_minutes: float | None,
 ) -> None:
     given = {"trials": trials, "budget": budget_minutes, "trial-steps": trial_steps}
@@ -188,12 +189,14 @@ def _require_options(
 # The study's files
 
 
-def _open_study(folder: Path, question: _Question, trials: int, ends: float, asker: Asker) -> Study:
+def _open_study(
+    folder: Path, question: _Question, trials: int, ends: float, *, asker: Asker
+) -> Study:
     """The study of the folder; a new study if the folder has none (see `_begin_study`)."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
     if not path.exists():
-        study = _begin_study(folder, question, recipe, trials, ends, asker)
+        study = _begin_study(folder, question, recipe, trials, ends=ends, asker=asker)
         write_json(path, asdict(study))
         return study
     study = read_study(path)
@@ -218,6 +221,7 @@ def _begin_study(
     question: _Question,
     recipe: dict[str, Any],
     trials: int,
+    *,
     ends: float,
     asker: Asker,
 ) -> Study:
@@ -229,7 +233,7 @@ def _begin_study(
     say("tune: measuring the pace of the recipe")
     values = changed_recipe(recipe, {"evaluation": _pace_evaluation(question.recipe)})
     try:
-        found = ask_trial(asker, folder / "pace", values, question.init_from, ends, pace=True)
+        found = ask_trial(asker, folder / "pace", values, question.init_from, ends=ends, pace=True)
     finally:
         if (folder / "pace").exists():
             remove_folder(folder / "pace")
@@ -288,6 +292,7 @@ def _run_trials(
     study: Study,
     lines: list[dict[str, Any]],
     trials: int,
+    *,
     ends: float,
     asker: Asker,
     on_trial: Callable[[Mapping[str, Any]], None],
@@ -305,7 +310,7 @@ def _run_trials(
         if values is None:
             say("tune: all combinations have been tried")
             return
-        line = _run_trial(folder, study, lines, values, ends, asker)
+        line = _run_trial(folder, study, lines, values, ends=ends, asker=asker)
         if line is None:
             say("tune: the budget is used up; the same command runs the trial at hand again")
             return
@@ -328,6 +333,7 @@ def _run_trial(
     study: Study,
     lines: Sequence[Mapping[str, Any]],
     values: Mapping[str, Value],
+    *,
     ends: float,
     asker: Asker,
 ) -> dict[str, Any] | None:
@@ -339,14 +345,14 @@ def _run_trial(
     try:
         own = values if lines else {}
         content, steps = trial_recipe(
-            study.parsed, own, study.trial_steps, study.full_steps, study.seq_len
+            study.parsed, own, study.trial_steps, study.full_steps, seq_len=study.seq_len
         )
     except ConfigError as error:
         # Each value is valid alone (`require_keys`), but not the combination.
         found = {"error": {"type": "ConfigError", "message": str(error)}}
     else:
         place = folder / f"trial-{number:03d}"
-        found = ask_trial(asker, place, content, study.init_from, ends, curves=curves)
+        found = ask_trial(asker, place, content, study.init_from, ends=ends, curves=curves)
     failure = found.get("error")
     if failure and failure["type"] == "TimeoutError":
         return None
@@ -379,7 +385,9 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
         write_file(best_recipe, _best_recipe(folder, study, best, len(lines)))
         write_file(picture, draw(study.search, study.objective, lines))
     weights = importance(study, lines)
-    return TuneResult(folder, study, lines, best, best_recipe, weights, picture)
+    return TuneResult(
+        folder, study, lines, best, best_recipe=best_recipe, importance=weights, picture=picture
+    )
 
 
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:

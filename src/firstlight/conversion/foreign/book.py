@@ -59,7 +59,7 @@ def _gpt_layout(
         for kind in ("weight", "bias") if bias else ("weight",):
             name = norm[kind] if "ln_" in module else kind
             names[f"{module}.{kind}"] = tuple(f"{one}.{name}" for one in modules[module])
-    return Layout("LLMs-from-scratch", "gpt2", mark, names, GPT2_SHAPES, optional=QKV_BIAS)
+    return Layout("LLMs-from-scratch", "gpt2", mark, names, shapes=GPT2_SHAPES, optional=QKV_BIAS)
 
 
 GPT_FAST = _gpt_layout(".att.qkv.weight", _GPT_FAST, {"weight": "weight", "bias": "bias"})

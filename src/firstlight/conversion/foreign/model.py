@@ -90,7 +90,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     layers, sources = _sources(path, weights, layout)
     _check_dtypes(path, weights)
     sizes = {**_sizes(path, weights, layout), "D": opened.settings.found.get("head_dim", 0)}
-    _check_shapes(path, weights, sources, layout, sizes)
+    _check_shapes(path, weights, sources, layout, sizes=sizes)
     # The embedding is the first tensor of every layout.
     (embedding,), (head,) = next(iter(sources.values())), sources["lm_head.weight"]
     a, b = weights[embedding], weights[head]
@@ -98,7 +98,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     qkv_bias = layout.optional != book.QKV_BIAS or "transformer.h.0.attn.c_attn.bias" in sources
     shape = Shape(sizes, layers, tied, qkv_bias)
     full_config, notes = _config(path, opened, shape, config or {})
-    tensors, filled = _convert(weights, sources, layout, sizes, tied)
+    tensors, filled = _convert(weights, sources, layout, sizes, tied=tied)
     if layout.rotates_pairs:
         _turn_halves(tensors, full_config["head_dim"])
     if opened.left_out:
@@ -208,7 +208,7 @@ def _config(
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
     if layout.kind != "gpt2":
-        return llama_config(path, shape, given, settings, layout.program)
+        return llama_config(path, shape, given, settings, program=layout.program)
     full_config, notes = gpt2_config(path, shape, given, settings)
     return full_config, notes + (nanogpt.shape_notes(shape) if layout is nanogpt.LAYOUT else [])
 
@@ -293,6 +293,7 @@ def _check_shapes(
     weights: Mapping[str, Tensor],
     sources: Mapping[str, tuple[str, ...]],
     layout: Layout,
+    *,
     sizes: Mapping[str, int],
 ) -> None:
     """Refuse tensors whose shapes are not those of the layout."""
@@ -320,6 +321,7 @@ def _convert(
     sources: Mapping[str, tuple[str, ...]],
     layout: Layout,
     sizes: Mapping[str, int],
+    *,
     tied: bool,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors by Hugging Face name, and the names of the modules whose missing biases became

@@ -265,7 +265,7 @@ def _entry(key: bytes, value: bytes) -> _Entry:
     # PyTorch's strides are 64-bit integers, also those of a tensor with a dimension of size 0.
     if math.prod(size for size in shape if size) >= 2**63:
         raise _BundleError(f"has no plain shape of {name}")
-    return _Entry(dtype, shape, fields[4], fields[5], fields[6])
+    return _Entry(dtype, shape, fields[4], fields[5], checksum=fields[6])
 
 
 def _dimensions(name: str, shape: bytes) -> Iterator[int]:

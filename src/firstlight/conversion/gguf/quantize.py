@@ -341,5 +341,5 @@ def quantise_source(
         after,
         8 * out.stat().st_size / weights,
         float((expected - found).abs().max()),
-        float(expected.abs().max()),
+        largest=float(expected.abs().max()),
     )

@@ -4,7 +4,7 @@ llama.cpp does not compute."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,59 +235,68 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
     Raises:
         ModelError: there is such a setting; the message names it.
     """
-    spec, name = family.gguf, model.model_type
-    wrong = ""
-    if spec.exact_heads and model.head_dim * model.num_attention_heads != model.hidden_size:
-        wrong = f"head_dim {model.head_dim}: only hidden_size / num_attention_heads"
-    if spec.head == "tied" and not model.tie_word_embeddings:
-        wrong = "a head of its own: only tie_word_embeddings true"
-    if spec.has_windows and model.layer_types is not None:
-        wrong = "layer_types of another pattern: only the family's own"
-    if spec.has_windows and not spec.has_window_base:
-        local = model.rope_local_base_freq if "rope_local_base_freq" in family.own_keys else None
-        if model.sliding_window is not None and local not in (None, model.rope_theta):
-            wrong = f"a rotary base of {local} in layers with a window: only {model.rope_theta}"
-    if getattr(model, "no_rope_layers", None) is not None:
-        wrong = "no_rope_layers of another pattern: only the family's own"
-    rope = getattr(model, "rope_scaling", None)
-    if isinstance(rope, YarnRope):
-        if (rope.beta_fast, rope.beta_slow) != (32.0, 1.0):
-            wrong = "yarn of other bounds: only beta_fast 32 and beta_slow 1"
-        if rope.factor < 1:
-            wrong = f"yarn of factor {rope.factor}: only 1 and more"
-    if getattr(model, "rotary_dim", 0) % 2:
-        wrong = f"{model.rotary_dim} rotated dimensions: only an even number"
-    for key in spec.numbers:
-        if getattr(model, key) is None and key not in spec.optional:
-            wrong = f"{key} None: only a number"
+    faults = [*_wrong_layers(family, model), *_wrong_rotation(family, model)]
+    if family.gguf.layer == "latent":
+        faults += _wrong_latents(model, family.gguf)
+    if faults:
+        raise ModelError(
+            f"llama.cpp has no {model.model_type} with {faults[0]} can be put into GGUF"
+        )
+
+
+def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
+    """Settings of layers and head for which llama.cpp computes something else."""
+    spec = family.gguf
+    if spec.layer == "delta":
+        sizes = model.linear_key_head_dim, model.linear_value_head_dim
+        if sizes[0] != sizes[1]:
+            yield f"linear_value_head_dim {sizes[1]}: only linear_key_head_dim, {sizes[0]}"
     if "query_pre_attn_scalar" in family.own_keys:
         scalar = model.head_dim
         if model.num_hidden_layers == spec.wide_scale_layers:
             scalar = model.hidden_size // model.num_attention_heads
         if model.query_pre_attn_scalar != scalar:
-            wrong = f"query_pre_attn_scalar {model.query_pre_attn_scalar}: only {scalar}"
-    if spec.layer == "latent":
-        wrong = wrong or _wrong_latents(model, spec)
-    if spec.layer == "delta":
-        sizes = model.linear_key_head_dim, model.linear_value_head_dim
-        if sizes[0] != sizes[1]:
-            wrong = f"linear_value_head_dim {sizes[1]}: only linear_key_head_dim, {sizes[0]}"
-    if wrong:
-        raise ModelError(f"llama.cpp has no {name} with {wrong} can be put into GGUF")
+            yield f"query_pre_attn_scalar {model.query_pre_attn_scalar}: only {scalar}"
+    for key in spec.numbers:
+        if getattr(model, key) is None and key not in spec.optional:
+            yield f"{key} None: only a number"
+    if spec.has_windows and model.layer_types is not None:
+        yield "layer_types of another pattern: only the family's own"
+    if spec.head == "tied" and not model.tie_word_embeddings:
+        yield "a head of its own: only tie_word_embeddings true"
+    if spec.exact_heads and model.head_dim * model.num_attention_heads != model.hidden_size:
+        yield f"head_dim {model.head_dim}: only hidden_size / num_attention_heads"
 
 
-def _wrong_latents(model: Any, spec: GGUFSpec) -> str:
-    """A setting of latent attention for which llama.cpp computes something else; "" if none."""
+def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
+    """Settings of rotary positions for which llama.cpp computes something else."""
+    if getattr(model, "rotary_dim", 0) % 2:
+        yield f"{model.rotary_dim} rotated dimensions: only an even number"
+    rope = getattr(model, "rope_scaling", None)
+    if isinstance(rope, YarnRope):
+        if rope.factor < 1:
+            yield f"yarn of factor {rope.factor}: only 1 and more"
+        if (rope.beta_fast, rope.beta_slow) != (32.0, 1.0):
+            yield "yarn of other bounds: only beta_fast 32 and beta_slow 1"
+    if getattr(model, "no_rope_layers", None) is not None:
+        yield "no_rope_layers of another pattern: only the family's own"
+    if family.gguf.has_windows and not family.gguf.has_window_base:
+        local = model.rope_local_base_freq if "rope_local_base_freq" in family.own_keys else None
+        if model.sliding_window is not None and local not in (None, model.rope_theta):
+            yield f"a rotary base of {local} in layers with a window: only {model.rope_theta}"
+
+
+def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
+    """Settings of latent attention for which llama.cpp computes something else."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
     # By these sizes llama.cpp recognises models without q_lora_rank, and does not read the key.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
     if model.q_lora_rank is not None and lacks_rank:
-        return f"q_lora_rank in {layers} layers: only null"
+        yield f"q_lora_rank in {layers} layers: only null"
     if model.topk_group < model.n_group and spec.gating == "softmax":
-        return f"topk_group {model.topk_group} of n_group {model.n_group}: only all groups"
+        yield f"topk_group {model.topk_group} of n_group {model.n_group}: only all groups"
     if isinstance(rope, YarnRope) and rope.factor == 1 and rope_magnitude(rope, 1) != 1:
-        return f"attention_factor {rope.attention_factor} in yarn of factor 1: only 1"
-    return ""
+        yield f"attention_factor {rope.attention_factor} in yarn of factor 1: only 1"
 
 
 def _check_sizes(sizes: Mapping[str, int], *, rotary: bool) -> None:

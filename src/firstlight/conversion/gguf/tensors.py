@@ -257,7 +257,9 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
             name, sizes = f"{ours}{letter}_proj.{kind}", (rows, *rest)
             yield TensorRule(f"{theirs}attn_{letter}.{kind}", (name,), sizes, change, heads=heads)
         if letter != "v":
-            yield from _head_norm_rules(shape, f"{theirs}attn_{letter}_norm", ours, letter, heads)
+            yield from _head_norm_rules(
+                shape, f"{theirs}attn_{letter}_norm", ours, letter, heads=heads
+            )
     columns = shape.num_heads * D
     yield TensorRule(f"{theirs}attn_output.weight", (f"{ours}o_proj.weight",), (C, columns))
     if shape.attention_bias and spec.output_bias:
@@ -265,7 +267,7 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
 
 
 def _head_norm_rules(
-    shape: ModelShape, theirs: str, ours: str, letter: str, heads: int
+    shape: ModelShape, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
     """The norm of queries or keys, if the model has one."""
     D = shape.head_dim

@@ -188,7 +188,9 @@ def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
         tokens: its tokens; None if they are not known, or more than any run reads.
     """
     train = math.inf if tokens is None else float(tokens)
-    return TextFacts(vocab_size, train, latin_bytes_per_token(vocab_size), USUAL_HARDNESS, 0.0)
+    return TextFacts(
+        vocab_size, train, latin_bytes_per_token(vocab_size), USUAL_HARDNESS, val_tokens=0.0
+    )
 
 
 def suggest(
@@ -238,7 +240,7 @@ def suggest(
             assert tokens is not None
             return tokens
 
-        return [_with_run(one, rate, tokens_at, text, seq_len) for one in fitting]
+        return [_with_run(one, rate, tokens_at, text, seq_len=seq_len) for one in fitting]
 
     return best_model(in_time(seconds), text, seconds is not None, in_time)
 

@@ -66,7 +66,16 @@ def new_model_speed(machine: Machine) -> MachineFacts:
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
     ]
     usable, origin = machine.usable_bytes, MEASURED if timed_tokens else PREDICTED
-    return MachineFacts(machine.name, kind, rates, usable, origin, machine.compiles, steps, is_busy)
+    return MachineFacts(
+        machine.name,
+        kind,
+        rates,
+        usable,
+        origin=origin,
+        compiles=machine.compiles,
+        steps=steps,
+        is_busy=is_busy,
+    )
 
 
 @functools.cache

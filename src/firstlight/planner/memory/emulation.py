@@ -157,7 +157,9 @@ class CudaKernels(TorchFunctionMode):
             groups = query.shape[1] // key.shape[1]
             if grouped:
                 key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-            return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            return _math_attention(
+                query, key, value, attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale
+            )
         # cuDNN's kernel keeps what flash attention keeps.
         if kernel in ("flash", "cudnn"):
             flash = _aten._scaled_dot_product_flash_attention
@@ -208,6 +210,7 @@ def _math_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    *,
     dropout: float,
     is_causal: bool,
     scale: float | None,

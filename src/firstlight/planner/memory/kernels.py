@@ -176,7 +176,9 @@ def cuda_target(
     context = 500 * 2**20 if context_bytes is None else context_bytes
     # torch's CUDABlas: 32 MiB from Hopper on, else 8.1 MiB, for each handle.
     library = 32 * 2**20 if capability >= (9, 0) else 4096 * 2 * 1024 + 16 * 8 * 1024
-    return Target("cuda", name, context, library, capability, torch_version=torch_version)
+    return Target(
+        "cuda", name, context, library, capability=capability, torch_version=torch_version
+    )
 
 
 def workspace_bytes(operator: Operator, target: Target) -> int:

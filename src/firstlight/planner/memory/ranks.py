@@ -63,7 +63,7 @@ def of_one_rank(
     prediction = with_own_tables(prediction, recipe, part)
     by = [f"{engine.name} on {copies} devices"] if copies > 1 else []
     if engine.keeps_shards and copies > 1:
-        prediction = _of_fsdp(prediction, recipe, part, processes, on_cpu)
+        prediction = _of_fsdp(prediction, recipe, part, processes, on_cpu=on_cpu)
     elif engine.keeps_buckets:
         prediction = _of_ddp(prediction, part)
     for key in ("tensor_parallel", "pipeline"):
@@ -114,6 +114,7 @@ def _of_fsdp(
     recipe: ResolvedRecipe,
     part: ResolvedRecipe,
     processes: int,
+    *,
     on_cpu: bool,
 ) -> MemoryPrediction:
     """FSDP2 keeps shards of the state and the gathered parameters: in the passes one or two
@@ -179,127 +180,172 @@ def _of_fsdp(
 def _of_deepspeed(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int, on_cpu: bool
 ) -> MemoryPrediction:
+    zero = _ZeRO(prediction, recipe, processes, on_cpu)
+    host = 0 if on_cpu else sum(zero.moved.values())
+    found = with_peaks(prediction, zero.shared, host)
+    return dataclasses.replace(found, notes=(*found.notes, *_of_the_host(recipe, processes)))
+
+
+class _ZeRO:
     """DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): stage 1 shards the optimizer's
     states, stage 2 gradients as well, stage 3 weights as well. Offloading moves the sharded parts
-    to the CPU. The buffers beside them are those of DeepSpeed 0.19."""
-    stage = recipe.distributed.zero_stage or 2
-    offloads = recipe.distributed.offload != "none"
-    accumulates = recipe.batch.accumulation(recipe.data.seq_len, processes) > 1
-    sizes = [4 * p.numel() for p in meta_model(recipe.model).parameters()]
-    whole, largest = sum(sizes), max(sizes)
-    shard = -(-whole // processes)
-    settings = zero_settings(recipe.distributed, [size // 4 for size in sizes], on_cpu=on_cpu)
-    overlaps = settings["overlap_comm"] and stage < 3
-    # Gradients are copied into a bucket, and reduced once it is full. With overlapping
-    # communication a second one is filled meanwhile.
-    buffer = 4 * int(settings["reduce_bucket_size"])
-    bucket = buffer * (2 if overlaps else 1)
-    fills = buffer < whole
-    moments = max(peak.parts.get("optimizer_states", 0) for peak in prediction.phases.values())
-    states = -(-moments // processes)
+    to the CPU. The buffers beside them are those of DeepSpeed 0.19.
 
-    # Parameters that stage 3 gathers for good, and all that it has at once in the passes: they are
-    # not dropped before a billion others are used. A single process gathers nothing.
-    threshold = 4 * settings["stage3_param_persistence_threshold"]
-    small = sum(size for size in sizes if size <= threshold) if processes > 1 else 0
-    gathered = min(whole, 4 * int(settings["stage3_max_live_parameters"])) if processes > 1 else 0
+    Attributes:
+        held: memory in bytes that is on the device all the time.
+        moved: memory in bytes that offloading moves to the CPU's memory.
+    """
 
-    # Memory that is there all the time: on the device, and moved to the CPU's memory.
-    # The update has a copy of the weights' shard, although the weights are in fp32 already.
-    held = {"weights": shard + (whole if stage < 3 else shard)}
-    moved: dict[str, int] = {}
-    if stage == 3:
-        # The bucket is made once, and so is a buffer of the gradients' shard. Small parameters stay
-        # gathered.
-        held["communication"] = bucket + small
-        if offloads:
-            # A second buffer of gradients is beside the update's copy of the weights.
-            moved = {"weights": 2 * shard, "gradients": 2 * shard, "optimizer_states": states}
-            del held["weights"]
-        else:
-            held |= {"gradients": shard, "optimizer_states": states}
-    elif offloads:
+    def __init__(
+        self, prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int, on_cpu: bool
+    ) -> None:
+        self.stage = recipe.distributed.zero_stage or 2
+        self.on_cpu = on_cpu
+        self.processes = processes
+        self.offloads = recipe.distributed.offload != "none"
+        self.accumulates = recipe.batch.accumulation(recipe.data.seq_len, processes) > 1
+        self.recomputes = recipe.efficiency.activation_checkpointing != "none"
+        phases = prediction.phases
+        self.kept = phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
+
+        sizes = [4 * p.numel() for p in meta_model(recipe.model).parameters()]
+        self.whole = sum(sizes)
+        self.shard = -(-self.whole // processes)
+        # Embedding and head, whose gradients are the last and the first, have the same size.
+        self.table = sizes[0]
+        settings = zero_settings(recipe.distributed, [size // 4 for size in sizes], on_cpu=on_cpu)
+        self.overlaps = settings["overlap_comm"] and self.stage < 3
+        # Gradients are copied into a bucket, and reduced once it is full. With overlapping
+        # communication a second one is filled meanwhile.
+        self.buffer = 4 * int(settings["reduce_bucket_size"])
+        self.bucket = self.buffer * (2 if self.overlaps else 1)
+        self.fills = self.buffer < self.whole
+        # Parameters that stage 3 gathers for good, and all that it has at once in the passes: they
+        # are not dropped before a billion others are used. A single process gathers nothing.
+        threshold = 4 * settings["stage3_param_persistence_threshold"]
+        live = 4 * int(settings["stage3_max_live_parameters"])
+        self.small = sum(size for size in sizes if size <= threshold) if processes > 1 else 0
+        self.gathered = min(self.whole, live) if processes > 1 else 0
+
+        moments = max(peak.parts.get("optimizer_states", 0) for peak in phases.values())
+        states = -(-moments // processes)
+        held_by = self._held_by_stage_3 if self.stage == 3 else self._held_by_stages_1_and_2
+        self.held, self.moved = held_by(states, max(sizes))
+
+    def _held_by_stages_1_and_2(
+        self, states: int, largest: int
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """What is on the device all the time, and what is moved to the CPU's memory."""
+        if not self.offloads:
+            # The update has a copy of the weights' shard, although the weights are in fp32 already.
+            return {"weights": self.whole + self.shard, "optimizer_states": states}, {}
         # Updated weights pass through a buffer, and gradients through one on either side, each as
         # large as the largest parameter. Stage 2 adds up micro-batches in the CPU's memory.
-        gradients = shard * (2 if accumulates and stage == 2 else 1)
         moved = {
-            "weights": 2 * shard,
-            "gradients": gradients,
+            "weights": 2 * self.shard,
+            "gradients": self.shard * (2 if self.accumulates and self.stage == 2 else 1),
             "optimizer_states": states,
             "communication": largest,
         }
-        held = {"weights": whole, "communication": largest}
-    else:
-        held["optimizer_states"] = states
+        return {"weights": self.whole, "communication": largest}, moved
 
-    # Embedding and head, whose gradients are the last and the first, have the same size.
-    table = sizes[0]
+    def _held_by_stage_3(self, states: int, _: int) -> tuple[dict[str, int], dict[str, int]]:
+        """What is on the device all the time, and what is moved to the CPU's memory."""
+        # The bucket is made once, and so is a buffer of the gradients' shard. Small parameters stay
+        # gathered.
+        buffers = {"communication": self.bucket + self.small}
+        # The update has a copy of the weights' shard, although the weights are in fp32 already.
+        weights = {"weights": 2 * self.shard}
+        if self.offloads:
+            # A second buffer of gradients is beside the update's copy of the weights.
+            return buffers, {**weights, "gradients": 2 * self.shard, "optimizer_states": states}
+        return {**weights, **buffers, "gradients": self.shard, "optimizer_states": states}, {}
 
-    def passing(phase: str, *, late: bool = False) -> dict[str, int]:
-        """Bytes of gradients and of buffers that only this phase has."""
-        is_backward = "backward" in phase and phase != "backward of loss"
-        if phase in ("clipping", "optimizer"):
-            if offloads:
-                return {}
-            # The gradients' shard is copied into one tensor for the update, which also stage 3
-            # does although it has a buffer of them.
-            return {"gradients": shard * (1 if stage == 3 or phase == "clipping" else 2)}
-        if phase not in ("forward", *_LAST) and not is_backward:
-            return {}
-        # The bucket's content is reduced when the next gradient does not fit, or after the last.
-        waiting = table if fills else 0
-        if stage == 3:
-            parameters = max(gathered - small, 0)
-            if not is_backward:
-                return {"communication": parameters}
-            if not late:
-                return {"gradients": table, "communication": parameters}
-            # To be reduced, the gradients of the bucket are put in the order of processes. Gloo,
-            # which exchanges them between CPUs, makes a copy of that.
-            ordered = min(buffer, whole) * (2 if on_cpu else 1)
-            # A layer's weights are dropped after its backward pass, but not the embedding's.
-            parameters = parameters if fills else min(parameters, table)
-            return {"gradients": waiting, "communication": parameters + ordered}
-        summed = (whole if stage == 1 else 0 if offloads else shard) if accumulates else 0
-        if not is_backward:
-            # Stage 1 keeps its bucket until the last micro-batch.
-            kept = bucket if accumulates and stage == 1 else 0
-            return {"gradients": summed, "communication": kept}
-        if not late:
-            # The bucket is made when the first gradient is there, that of the head.
-            return {"gradients": summed + table, "communication": bucket}
-        if stage == 1 and not overlaps:
-            # All gradients are there before the first is copied into the bucket.
-            return {"gradients": whole, "communication": bucket}
-        # Several processes exchange a copy of the bucket's content. The shard is made after that
-        # if the bucket holds all gradients, and otherwise when the first bucket is full.
-        own = 0 if offloads else shard
-        copied = min(buffer, whole) if processes > 1 else 0
-        own = own + waiting + copied if fills else max(own, table, copied)
-        return {"gradients": summed + own, "communication": bucket}
-
-    kept = prediction.phases.get("forward", PhasePeak(0, {})).parts.get("activations", 0)
-    keeps_all = recipe.efficiency.activation_checkpointing == "none"
-
-    def shared(phase: str, peak: PhasePeak) -> PhasePeak:
+    def shared(self, phase: str, peak: PhasePeak) -> PhasePeak:
+        """One process's peak in a phase, of which the traced peak is that of a single process."""
         if phase == "setup":
             # DeepSpeed shards the model only after the whole of it is on the device.
             return peak
         others = {name: size for name, size in peak.parts.items() if name not in STATE}
-        is_early = keeps_all and others.get("activations", 0) > _EARLY * kept
-        always = [held, moved] if on_cpu else [held]
-        found = _total(others, *always, passing(phase, late=not is_early))
-        if "backward" not in phase or phase in _LAST:
+        is_early = not self.recomputes and others.get("activations", 0) > _EARLY * self.kept
+        always = [self.held, self.moved] if self.on_cpu else [self.held]
+        found = _total(others, *always, self._passing(phase, late=not is_early))
+        if not _is_backward(phase):
             return found
         # The traced process has its peak at one end of the backward pass; with DeepSpeed's buffers
         # it may be at the other.
-        at_start = _total({"activations": kept}, *always, passing(phase))
-        at_end = _total(*always, passing(phase, late=True))
+        at_start = _total({"activations": self.kept}, *always, self._passing(phase))
+        at_end = _total(*always, self._passing(phase, late=True))
         return max(found, at_start, at_end, key=lambda peak: peak.bytes)
 
-    host = 0 if on_cpu else sum(moved.values())
-    found = with_peaks(prediction, shared, host)
-    return dataclasses.replace(found, notes=(*found.notes, *_of_the_host(recipe, processes)))
+    def _passing(self, phase: str, *, late: bool = False) -> dict[str, int]:
+        """Bytes of gradients and of buffers that only this phase has.
+
+        Args:
+            phase: name of the phase.
+            late: in the backward pass, True at its end, False at its start.
+        """
+        if phase in ("clipping", "optimizer"):
+            if self.offloads:
+                return {}
+            # The gradients' shard is copied into one tensor for the update, which also stage 3
+            # does although it has a buffer of them.
+            copies = 1 if self.stage == 3 or phase == "clipping" else 2
+            return {"gradients": self.shard * copies}
+        if _is_backward(phase):
+            if self.stage == 3:
+                return self._backward_of_stage_3(late)
+            return self._backward_of_stages_1_and_2(late)
+        if phase not in ("forward", *_LAST):
+            return {}
+        if self.stage == 3:
+            return {"communication": max(self.gathered - self.small, 0)}
+        # Stage 1 keeps its bucket until the last micro-batch.
+        keeps = self.accumulates and self.stage == 1
+        return {"gradients": self._summed(), "communication": self.bucket if keeps else 0}
+
+    def _backward_of_stage_3(self, late: bool) -> dict[str, int]:
+        parameters = max(self.gathered - self.small, 0)
+        if not late:
+            return {"gradients": self.table, "communication": parameters}
+        # To be reduced, the gradients of the bucket are put in the order of processes. Gloo,
+        # which exchanges them between CPUs, makes a copy of that.
+        ordered = min(self.buffer, self.whole) * (2 if self.on_cpu else 1)
+        # A layer's weights are dropped after its backward pass, but not the embedding's.
+        parameters = parameters if self.fills else min(parameters, self.table)
+        return {"gradients": self._waiting(), "communication": parameters + ordered}
+
+    def _backward_of_stages_1_and_2(self, late: bool) -> dict[str, int]:
+        summed = self._summed()
+        if not late:
+            # The bucket is made when the first gradient is there, that of the head.
+            return {"gradients": summed + self.table, "communication": self.bucket}
+        if self.stage == 1 and not self.overlaps:
+            # All gradients are there before the first is copied into the bucket.
+            return {"gradients": self.whole, "communication": self.bucket}
+        # Several processes exchange a copy of the bucket's content. The shard is made after that
+        # if the bucket holds all gradients, and otherwise when the first bucket is full.
+        own = 0 if self.offloads else self.shard
+        copied = min(self.buffer, self.whole) if self.processes > 1 else 0
+        own = own + self._waiting() + copied if self.fills else max(own, self.table, copied)
+        return {"gradients": summed + own, "communication": self.bucket}
+
+    def _waiting(self) -> int:
+        """Bytes of gradients in the bucket at the end of the backward pass: its content is reduced
+        when the next gradient does not fit, or after the last."""
+        return self.table if self.fills else 0
+
+    def _summed(self) -> int:
+        """Bytes of the gradients of earlier micro-batches, in stages 1 and 2."""
+        if not self.accumulates:
+            return 0
+        if self.stage == 1:
+            return self.whole
+        return 0 if self.offloads else self.shard
+
+
+def _is_backward(phase: str) -> bool:
+    return "backward" in phase and phase not in _LAST
 
 
 def _total(*kinds: Mapping[str, int]) -> PhasePeak:

@@ -362,7 +362,7 @@ def _batch(recipe: ResolvedRecipe) -> Batch:
     if recipe.preference is None:
         return Batch(ids, torch.empty_like(ids), ids.numel(), documents)
     references = torch.empty((recipe.batch.micro_batch_size, 2 * _PAIRS_A_ROW), dtype=torch.float64)
-    return _Pairs(ids, torch.empty_like(ids), ids.numel(), documents, references)
+    return _Pairs(ids, torch.empty_like(ids), ids.numel(), documents, references=references)
 
 
 def _without_documents(make_mask: MaskFunction) -> MaskFunction:

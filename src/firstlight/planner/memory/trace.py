@@ -244,7 +244,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index is None:
             index = self._keys[key] = len(self.trace.operators)
             self.trace.operators.append(
-                _operator(func, self._phase, (inputs, outputs), options, args, kwargs, result)
+                _operator(
+                    func,
+                    self._phase,
+                    (inputs, outputs),
+                    options,
+                    args=args,
+                    kwargs=kwargs,
+                    result=result,
+                )
             )
         self.trace.calls.append(index)
         self.trace.phases.append(self._phase_index)
@@ -361,6 +369,7 @@ def _operator(
     phase: str,
     layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]],
     options: str,
+    *,
     args: tuple[Any, ...],
     kwargs: Any,
     result: Any,
@@ -369,4 +378,6 @@ def _operator(
     is_view = getattr(func, "is_view", False) or str(func) == "aten.detach.default"
     moved = 0 if is_view else sum(map(bytes_of, (*inputs, *outputs)))
     flops = flops_of(func, args, kwargs, result)
-    return Operator(str(func), phase, inputs, outputs, flops, moved, options)
+    return Operator(
+        str(func), phase, inputs, outputs, flops=flops, moved_bytes=moved, options=options
+    )

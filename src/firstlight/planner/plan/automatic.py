@@ -59,7 +59,7 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
         phase,
         peaks[phase].parts,
         None if rate is None else (rate.slow, rate.expected, rate.fast),
-        {name: peak.bytes for name, peak in peaks.items()},
+        phases={name: peak.bytes for name, peak in peaks.items()},
     )
 
 

@@ -224,7 +224,7 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
         cut = recipe.distributed
         engine = engine_of(recipe, machine.count)
         require_combination(
-            recipe, machine.hardware, engine.name, cut.tensor_parallel, cut.pipeline
+            recipe, machine.hardware, engine.name, cut.tensor_parallel, pipeline=cut.pipeline
         )
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile
@@ -300,7 +300,9 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
     return found
 
 
-def methods(recipe: ResolvedRecipe, machine: Machine) -> Iterator[tuple[str, dict[str, Any]]]:
+def methods(  # noqa: C901 - a flat list: one independent case per method
+    recipe: ResolvedRecipe, machine: Machine
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, {key of the recipe: value}) of each method that would change something."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
@@ -358,9 +360,9 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
     facts = facts_of(recipe, machine)
     changes: dict[str, Any] = {"efficiency.precision": precision}
     if config.attention == attention_backend(
-        recipe, recipe.model, seq_len, facts, config.precision
+        recipe, recipe.model, seq_len, facts, precision=config.precision
     ):
-        attention = attention_backend(recipe, recipe.model, seq_len, facts, precision)
+        attention = attention_backend(recipe, recipe.model, seq_len, facts, precision=precision)
         if attention != config.attention:
             changes["efficiency.attention"] = attention
     return changes

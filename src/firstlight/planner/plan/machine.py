@@ -103,7 +103,9 @@ class Machine:
         of_table = self.gpu is not None and self.gpu.capability != (0, 0)
         known = self.target.kind == "cuda" and (self.is_here or of_table)
         capability = self.target.capability if known else None
-        return Hardware(device, self.name, self.memory_bytes, self.precision == "bf16", capability)
+        return Hardware(
+            device, self.name, self.memory_bytes, self.precision == "bf16", capability=capability
+        )
 
 
 def find_machine(
@@ -134,7 +136,7 @@ def find_machine(
     if memory_bytes is not None:
         target = cuda_target("a GPU", (8, 0))
         name = f"a GPU with {memory_bytes / 2**30:.3g} GiB"
-        return _gpu_machine(name, count, memory_bytes, target, None, "bf16")
+        return _gpu_machine(name, count, memory_bytes, target, gpu=None, precision="bf16")
     found = find_hardware(device)
     if found.device.type == "cuda":
         return _this_gpu(found, count)
@@ -144,7 +146,14 @@ def find_machine(
     is_fast = found.bf16 and bf16_is_faster(found.device)
     precision: AutoPrecision = "bf16" if is_fast else "fp32"
     return Machine(
-        found.name, 1, found.memory_bytes, usable, this_cpu(), None, precision, is_here=True
+        found.name,
+        1,
+        found.memory_bytes,
+        usable,
+        target=this_cpu(),
+        gpu=None,
+        precision=precision,
+        is_here=True,
     )
 
 
@@ -167,7 +176,7 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
     narrow: AutoPrecision = "fp16" if gpu.fp16 > 2 * gpu.fp32 else "fp32"
     precision: AutoPrecision = "bf16" if gpu.bf16 else narrow
     memory = memory_bytes or gpu.memory_bytes
-    return _gpu_machine(gpu.name, count, memory, target, gpu, precision)
+    return _gpu_machine(gpu.name, count, memory, target, gpu=gpu, precision=precision)
 
 
 def _context_bytes(gpu: GPU) -> int | None:
@@ -187,15 +196,19 @@ def _this_gpu(found: Hardware, count: int) -> Machine:
     target = cuda_target(found.name, capability, None if gpu is None else _context_bytes(gpu))
     narrow: AutoPrecision = "fp16" if has_only_fp16_units(found) else "fp32"
     precision: AutoPrecision = "bf16" if found.bf16 else narrow
-    machine = _gpu_machine(found.name, count, found.memory_bytes, target, gpu, precision)
+    machine = _gpu_machine(
+        found.name, count, found.memory_bytes, target, gpu=gpu, precision=precision
+    )
     return Machine(**{**vars(machine), "is_here": True})
 
 
 def _gpu_machine(
-    name: str, count: int, memory: int, target: Target, gpu: GPU | None, precision: AutoPrecision
+    name: str, count: int, memory: int, target: Target, *, gpu: GPU | None, precision: AutoPrecision
 ) -> Machine:
     usable = int((_GPU_SHARE if gpu is None else gpu.usable_share) * memory)
-    return Machine(name, count, memory, usable, target, gpu, precision, is_here=False)
+    return Machine(
+        name, count, memory, usable, target=target, gpu=gpu, precision=precision, is_here=False
+    )
 
 
 def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:
@@ -259,8 +272,8 @@ def facts_of(recipe: Recipe, machine: Machine) -> Facts:
         # On another machine triton is assumed to be installed: it comes with torch.
         machine.compiles,
         lambda dtype: rates.get(dtype, 0 if gpu is None else gpu.fp32) or None,
-        processes,
-        tokens,
+        processes=processes,
+        epoch_tokens=tokens,
     )
 
 
@@ -363,7 +376,9 @@ def planned_run(
     if rows is None and (recipe.schedule.epochs is not None or is_one_epoch):
         return None
     peak = recipe.optimizer.learning_rate
-    schedule = resolve_schedule(recipe.schedule, peak, rows or 0, batch, seq_len, length)
+    schedule = resolve_schedule(
+        recipe.schedule, peak, rows or 0, batch, seq_len=seq_len, length=length
+    )
     seen = batch.before(schedule.max_steps)
     return PlannedRun(schedule, batch, seen * seq_len, None if not rows else seen / rows)
 

@@ -352,7 +352,7 @@ def _for_budget(
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         fitting = max(fitting, found.parameters)
-        one = _in_time(found, estimate, budget, text, epochs)
+        one = _in_time(found, estimate, budget, text, epochs=epochs)
         if not suggested or one["suggestion"].bits < suggested["suggestion"].bits:
             suggested = one
         reached = estimate.tokens_per_second.expected
@@ -472,6 +472,7 @@ def _in_time(
     estimate: Estimate,
     budget: Budget,
     text: TextFacts,
+    *,
     epochs: float,
 ) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`. With a budget in seconds, with as

@@ -132,7 +132,9 @@ def _fastest(
         if "optimizer.name" in wanted:
             wanted |= other_optimizer(recipe, wanted["optimizer.name"])
         estimator.tell(name)
-        one = largest_that_fits(recipe, machine, name, wanted, estimator, compiles=compiles)
+        one = largest_that_fits(
+            recipe, machine, name, wanted, estimator=estimator, compiles=compiles
+        )
         looked_at[name] = one
         if not one.fits:
             continue
@@ -160,7 +162,7 @@ def largest_that_fits(
     sizes = list(micro_batches(recipe, machine))
 
     def asked(size: int) -> Candidate:
-        candidate = _with_micro_batch_size(recipe, machine, name, changes, size)
+        candidate = _with_micro_batch_size(recipe, machine, name, changes, size=size)
         return dataclasses.replace(candidate, compiles=compiles)
 
     if compiles:
@@ -218,6 +220,7 @@ def _with_micro_batch_size(
     machine: Machine,
     name: str,
     changes: dict[str, Any],
+    *,
     size: int,
 ) -> Candidate:
     total = sequences_per_step(recipe, machine)

@@ -45,6 +45,15 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
             yield "  < is without torch.compile, and what it saves beside a step without"
         if plan.as_it_stands.speed and any(one.fits and not one.speed for one in plan.methods):
             yield "  methods without a speed were not timed, to keep planning short"
+    yield from _advice(plan)
+    if plan.run is not None:
+        yield _run(plan, plan.run)
+    if plan.suggestion is not None and plan.suggested is not None:
+        yield from _suggestion(plan)
+
+
+def _advice(plan: Plan) -> Iterator[str | Table]:
+    """The best estimate, or what would fit if nothing does as it is meant."""
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
@@ -58,10 +67,6 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
             "nothing that was tried fits (checkpointing, chunked loss, 8-bit AdamW, LoRA, "
             "offloading, more devices, as far as they go with the recipe): take a smaller model"
         )
-    if plan.run is not None:
-        yield _run(plan, plan.run)
-    if plan.suggestion is not None and plan.suggested is not None:
-        yield from _suggestion(plan)
 
 
 def _run(plan: Plan, run: PlannedRun) -> str:

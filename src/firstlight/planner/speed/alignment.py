@@ -75,7 +75,11 @@ def alignment_warnings(
             max([other for shape in own for other in shape if other != size], default=size),
             _MOST_INNER,
         )
-        rate = _GAIN_ON_GPUS if here is None else _measured_gain(here, dtype, inner, size, aligned)
+        rate = (
+            _GAIN_ON_GPUS
+            if here is None
+            else _measured_gain(here, dtype, inner, size, aligned=aligned)
+        )
         gain = 1 / (1 - share * (1 - 1 / rate))
         if gain < _LEAST_GAIN:
             continue
@@ -94,7 +98,7 @@ def alignment_warnings(
 
 
 def _measured_gain(
-    device: torch.device, dtype: torch.dtype, inner: int, size: int, aligned: int
+    device: torch.device, dtype: torch.dtype, inner: int, size: int, *, aligned: int
 ) -> float:
     """Time of a linear layer's products (see `_product_seconds`) with `size`, divided by the time
     with `aligned`: the median of rounds in which the two take turns."""
@@ -103,7 +107,9 @@ def _measured_gain(
     tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)
     ratios = []
     for _ in range(_ROUNDS + 1):
-        seconds = [_product_seconds(device, dtype, tokens, inner, one) for one in (size, aligned)]
+        seconds = [
+            _product_seconds(device, dtype, tokens, inner, size=one) for one in (size, aligned)
+        ]
         ratios.append(seconds[0] / seconds[1])
     # The first round loads the kernels, and is not counted.
     return statistics.median(ratios[1:])

@@ -456,6 +456,6 @@ def _parsed(value: Mapping[str, Any]) -> MeasuredGpu:
         error,
         int(value["fitted"]),
         int(value["held_out"]),
-        str(value["torch"]),
-        None if context is None else int(context),
+        torch=str(value["torch"]),
+        context_bytes=None if context is None else int(context),
     )

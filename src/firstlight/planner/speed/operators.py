@@ -130,7 +130,7 @@ def product_of(operator: Operator) -> MatrixProduct:
     if is_grouped(operator):
         count = 2 if name.endswith("backward") else 1
         ((rows, _), dtype), (_, n, k) = operator.inputs[0], operator.inputs[count][0]
-        return MatrixProduct(count, rows, n, k, dtype)
+        return MatrixProduct(count, rows, n, k, dtype=dtype)
     factors = [layout for layout in operator.inputs if len(layout[0]) >= 2]
     added = name in ("addmm", "baddbmm", "addbmm")
     if added:
@@ -138,8 +138,8 @@ def product_of(operator: Operator) -> MatrixProduct:
     (first, dtype), (second, _) = factors[:2]
     n, k = (second[-2], second[-1]) if name == "linear" else (second[-1], second[-2])
     if len(second) > 2:
-        return MatrixProduct(math.prod(first[:-2]), first[-2], n, k, dtype, added)
-    return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype, added)
+        return MatrixProduct(math.prod(first[:-2]), first[-2], n, k, dtype=dtype, added=added)
+    return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype=dtype, added=added)
 
 
 #: Number of times that in-place operators over lists, whose results are not in a trace, move each
