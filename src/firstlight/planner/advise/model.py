@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
-from firstlight.models import ModelConfig
-from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     USUAL_HARDNESS,
@@ -26,6 +24,9 @@ from firstlight.planner.advise.law import (
     least_bits,
     usual_intermediate_size,
 )
+
+if TYPE_CHECKING:
+    from firstlight.models import ModelConfig
 
 #: Fewest steps of a run: for shorter ones the batch is made smaller, because warm-up and decay of
 #: the learning rate need some steps.
@@ -247,6 +248,9 @@ def suggest(
 
 def _without_run(config: ModelConfig, seq_len: int) -> Suggestion:
     """A model whose run is not known yet."""
+    # Imported only here, because it imports torch: the first line of `train TEXTS` comes before.
+    from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+
     model = meta_model(config)
     count = count_parameters(model)
     return Suggestion(
