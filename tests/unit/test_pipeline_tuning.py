@@ -24,16 +24,16 @@ from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
 from firstlight.pipeline import machine as machine_module
 from firstlight.pipeline.chosen import Choice, Choices
-from firstlight.pipeline.inputs import conversations_in, require_texts
-from firstlight.pipeline.result import TextRun, result_lines
-from firstlight.pipeline.run import train_texts
-from firstlight.pipeline.tuning_choices import (
+from firstlight.pipeline.finetuning_choices import (
     Method,
     StartingModel,
     TuningData,
     choose_tuning,
     row_of,
 )
+from firstlight.pipeline.inputs import conversations_in, require_texts
+from firstlight.pipeline.result import TextRun, result_lines
+from firstlight.pipeline.run import train_texts
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.plan import machine as planned_machine

@@ -17,20 +17,20 @@ from firstlight.data.kinds import START_FROM
 from firstlight.data.records import kind_of_records
 from firstlight.errors import ConfigError, InputError
 from firstlight.pipeline.chosen import Choice
-from firstlight.pipeline.inputs import conversations_in, other_files_line
-from firstlight.pipeline.plan import RunPlan, reading_line, scan_texts
-from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
-from firstlight.pipeline.request import Request
-from firstlight.pipeline.run_folder import RunCall
-from firstlight.pipeline.scan import Scan, estimated_text
-from firstlight.pipeline.tuning_choices import (
+from firstlight.pipeline.finetuning_choices import (
     Method,
     StartingModel,
     TuningData,
     choose_tuning,
     row_of,
 )
-from firstlight.pipeline.tuning_plan import TuningPlan
+from firstlight.pipeline.finetuning_plan import TuningPlan
+from firstlight.pipeline.inputs import conversations_in, other_files_line
+from firstlight.pipeline.plan import RunPlan, reading_line, scan_texts
+from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
+from firstlight.pipeline.request import Request
+from firstlight.pipeline.run_folder import RunCall
+from firstlight.pipeline.scan import Scan, estimated_text
 from firstlight.planner.advise.law import TextFacts
 
 if TYPE_CHECKING:

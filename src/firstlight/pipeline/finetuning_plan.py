@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from firstlight.pipeline.chosen import Choice, Choices
+from firstlight.pipeline.finetuning_choices import Method, StartingModel, TuningData, choose_tuning
 from firstlight.pipeline.plan import memory_line, run_lines, table_lines, validation_rows
 from firstlight.pipeline.request import Request
-from firstlight.pipeline.tuning_choices import Method, StartingModel, TuningData, choose_tuning
 from firstlight.planner.advise.law import Length, MachineFacts
 
 if TYPE_CHECKING:
