@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import KEY, Direct, new_direct
+from live import KEY, Direct, new_direct, sample
 
 from firstlight.errors import ConfigError, InputError
 from firstlight.serving.access import Access, RequestError
@@ -197,6 +197,32 @@ def test_an_allowed_page_of_elsewhere_is_answered_and_told_so(local: Direct, ori
     assert answer.status == 200
     assert answer.headers["access-control-allow-methods"] == "GET, POST"
     assert answer.headers["access-control-allow-headers"] == "authorization, x-stainless-os"
+
+
+def test_preflight_without_the_key_is_answered_only_to_allowed_pages_and_names() -> None:
+    app = new_direct(access=Access("127.0.0.1", KEY, origins=["https://page.example"]))
+    page, method = (b"origin", b"https://page.example"), (b"access-control-request-method", b"POST")
+    evil = (b"origin", b"https://evil.example")
+    try:
+        answer = app.ask("/v1/models", method="OPTIONS", headers=[HOST, page, method])
+        assert answer.status == 200
+        assert answer.headers["x-request-id"].startswith("req_")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        for headers in ([(b"host", b"evil.example"), page, method], [HOST, evil, method]):
+            answer = app.ask("/v1/models", method="OPTIONS", headers=headers)
+            assert answer.status == 403
+            assert answer.error["type"] == "permission_error"
+        answer = app.ask("/v1/models", headers=[HOST, page])
+        assert answer.status == 401  # which the page can read
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        assert sample(app.service, "firstlight_requests_total", route="/v1/models", status="403")
+    finally:
+        app.close()
+
+
+def test_allowing_every_origin_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give each origin"):
+        ServerOptions(allowed_origins=("https://page.example", "*"))
 
 
 def test_a_server_for_others_takes_any_name_or_those_that_are_given() -> None:

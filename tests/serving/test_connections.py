@@ -132,6 +132,18 @@ def test_a_body_that_is_too_large_is_refused_and_soon_no_longer_read(
                 connection.sendall(piece)
 
 
+def test_refused_body_of_many_bytes_is_not_read_to_its_end(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.serving.server._LINGER_SECONDS", PATIENCE)
+    monkeypatch.setattr("firstlight.serving.server._LINGER_BYTES", 2**17)
+    with server.connect() as connection:
+        connection.sendall(POST + b"Content-Length: 65000000\r\n\r\n")
+        require_error(connection, 413)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.sendall(b" " * 65_000_000)
+
+
 def test_a_client_that_asks_first_is_told_before_it_sends(server: Live) -> None:
     with server.connect() as connection:
         expecting = b"Expect: 100-continue\r\n\r\n"
@@ -245,6 +257,25 @@ def test_where_all_connections_are_being_answered_a_newcomer_is_told_so(
         decoder.release()
         for connection in busy:
             assert read_answer(connection)[0] == 200
+
+
+def test_connections_beyond_the_limit_close_those_that_wait_longest_for_a_request() -> None:
+    with live(limits=Limits(max_connections=3)) as server, ExitStack() as stack:
+        used = stack.enter_context(server.connect())
+        used.sendall(HEALTH)
+        assert read_answer(used)[0] == 200
+        waiting = []
+        for _ in range(9):
+            waiting.append(stack.enter_context(server.connect()))
+            waiting[-1].sendall(b"G")
+        with server.connect() as other:
+            other.sendall(HEALTH)
+            assert read_answer(other)[0] == 200
+            assert is_closed(used)
+            assert all(is_closed(connection) for connection in waiting[:-2])
+            for connection in waiting[-2:]:
+                connection.sendall(HEALTH[1:])
+                assert read_answer(connection)[0] == 200
 
 
 def test_without_the_key_a_body_is_not_read() -> None:

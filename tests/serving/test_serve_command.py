@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from click.testing import CliRunner
 from test_connections import HEALTH, POST, is_closed, read_answer
 from test_disconnects import content_for, raw_request
@@ -32,6 +33,7 @@ from firstlight.cli.generate import require_packages, serve_command
 from firstlight.errors import ConfigError, MissingDependencyError, StorageError
 from firstlight.files.atomic import write_file
 from firstlight.serving.request import MAX_CHOICES, MAX_PROMPTS
+from firstlight.serving.server import Server
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
@@ -142,6 +144,24 @@ def test_it_ends_with_0_whatever_asks_it_to(folder: Path, number: int) -> None:
         code, said = server.end(number)
         assert code == 0
         assert "From-A-File" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_were_ignored_at_the_start_stay_ignored(number: int) -> None:
+    server = Server(uvicorn.Config(lambda: None), shutdown_timeout=0)
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with server.capture_signals():
+            signal.raise_signal(number)
+        assert not server.should_exit
+        signal.signal(number, before)
+        with suppress(KeyError), server.capture_signals():
+            signal.raise_signal(number)
+            raise KeyError
+        assert server.should_exit
+        assert signal.getsignal(number) == before
+    finally:
+        signal.signal(number, before)
 
 
 def invoke(*arguments: str) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
 import pytest
 import torch
-from live import Direct, events, new_direct, request_for, sample
-from tiny import CONTEXT, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenizer
+from live import Answer, Direct, events, new_direct, request_for, sample
+from tiny import CONTEXT, PATIENCE, WatchedDecoder, tiny_loaded, tiny_model, tiny_tokenizer
 
 from firstlight.errors import ModelError, TokenizerError
 from firstlight.generation.engine import generate
@@ -445,6 +447,33 @@ def test_health_tries_a_step_where_nobody_else_does() -> None:
             pass
     finally:
         app.close()
+
+
+def test_small_request_is_answered_while_a_large_body_is_parsed(
+    direct: Direct, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+    plain = pydantic_core.from_json
+    threads = []
+
+    def from_json(body: bytes, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        assert len(body) < 2**15 or answered.wait(PATIENCE)
+        return plain(body, **options)
+
+    monkeypatch.setattr("pydantic_core.from_json", from_json)
+
+    async def ask_both() -> list[Answer]:
+        large = body_for(POSTS[0], user="x" * 2**15, unknown=1)
+        refused = asyncio.create_task(direct.answer(request_for(POSTS[0], large)))
+        while not threads:
+            await asyncio.sleep(0)
+        small = await direct.answer(request_for(POSTS[0], body_for(POSTS[0])))
+        answered.set()
+        return [small, await refused]
+
+    assert [answer.status for answer in direct.run(ask_both())] == [200, 400]
+    assert threads == ["firstlight-large-request_0", "firstlight-request_0"]
 
 
 def test_threads_of_requests_start_with_the_service(direct: Direct) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -151,10 +152,10 @@ class Access:
         return self._key_digest is not None
 
     def require(self, scope: Scope) -> None:
-        """Refuse a request without access. /health needs no API key.
+        """Refuse a request by its host or origin.
 
         Raises:
-            RequestError: status 401 for a missing or wrong key, 403 for host or origin.
+            RequestError: status 403.
         """
         host = (header(scope, b"host") or "").lower()
         match = _HOST.fullmatch(host)
@@ -173,6 +174,13 @@ class Access:
                 "web pages of this Origin may not call this server: start it with --allowed-origin",
                 code="origin_not_allowed",
             )
+
+    def require_key(self, scope: Scope) -> None:
+        """Refuse a request with a missing or wrong API key. /health needs none.
+
+        Raises:
+            RequestError: status 401.
+        """
         if self._key_digest is not None and scope["path"] != "/health":
             self._require_key(header(scope, b"authorization") or "", self._key_digest)
 
@@ -193,8 +201,8 @@ class Access:
 
 
 class RequestGuard:
-    """An ASGI layer that refuses requests that have no access or too long a head, adds headers to
-    responses, and counts requests.
+    """An ASGI layer that refuses requests that have no access or too long a head, answers CORS
+    preflights, adds headers to responses, and counts requests.
 
     Args:
         app: application that gets the accepted requests.
@@ -212,6 +220,17 @@ class RequestGuard:
     ) -> None:
         self._app, self._access = app, access
         self._max_header_bytes, self._count = max_header_bytes, count
+        self._answer: ASGIApp = self._answer_with_key
+        if access.origins:
+            # Outside the check of the key: browsers send no key with a preflight, and pages can
+            # read the error of a wrong one.
+            self._answer = CORSMiddleware(
+                self._answer_with_key,
+                allow_origins=sorted(access.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
@@ -233,11 +252,19 @@ class RequestGuard:
         try:
             self._require_head_size(scope)
             self._access.require(scope)
-            await self._app(scope, receive, send_with_headers)
+            await self._answer(scope, receive, send_with_headers)
         except RequestError as error:
             await error.response(scope, receive, send_with_headers)
         finally:
             self._count(scope["path"], status)
+
+    async def _answer_with_key(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._access.require_key(scope)
+        except RequestError as error:
+            await error.response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
     def _require_head_size(self, scope: Scope) -> None:
         """uvicorn's own limit has an effect only if the head arrives in several pieces."""

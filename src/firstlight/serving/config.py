@@ -32,8 +32,8 @@ class Limits:
         write_timeout: seconds that a client may leave sent bytes unread.
         max_body_bytes: greatest size of a request's body, in bytes.
         max_header_bytes: greatest size of a request's headers, in bytes.
-        max_connections: greatest number of simultaneous connections; more are refused with status
-            503.
+        max_connections: greatest number of simultaneous connections; a further one closes one that
+            waits for a request, or is refused with status 503.
     """
 
     request_timeout: float = 600.0
@@ -90,6 +90,11 @@ class ServerOptions:
             raise ConfigError(
                 f"{self.host} can be reached from other machines: set an API key in the "
                 f"environment variable {KEY_VARIABLE} or with --api-key-file"
+            )
+        if "*" in self.allowed_origins:
+            raise ConfigError(
+                "allowed_origins can't be '*', which would let every web page use this server: "
+                "give each origin, such as https://chat.example"
             )
         limits = self.limits
         most = 2**31

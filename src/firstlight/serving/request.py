@@ -14,13 +14,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 import torch
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from firstlight.console import own_version
@@ -334,7 +334,8 @@ _MESSAGES = {
 
 
 class LimitedRequest(Request):
-    """A request whose body is read within the limits in `app.state.limits`."""
+    """A request whose body is read within the limits of `app.state.service`, and parsed in one of
+    its threads."""
 
     async def body(self) -> bytes:
         """Read the body of a JSON request.
@@ -351,7 +352,7 @@ class LimitedRequest(Request):
                     "the body must be JSON, not compressed: send Content-Type: application/json"
                 )
                 raise RequestError(415, message)
-            self._body = await self._read(self.app.state.limits)
+            self._body = await self._read(self.app.state.service.options.limits)
         return self._body
 
     async def _read(self, limits: Limits) -> bytes:
@@ -371,25 +372,36 @@ class LimitedRequest(Request):
             raise RequestError(408, message, code="timeout") from None
         return bytes(body)
 
-    async def json(self) -> dict[str, Any]:
-        """Parse the body.
+    async def json(self) -> Any:
+        """Parse and validate the body: FastAPI takes a model's instance as it is.
 
         Raises:
-            RequestError: status 400 if the body is not a JSON object, 413 if it has too many names.
+            RequestError: status 400 if the body is not a valid request, 413 if it has too many
+                names.
+            ClientGoneError: the client closed the connection.
         """
+        is_chat = self.url.path == "/v1/chat/completions"
+        kind = ChatRequest if is_chat else CompletionRequest
         body = await self.body()
-        try:
-            # Both parsers are needed. json's reports repeated names, and keeps all digits of large
-            # integers. It is the first, because it counts names before the others are read.
-            value = json.loads(body, object_pairs_hook=_object_maker(), parse_float=_number)
-            # pydantic's limits the depth, and refuses NaN and lone surrogates.
-            pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
-        except (ValueError, RecursionError) as error:
-            message = f"the body is not valid JSON: {str(error)[:200]}"
-            raise RequestError(400, message, code="invalid_json") from None
-        if not isinstance(value, dict):
-            raise _not_an_object()
-        return value
+        return await self.app.state.service.in_thread(self, partial(_parse, kind, body))
+
+
+def _parse(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
+    try:
+        # Both parsers are needed. json's reports repeated names, and keeps all digits of large
+        # integers. It is the first, because it counts names before the others are read.
+        value = json.loads(body, object_pairs_hook=_object_maker(), parse_float=_number)
+        # pydantic's limits the depth, and refuses NaN and lone surrogates.
+        pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
+    except (ValueError, RecursionError) as error:
+        message = f"the body is not valid JSON: {str(error)[:200]}"
+        raise RequestError(400, message, code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise not_an_object()
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _invalid_request(kind, error) from None
 
 
 def _require_size(size: int, limits: Limits) -> None:
@@ -398,7 +410,8 @@ def _require_size(size: int, limits: Limits) -> None:
         raise RequestError(413, message, code="body_too_large")
 
 
-def _not_an_object() -> RequestError:
+def not_an_object() -> RequestError:
+    """Return the error for a body that is empty or not a JSON object."""
     return RequestError(400, "the body must be a JSON object", code="invalid_json")
 
 
@@ -433,12 +446,10 @@ def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     return make
 
 
-def invalid_request(kind: type[GenerationRequest], error: RequestValidationError) -> RequestError:
+def _invalid_request(kind: type[GenerationRequest], error: ValidationError) -> RequestError:
     """Return the request error for the first problem of a body that is not of the kind."""
-    first = error.errors()[0]
-    parts = list(first["loc"][1:])
-    if not parts:
-        return _not_an_object()  # the body is empty
+    first = error.errors(include_url=False)[0]
+    parts = list(first["loc"])
     name = str(parts[0])
     if first["type"] == "extra_forbidden" and len(parts) == 1:
         shown = _shortened(name)

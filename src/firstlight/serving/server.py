@@ -23,7 +23,6 @@ from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -54,7 +53,7 @@ from firstlight.serving.request import (
     EncodedRequest,
     LimitedRequest,
     RequestEncoder,
-    invalid_request,
+    not_an_object,
 )
 from firstlight.serving.response import ChatCompletion, Completion, event
 from firstlight.serving.service import Service, stopping
@@ -73,6 +72,8 @@ _LAST_EVENT = event(b"[DONE]")
 #: Seconds of reading and discarding the rest of a refused request's body. If the connection were
 #: closed at once, a client that is still sending would not see the response.
 _LINGER_SECONDS = 5.0
+#: Bytes of a refused request's body that are discarded; then the connection is closed.
+_LINGER_BYTES = 4 * 2**20
 #: Seconds until the second probe of a client that has closed its sending side.
 _PROBE_SECONDS = 0.05
 #: Seconds from the end of connections whose clients do not read to that of the other requests, when
@@ -152,7 +153,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
         exception_handlers=dict.fromkeys(_ERRORS, _respond_to_error),
     )
-    app.state.limits = service.options.limits
+    app.state.service = service
     app.router.route_class = _LimitedRoute
     _add_information(app, service)
     _add_generation(app, service)
@@ -164,16 +165,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else known
         service.metrics.requests.labels(route, str(status)).inc()
 
-    guard = RequestGuard(app, access, service.options.limits.max_header_bytes, count)
-    if not access.origins:
-        return guard
-    return CORSMiddleware(
-        guard,
-        allow_origins=sorted(access.origins),
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id"],
-    )
+    return RequestGuard(app, access, service.options.limits.max_header_bytes, count)
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
@@ -181,8 +173,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         return error.response
     if isinstance(error, RequestValidationError):
-        is_chat = request.url.path == "/v1/chat/completions"
-        return invalid_request(ChatRequest if is_chat else CompletionRequest, error).response
+        return not_an_object().response  # the body is empty; `LimitedRequest` checks others
     if isinstance(error, HTTPException):
         words = {404: "there is nothing here", 405: "this can't be asked with this method"}
         message = words.get(error.status_code, str(error.detail))
@@ -361,7 +352,7 @@ class EventStream(Response):
 class LimitedProtocol(H11Protocol):
     """uvicorn's HTTP connection with additional time limits: uvicorn waits without limit for the
     head of a request (its first line and headers), for a client to read, and for the rest of a
-    refused request's body.
+    refused request's body. The limit of connections holds for those without a request, too.
 
     Attributes:
         limits: limits of a server's connections.
@@ -374,8 +365,25 @@ class LimitedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._phase = ""
+        self._phase_start = 0.0
+        self._discarded = 0
         super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._make_room()
         self._watch()
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for a head. If there is none, all others
+        have a request, and uvicorn refuses that of this one with status 503."""
+        waiting = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, LimitedProtocol) and connection._phase == "head"
+        ]
+        if waiting:
+            longest = min(waiting, key=lambda connection: connection._phase_start)
+            self.connections.discard(longest)  # connections that are made now don't count it
+            longest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio when the connection is closed."""
@@ -391,6 +399,11 @@ class LimitedProtocol(H11Protocol):
             # and not notice a disconnect. Here, the connection is closed after the response.
             self.cycle.keep_alive = False
             return
+        if self._phase == "discarded":
+            self._discarded += len(data)
+            if self._discarded > _LINGER_BYTES:
+                self.transport.abort()
+                return
         super().data_received(data)
         if self._is_answering():
             if self.conn.trailing_data[0]:
@@ -456,7 +469,7 @@ class LimitedProtocol(H11Protocol):
         else:
             phase, seconds = "request", None
         if phase != self._phase:
-            self._phase = phase
+            self._phase, self._phase_start, self._discarded = phase, self.loop.time(), 0
             self._set_deadline(seconds)
 
     def _set_deadline(self, seconds: float | None) -> None:
@@ -537,16 +550,18 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A context in which SIGHUP (a closed terminal) ends the server, too; with nohup, it stays
-        ignored."""
-        is_main = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGHUP)
-        with super().capture_signals():
-            if is_main and before != signal.SIG_IGN:
-                signal.signal(signal.SIGHUP, self.handle_exit)
+        """A context in which SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server. Unlike
+        in uvicorn's own, ignored signals stay ignored (`nohup`, `serve ... &` in a script)."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    before[number] = signal.signal(number, self.handle_exit)
+        try:
             yield
-            if is_main:
-                signal.signal(signal.SIGHUP, before)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called on a signal. Without uvicorn's own method, signals are not raised again at the

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -37,6 +38,8 @@ from firstlight.serving.scheduler import (
     StoppedError,
     Update,
 )
+
+T = TypeVar("T")
 
 #: Greatest size of a small body, in bytes; it takes milliseconds to encode.
 _SMALL_BODY_BYTES = 32 * 2**10
@@ -105,7 +108,7 @@ class Service:
             deliver=self._deliver,
         )
         self.metrics = ServerMetrics(self.scheduler)
-        # A large body takes seconds to encode; small ones do not wait for it.
+        # A large body takes seconds to parse and encode; small ones do not wait for it.
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         for executor in (self._large, self._small):
@@ -174,19 +177,29 @@ class Service:
     async def encode(
         self, body: CompletionRequest | ChatRequest, request: Request
     ) -> EncodedRequest:
-        """Encode a request in a thread, so that the event loop does not wait.
+        """Encode a request in a thread.
 
         Args:
             body: the request's fields.
             request: the HTTP request.
 
         Raises:
-            RequestError, ModelError: see `RequestEncoder`.
+            RequestError, ModelError: see `RequestEncoder` and `in_thread`.
+        """
+        return await self.in_thread(request, partial(self.encoder.encode, body))
+
+    async def in_thread(self, request: Request, work_on: Callable[[], T]) -> T:
+        """Do a request's work in the thread for bodies of its size, so that neither the event loop
+        nor small requests wait for large ones.
+
+        Raises:
             ClientGoneError: the client closed the connection.
+            RequestError: status 503 if the server is stopping.
+            Exception: any exception of the work.
         """
         is_small = len(await request.body()) <= _SMALL_BODY_BYTES
         executor = self._small if is_small else self._large
-        work = asyncio.get_running_loop().run_in_executor(executor, self.encoder.encode, body)
+        work = asyncio.get_running_loop().run_in_executor(executor, work_on)
         watcher = asyncio.create_task(_until_gone(request.receive))
         try:
             await asyncio.wait((work, watcher), return_when=asyncio.FIRST_COMPLETED)
@@ -194,6 +207,8 @@ class Service:
                 self.metrics.disconnects.inc()
                 raise ClientGoneError
             return work.result()
+        except asyncio.CancelledError:  # see `Server`
+            raise stopping() from None
         finally:
             work.cancel()  # the bodies of waiting requests would take memory
             watcher.cancel()
