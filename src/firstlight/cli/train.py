@@ -152,7 +152,10 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     help="Train with N processes on this machine; auto: one for each GPU.",
 )
 @click.option(
-    "--nnodes", type=click.IntRange(1), help="With --nproc: number of machines.  [default: 1]"
+    "--nnodes",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --nproc: number of machines.",
 )
 @click.option("--node-rank", type=int, help="With --nnodes: number of this machine, from 0.")
 @click.option(
@@ -163,8 +166,8 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
-    help="With --nproc: number of restarts from the newest checkpoint after a process fails.  "
-    "[default: 0]",
+    metavar="N",
+    help="With --nproc: number of restarts from the newest checkpoint after a process fails.",
 )
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
     """Train a model on texts, or by a recipe.
