@@ -175,7 +175,10 @@ def lacks_memory(error: BaseException) -> bool:
     for it."""
     if isinstance(error, MemoryError):
         return True
-    text = str(error).lower()
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM  # its text can name a file
+    # oneDNN's "primitive descriptor" is about an operator or dtype that it does not support.
+    text = str(error).lower().replace("primitive descriptor", "")
     return isinstance(error, RuntimeError | ImportError | OSError) and any(
         part in text for part in _LACK_OF_MEMORY
     )

@@ -13,6 +13,7 @@ import pytest
 from firstlight.cli.main import firstlight, main
 from firstlight.cli.output import show, write_out
 from firstlight.console import say
+from firstlight.errors import lacks_memory
 
 WILD = "a\x1b[31m\x9b2J\u202eb\tc\r\nd"
 TAMED = "a⟨U+001B⟩[31m⟨U+009B⟩2J⟨U+202E⟩b\tc\nd"
@@ -95,6 +96,34 @@ def test_command_out_of_memory_advises_by_verb(
     monkeypatch.setattr(firstlight, "main", fail)
     assert main([verb, "model"]) == 1
     assert capsys.readouterr().err.startswith(f"firstlight: error: out of memory: {advice}")
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for a matmul primitive"), False),
+        (FileNotFoundError(errno.ENOENT, "No such file", "out of memory.txt"), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+    ],
+)
+def test_lack_of_memory_is_told_from_other_errors(error: Exception, expected: bool) -> None:
+    assert lacks_memory(error) is expected
+
+
+def test_other_error_counts_as_lack_of_memory_only_under_a_low_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("The size of tensor a (3) must match")
+
+    monkeypatch.setattr(firstlight, "main", fail)
+    monkeypatch.setattr("firstlight.cli.main._address_limit", lambda: 10**9)
+    assert main(["info", "model"]) == 1
+    assert "out of memory" in capsys.readouterr().err
+    monkeypatch.setattr("firstlight.cli.main._address_limit", lambda: 61 * 10**9)
+    with pytest.raises(RuntimeError, match="of tensor a"):
+        main(["info", "model"])
 
 
 def test_command_short_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from firstlight.data.records import read_records
 from firstlight.data.sources import find_sources
-from firstlight.data.tables import _plan
+from firstlight.data.tables import _longest_found, _longest_shared, _page_head, _plan
 from firstlight.errors import InputError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -38,7 +38,31 @@ def values_of(path: Path, key: str | None = "text") -> list[Any]:
     return [record.value for record in read_records(find_sources([path], (".parquet",)), key)]
 
 
-def test_texts_share_values_in_memory(tmp_path: Path) -> None:
+def test_short_texts_are_read_in_large_batches(tmp_path: Path) -> None:
+    # The dictionary's page has 1.6 MB, its texts have 16 characters each.
+    path = write(tmp_path / "a.parquet", [f"{row:016}" for row in range(80_000)])
+    assert plan_of(path) == (1024, [])
+    assert [value["text"] for value in values_of(path)] == [f"{row:016}" for row in range(80_000)]
+    page_bytes = _longest_shared(path, parquet.read_metadata(path).row_group(0).column(0))
+    assert _longest_found(path, "text", 0, page_bytes) == 16
+    # A page of which less is seen.
+    assert _longest_found(path, "text", 0, page_bytes + 1) == page_bytes + 1
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "columns"), [(1, 64, []), (4, 16, []), (9, 1024, ["text"])]
+)
+@pytest.mark.parametrize("first", [0, None])
+def test_a_long_text_is_shared_by_few_rows_or_in_memory(
+    tmp_path: Path, size: int, rows: int, columns: list[str], first: int | None
+) -> None:
+    # Four bytes less, so that the page of the dictionary has the size. A null hides the dictionary.
+    text = "a" * (size * _MEGABYTE - 4)
+    path = write(tmp_path / "a.parquet", shared(text, [first, *[0] * 2000]), compression="zstd")
+    assert plan_of(path) == (rows, columns)
+
+
+def test_long_texts_share_values_in_memory(tmp_path: Path) -> None:
     # Nulls first, so that the first page does not show the shared text.
     rows = [None, *[0] * 2000]
     path = write(tmp_path / "a.parquet", shared("a" * 20 * _MEGABYTE, rows), compression="zstd")
@@ -52,16 +76,29 @@ def test_texts_share_values_in_memory(tmp_path: Path) -> None:
         values_of(path)
 
 
-def test_short_texts_are_all_read(tmp_path: Path) -> None:
-    texts = [f"{row:016}" for row in range(80_000)]
-    assert [value["text"] for value in values_of(write(tmp_path / "a.parquet", texts))] == texts
+#: Counts the bytes of a test. It has to live as long as the memory.
+_COUNTED = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
 
 
-def test_only_the_columns_that_are_read_are_planned(tmp_path: Path) -> None:
+def test_distinct_texts_of_a_large_row_group_take_the_memory_of_a_batch(tmp_path: Path) -> None:
+    texts = [f"{row:06}" + "a" * 4000 for row in range(10_000)]
+    path = write(tmp_path / "a.parquet", texts)
+    assert parquet.read_metadata(path).num_row_groups == 1
+    usual = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(_COUNTED)
+    try:
+        assert [value["text"] for value in values_of(path)] == texts
+    finally:
+        pyarrow.set_memory_pool(usual)
+    # A batch has 4 MB, the row group 40 MB.
+    assert _MEGABYTE < _COUNTED.max_memory() < 16 * _MEGABYTE
+
+
+def test_another_column_counts_where_it_is_read(tmp_path: Path) -> None:
     table = {"text": ["x"] * 3, "other": shared("a" * 20 * _MEGABYTE, [0, 0, 0])}
     parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet", store_schema=False)
-    assert plan_of(tmp_path / "a.parquet", ["text"]) == (1024, ["text"])
-    assert plan_of(tmp_path / "a.parquet") == (1024, ["text", "other"])
+    assert plan_of(tmp_path / "a.parquet", ["text"]) == (1024, [])
+    assert plan_of(tmp_path / "a.parquet") == (1024, ["other"])
 
 
 def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path: Path) -> None:
@@ -70,9 +107,8 @@ def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path:
     assert plan_of(path) == (1024, ["text.list.element"])
     with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
         values_of(path, None)
-    few = pyarrow.ListArray.from_arrays([0, 40], shared("a" * _MEGABYTE, [0] * 40))
-    (row,) = values_of(write(tmp_path / "b.parquet", few), None)
-    assert row == {"text": ["a" * _MEGABYTE] * 40}
+    few = pyarrow.ListArray.from_arrays([0, 60], shared("a" * (_MEGABYTE - 4), [0] * 60))
+    assert plan_of(write(tmp_path / "b.parquet", few)) == (1024, [])
 
 
 @pytest.mark.parametrize(
@@ -128,3 +164,17 @@ def test_texts_that_share_their_beginnings_are_read_in_small_batches(tmp_path: P
 def test_values_of_a_fixed_width_are_read_in_small_batches(tmp_path: Path) -> None:
     wide = pyarrow.array([b"a" * _MEGABYTE] * 100, pyarrow.binary(_MEGABYTE))
     assert plan_of(write(tmp_path / "a.parquet", wide, compression="zstd")) == (64, [])
+
+
+@pytest.mark.parametrize(
+    ("head", "found"),
+    [
+        (b"\x15\x04\x15\x80\x80\x80\x01\x15", (2, 1 << 20)),
+        (b"\x15\x00\x15\x03\x15", (0, -2)),
+        (b"\x15\x04\x25\x02", (None, 0)),  # another field
+        (b"\x15\x04\x15\xff\xff", (None, 0)),  # cut short
+        (b"", (None, 0)),
+    ],
+)
+def test_the_head_of_a_page_has_its_type_and_size(head: bytes, found: tuple[Any, int]) -> None:
+    assert _page_head(head) == found

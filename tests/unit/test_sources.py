@@ -100,6 +100,10 @@ _CHINESE = (
 _KOREAN = "나랏말싸미 중국에 달아 문자와로 서로 사맛디 아니할세 이런 젼차로 어린 백성이.\n" * 5
 _FRENCH = "Voilà où étaient brûlés, à côté, les mûriers âgés: été, août, forêt, goût.\n" * 2
 _RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю; а потом ещё.\n"
+_UKRAINIAN = "Садок вишневий коло хати, хрущі над вишнями гудуть, плугатарі з плугами йдуть.\n"
+_LITHUANIAN = (
+    "Visi žmonės gimsta laisvi ir lygūs savo orumu ir teisėmis. Ąžuolas, šuo, žąsis.\n" * 3
+)
 _POLISH = "Zażółć gęślą jaźń, wieść o pchnięciu w tę łódź jeża i ośm skrzyń fig.\n" * 3
 _GREEK = "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία, και τρέχω στην άκρη της πόλης.\n" * 3
 _ARABIC = "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر ومغلف بجلد أزرق.\n" * 3
@@ -465,6 +469,12 @@ def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
         (_ARABIC.encode("cp1256"), 1, "byte 0xe4 is not UTF-8{} -f CP1256 "),
         (_POLISH.encode("iso8859-2"), 1, "byte 0xbf is not UTF-8{} -f ENCODING "),
         (_RUSSIAN.encode("cp1251"), 1, "byte 0xd1 is not UTF-8{} -f CP1251 "),
+        (_RUSSIAN.encode("iso8859-5") * 400, 1, "byte 0xc1 is not UTF-8{} -f ISO8859-5 "),
+        (_ARABIC.encode("iso8859-6"), 1, "byte 0xe6 is not UTF-8{} -f ENCODING "),
+        (f"Άκου: {_GREEK}".encode("iso8859-7"), 1, "byte 0xb6 is not UTF-8{} -f ENCODING "),
+        (_UKRAINIAN.encode("koi8-u"), 1, "byte 0xf3 is not UTF-8{} -f KOI8-U "),
+        (_UKRAINIAN.encode("mac-cyrillic"), 1, "byte 0x91 is not UTF-8{} -f ENCODING "),
+        (_LITHUANIAN.encode("cp775"), 1, "byte 0xd8 is not UTF-8{} -f ENCODING "),
         (_RUSSIAN.encode("koi8-r"), 1, "byte 0xf3 is not UTF-8{} -f KOI8-R "),
         (b"# coding: iso-8859-15\nx = '\xa4'\n", 2, "byte 0xa4 is not UTF-8{} -f ISO8859-15 "),
         ("Grüße\n".encode() * 3 + b"\xff\n", 4, "byte 0xff is not UTF-8{} -c -f UTF-8 "),

@@ -61,12 +61,26 @@ _AFTER_INTERRUPTION = {
 
 #: Bytes of address space that the import of torch takes. With less, C++ code aborts the process.
 _LEAST_ADDRESSES = 600_000_000
+#: Limit of the address space in bytes below which torch with a small model may lack memory.
+_FEW_ADDRESSES = 4_000_000_000
 
 #: Prefix of the file names of importlib's own frames.
 _IMPORT_MACHINERY = "<frozen importlib"
-#: Part of the file names of torch's internal modules. C++ code calls functions in them, such as
-#: `find_torch_dispatch_rule` for fake tensors, and aborts the process if one raises an exception.
-_TORCH_INTERNALS = f"{os.sep}torch{os.sep}_"
+#: Parts of the file names of torch's modules for fake tensors, on which a plan is traced. C++ code
+#: calls functions in them, such as `find_torch_dispatch_rule`, and aborts the process if one raises
+#: an exception.
+_TORCH_INTERNALS = tuple(
+    f"{os.sep}torch{os.sep}{name}"
+    for name in (
+        "_decomp",
+        "_library",
+        "_meta_registrations",
+        "_ops",
+        "_prims",
+        "_refs",
+        "_subclasses",
+    )
+)
 
 #: Seconds after which a signal that arrived during an import is raised again.
 _SOON = 0.001
@@ -185,8 +199,7 @@ def _swallows_exceptions(frame: FrameType | None) -> bool:
         name = frame.f_code.co_filename
         if name.startswith(_IMPORT_MACHINERY):
             return True
-        # All of a backward pass is within `Tensor.backward` of _tensor.py.
-        if _TORCH_INTERNALS in name and not name.endswith("_tensor.py"):
+        if any(part in name for part in _TORCH_INTERNALS):
             return True
         frame = frame.f_back
     return False
@@ -331,8 +344,7 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
         discard_stdout()
         return 1
     except (MemoryError, OSError, RuntimeError, ImportError, SystemError) as error:
-        # With a limit of the address space, libraries report a lack of memory in any words.
-        if lacks_memory(error) or (_address_limit() and not isinstance(error, OSError)):
+        if lacks_memory(error) or _follows_from_little_memory(error):
             return _fail(_out_of_memory(arguments, error), "MemoryError", 1, as_json)
         if not isinstance(error, OSError):
             raise
@@ -349,9 +361,15 @@ def _usage_error(error: click.ClickException, program: str) -> str:
     return f"{error.format_message().rstrip('.')}: see {path} --help"
 
 
+def _follows_from_little_memory(error: BaseException) -> bool:
+    """True if an error is most likely about too little memory, because the limit of the address
+    space is low: libraries then fail with errors of any text."""
+    is_other = isinstance(error, OSError | ModuleNotFoundError)
+    return 0 < _address_limit() < _FEW_ADDRESSES and not is_other
+
+
 def _address_limit() -> int:
-    """The limit of this process's address space in bytes (`ulimit -v`), 0 without a limit. Where
-    there is one, libraries that get no memory fail with errors of any text."""
+    """The limit of this process's address space in bytes (`ulimit -v`), 0 without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return 0 if limit == resource.RLIM_INFINITY else limit
 

@@ -196,7 +196,7 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
         for name in paths:
             is_recipe = Path(name).suffix.lower() in (".yaml", ".yml")
             if not is_recipe and not Path(name).expanduser().exists():
-                raise ConfigError(missing_input(name))
+                raise ConfigError(f"{missing_input(name)}, or a recipe (.yaml)")
     path, overrides = split_arguments(arguments, "train", is_run=options["cooldown"] is not None)
     for name in TEXT_OPTIONS:
         if options.pop(name) not in (None, False, ()):

@@ -110,9 +110,10 @@ def encoding_of(head: bytes, path: Path) -> str:
 #: alphabets than the Latin one, and those of the Latin one.
 _WIDE = ("utf_32_le", "utf_32_be", "utf_16_le", "utf_16_be")
 _NOT_LATIN = tuple(
-    "cp932 euc_jp gb18030 big5 cp949 cp1251 koi8_r cp866 cp1253 cp1255 cp1256 cp874".split()
+    "cp932 euc_jp gb18030 big5 cp949 cp1251 koi8_r koi8_u cp866 iso8859_5 cp1253 iso8859_7 "
+    "cp1255 iso8859_8 cp1256 iso8859_6 cp874".split()
 )
-_LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 mac_roman iso8859_2".split())
+_LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 cp775 mac_roman iso8859_2".split())
 #: Fewest bytes outside ASCII by which an encoding is told, and by how much other encodings must be
 #: worse in charset-normalizer's measure of disorder.
 _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05

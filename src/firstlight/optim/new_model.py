@@ -1,6 +1,6 @@
 """Initial weights, optimizer and schedule of a new model: the settings with the lowest validation
-loss after the same tokens in `benchmarks learning` (docs/learning.md). They assume norms on
-queries and keys and an untied head.
+loss after the same tokens in `python -m benchmarks learning` (docs/learning.md). They assume norms
+on queries and keys and an untied head.
 
 This module does not import torch, so that settings can be resolved before torch is loaded.
 """

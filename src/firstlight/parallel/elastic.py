@@ -159,6 +159,9 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"could not be reached, or not all {options.nnodes} machines connected "
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             )
+            if not agent.failed:
+                # Not closed either: the other machines may still be waiting for each other.
+                raise RankError(f"the rendezvous {options.endpoint} {problem}") from error
         if agent.failed and options.nnodes > 1:
             # This process may host the store from which ranks of other machines read the failure.
             time.sleep(_LINGER_SECONDS)

@@ -2,8 +2,8 @@
 loss.
 
 Constants without another source were measured with models of 0.8 to 5 million parameters that were
-trained on the source code of Python's standard library (`benchmarks learning`). For larger
-models they are extrapolated by the published scaling laws that are named here.
+trained on the source code of Python's standard library (`python -m benchmarks learning`). For
+larger models they are extrapolated by the published scaling laws that are named here.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from firstlight.planner.advise.model import (
     Suggestion,
     model_ladder,
     suggest,
+    tokens_in_time,
     usual_text,
     with_steps,
 )
@@ -44,6 +45,7 @@ from firstlight.planner.plan.machine import (
 )
 from firstlight.planner.plan.search import best_estimate, nearest_estimates, open_micro_batch
 from firstlight.planner.speed.alignment import alignment_warnings
+from firstlight.planner.speed.timed import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.resolve import resolve
 
@@ -347,6 +349,11 @@ def _for_budget(
             suggestion = resolve(suggestion, facts_of(suggestion, machine))
         estimate = best_estimate(suggestion, machine, estimator)
         of_own = estimate is not None and "optimizer.name" not in estimate.changes
+        if estimate is not None and estimate.fits and estimate.tokens_per_second is None:
+            # Steps of DeepSpeed and of an offloaded state are not timed.
+            rate_here = speed.tokens_per_second(found.flops, found.global_batch_tokens)
+            usual = usual_speed(estimate.recipe, rate_here, machine.hardware)
+            estimate = dataclasses.replace(estimate, speed=usual)
         if estimate is None or not of_own or estimate.tokens_per_second is None:
             # Next a model that is a fifth smaller, but not smaller than one that is known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
@@ -480,7 +487,7 @@ def _in_time(
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
-        tokens = min(budget.seconds * speed, epochs * text.train_tokens)
+        tokens = tokens_in_time(speed, budget.seconds, text, epochs)
         steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, text)
         changes = {"schedule.max_steps": steps}

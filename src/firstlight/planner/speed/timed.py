@@ -170,3 +170,26 @@ def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> Sp
         phases={"passes": micro_batches * step.passes / gain, "optimizer": step.update / gain},
         source=source,
     )
+
+
+def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> SpeedPrediction:
+    """The speed of a recipe whose steps can't be timed, from that of new models of its size.
+
+    Args:
+        recipe: the resolved recipe.
+        rate: tokens per second of a new model of its size on this machine.
+        hardware: the device to run on.
+    """
+    seq_len = recipe.data.seq_len
+    tokens = recipe.batch.accumulation(seq_len) * recipe.batch.rows * seq_len
+    seconds = Range.around(tokens / rate, _SCALED_ERROR)
+    rates = Range(*(tokens / one for one in seconds))
+    flops = train_flops_per_token(meta_model(recipe.model), seq_len)
+    peak = _peak_flops(hardware.device, dtype_of(recipe.efficiency.precision))
+    return SpeedPrediction(
+        step_seconds=seconds,
+        tokens_per_second=rates,
+        mfu=Range(*(one * flops / peak for one in rates)),
+        phases={},
+        source="new models of this size timed here, without DeepSpeed and offloading",
+    )
