@@ -469,7 +469,8 @@ class LimitedProtocol(H11Protocol):
         else:
             phase, seconds = "request", None
         if phase != self._phase:
-            self._phase, self._phase_start, self._discarded = phase, self.loop.time(), 0
+            self._phase, self._phase_start = phase, self.loop.time()
+            self._discarded = 0
             self._set_deadline(seconds)
 
     def _set_deadline(self, seconds: float | None) -> None:
