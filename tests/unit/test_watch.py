@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,29 @@ def test_it_waits_for_a_folder_that_is_not_there_yet(
         "step 4/4  loss 4.600  1,000 tokens/s  0.00 GiB  0 s left",
         "the run is complete: step 4/4",
     ]
+
+
+def test_it_waits_while_texts_are_prepared_in_the_folder(
+    tmp_path: Path,
+    run: Path,
+    pauses: list[Callable[[], object]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(run, 1, 2, 3, 4)
+    preparing = tmp_path / "preparing"
+    preparing.mkdir()
+    (preparing / "pipeline.json").write_text("{}", encoding="utf-8")
+    lock = (preparing / LOCK_NAME).open("w", encoding="utf-8")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def begin() -> None:
+        for path in run.iterdir():
+            path.rename(preparing / path.name)
+        lock.close()
+
+    pauses += [lambda: None, begin]
+    assert main(["watch", str(preparing)]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "the run is complete: step 4/4"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

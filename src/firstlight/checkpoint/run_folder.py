@@ -132,10 +132,15 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
                         path.rmdir()
 
 
-def is_held(folder: Path) -> bool:
-    """True if a process has locked the run folder: a run is active there."""
+def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
+    """True if a process has locked the run folder: a run is active there.
+
+    Args:
+        folder: the run folder.
+        lock_name: name of the lock file in it.
+    """
     try:
-        opened = os.open(folder / _LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        opened = os.open(folder / lock_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

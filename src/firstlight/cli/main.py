@@ -101,7 +101,7 @@ class Terminated(BaseException):
 
 
 @contextlib.contextmanager
-def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
+def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> Iterator[None]:
     """Inside the block, SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, SIGINT KeyboardInterrupt.
 
     Ignored signals (nohup) stay ignored. In other threads than the main one, nothing changes.
@@ -113,8 +113,9 @@ def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
 
     Args:
         as_json: when the process ends in an import, also print the error as a JSON object.
+        advice: what to do after an interruption, as text that follows "interrupted".
     """
-    handlers = _SignalHandlers(as_json)
+    handlers = _SignalHandlers(as_json, advice)
     handlers.install()
     try:
         yield
@@ -125,8 +126,9 @@ def cleaning_up_when_terminated(*, as_json: bool = False) -> Iterator[None]:
 class _SignalHandlers:
     """The handlers of signals of `cleaning_up_when_terminated`."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, advice: str) -> None:
         self._as_json = as_json
+        self._advice = advice
         # The last signal that arrived during an import, and the time of the first one.
         self._waiting: tuple[int, float] | None = None
         self._before: dict[int, Any] = {}
@@ -160,7 +162,7 @@ class _SignalHandlers:
             now = time.monotonic()
             first = self._waiting[1] if self._waiting is not None else now
             if now - first > _LONGEST_WAIT:
-                _end_now(number, self._as_json)
+                _end_now(number, self._as_json, self._advice)
             self._waiting = number, first
             signal.setitimer(signal.ITIMER_REAL, _SOON)
             return
@@ -181,15 +183,16 @@ class _SignalHandlers:
                 self._waiting = None
 
 
-def _end_now(number: int, as_json: bool) -> None:
+def _end_now(number: int, as_json: bool, advice: str) -> None:
     """End the process as after the exception of a signal, without unwinding."""
     word = "interrupted" if number == signal.SIGINT else "terminated"
+    message = f"{word}{advice}" if number == signal.SIGINT else word
     # Not by `_fail`: Python's streams do not allow a write during another write.
     with contextlib.suppress(OSError):
-        os.write(2, f"firstlight: error: {word}\n".encode())
+        os.write(2, f"firstlight: error: {message}\n".encode())
     if as_json:
         with contextlib.suppress(OSError):
-            os.write(1, _json_error(word.capitalize(), word).encode())
+            os.write(1, _json_error(word.capitalize(), message).encode())
     os._exit(128 + number)
 
 
@@ -314,6 +317,7 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     """Run the command line; returns the exit code, see `main`."""
     environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
+    again = _AFTER_INTERRUPTION.get(next(iter(arguments), ""), "")
     if 0 < _address_limit() < _LEAST_ADDRESSES and not {"-h", "--help"} & set(arguments):
         message = (
             f"the shell limits the address space to {_address_limit() / 1e9:.2f} GB (ulimit -v), "
@@ -321,7 +325,7 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
         )
         return _fail(message, "MemoryError", 1, as_json)
     try:
-        with cleaning_up_when_terminated(as_json=as_json):
+        with cleaning_up_when_terminated(as_json=as_json, advice=again):
             exit_code: int | None = command.main(
                 arguments, prog_name=program, standalone_mode=False
             )
@@ -335,7 +339,6 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        again = _AFTER_INTERRUPTION.get(next(iter(arguments), ""), "")
         return _fail(f"interrupted{again}", "Interrupted", 130, as_json)
     except Terminated as signal_:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)

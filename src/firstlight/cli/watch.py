@@ -146,11 +146,14 @@ def _show(
 
 def _wait_for_run(folder: Path) -> None:
     from firstlight.checkpoint.run_folder import is_held
+    from firstlight.pipeline.run_folder import LOCK_NAME
     from firstlight.run_log.reader import require_run
 
     said = False
     while not is_held(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        # `train TEXTS` prepares texts in the folder before its run begins.
+        is_preparing = is_held(folder, LOCK_NAME)
+        if not is_preparing and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             require_run(folder)
             return
         if not said:
