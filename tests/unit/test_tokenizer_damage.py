@@ -33,6 +33,7 @@ from tokenizer_files import (
 from tokenizers import models
 
 from firstlight.errors import TokenizerError
+from firstlight.files.limits import LimitedProcess
 from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer, formats, parts, train_tokenizer
 
 
@@ -357,13 +358,13 @@ def test_from_pretrained_of_file_that_changes_for_its_trial_is_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _rewritten(tmp_path, normalizer=_steps(*[("a", "a" * 9)] * 9))
-    call = formats.LimitedProcess.call
+    call = LimitedProcess.call
 
-    def change_and_call(self: formats.LimitedProcess, request: Any, *, seconds: float) -> Any:
+    def change_and_call(self: LimitedProcess, request: Any, *, seconds: float) -> Any:
         _rewritten(tmp_path)
         return call(self, request, seconds=seconds)
 
-    monkeypatch.setattr(formats.LimitedProcess, "call", change_and_call)
+    monkeypatch.setattr(LimitedProcess, "call", change_and_call)
     with pytest.raises(TokenizerError, match="was changed while it was read: try again"):
         Tokenizer.from_pretrained(path)
 

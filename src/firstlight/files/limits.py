@@ -105,8 +105,8 @@ class LimitedProcess:
                 try:
                     self._exchange([self._factory, self._arguments, self._memory], _START_SECONDS)
                 except LimitExceededError:
-                    code = process.returncode
-                    raise self._cannot_start(f"exit code {code}") from None
+                    reason = f"exit code {process.returncode}"
+                    raise self._cannot_start(reason) from None
                 except BaseException:
                     self.close()
                     raise
