@@ -68,6 +68,12 @@ _TOKENIZERS: dict[str, Build] = {
         *[replace("a", "b" * 10), replace("b", "a" * 10)] * 4
     ),
     "a replacement of nothing": normalizers(*[replace("", "a" * 50, "Regex")] * 3),
+    "a replacement of a letter that no trial has": normalizers(
+        replace(r"\x{4e00}", "y" * 9000, "Regex")
+    ),
+    "a decoder's replacement of one letter": encoding(
+        decoder={"type": "Sequence", "decoders": [replace(r"\x68", "y" * 9000, "Regex")]}
+    ),
     "a long text before each": normalizers({"type": "Prepend", "prepend": "a" * _MILLION}),
     "100,000 steps of a normalizer": normalizers(*[{"type": "Lowercase"}] * 100_000),
     "bytes as characters of bytes": normalizers(*[{"type": "ByteLevel"}] * 20),

@@ -136,7 +136,7 @@ def attempt(case: dict[str, str]) -> dict[str, Any]:
         error = caught
     seconds = time.process_time() - start
     watch.watching = False
-    chat_template._CHILD.close()  # what a child took is known when it has ended
+    chat_template._CHILD.process.close()  # what a child took is known when it has ended
     of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds += of_children.ru_utime + of_children.ru_stime
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from firstlight.tokenizer.chat_template import (
     render_chat,
     required_tokens,
 )
+from waiting import PATIENCE_SECONDS
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 HI = [{"role": "user", "content": "hi"}]
@@ -372,6 +374,12 @@ def test_render_chat_of_built_in_template_starts_no_process(
 def test_render_chat_of_long_conversation_is_its_text(template: str) -> None:
     messages = [{"role": "user", "content": "word " * 400 + str(i)} for i in range(2000)]
     assert rendered(template, messages).count("<|im_end|>") == 2000
+
+
+def test_render_chat_waits_for_no_template_of_another_thread() -> None:
+    rendered("{{ 1 }}")
+    with chat_template._CHILD.process.lock, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(rendered, "{{ 2 }}").result(PATIENCE_SECONDS) == "2"
 
 
 def test_render_chat_in_several_threads_gives_each_its_text() -> None:

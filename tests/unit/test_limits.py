@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
-from firstlight.errors import DataError
+from firstlight.errors import DataError, FirstlightError
 from firstlight.files import limits
 from firstlight.files.limits import LimitedProcess, LimitExceededError
 from waiting import PATIENCE_SECONDS
@@ -134,6 +135,25 @@ def test_child_that_cannot_be_made_raises_and_is_ended(limited: Make) -> None:
         with pytest.raises(RuntimeError, match="builtins:eval failed: ZeroDivisionError"):
             process.call(0, seconds=1)
     assert len(psutil.Process().children()) == before
+
+
+@pytest.mark.parametrize(
+    "python, reason",
+    [("false", "exit code 1"), ("nowhere", "No such file or directory.*")],
+)
+def test_child_that_cannot_start_is_told_apart_from_a_call_beyond_limits(
+    python: str, reason: str, limited: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "false"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o700)
+    process = limited("lambda x: x")
+    with monkeypatch.context() as context:
+        context.setattr(sys, "executable", str(tmp_path / python))
+        with pytest.raises(FirstlightError, match=rf"can't start \({reason}\): free") as caught:
+            process.call(1, seconds=1)
+    assert not isinstance(caught.value, LimitExceededError)
+    assert process.call(1, seconds=1) == 1
 
 
 def test_calls_of_several_threads_get_their_own_answers(limited: Make) -> None:

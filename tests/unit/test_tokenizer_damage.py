@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ from tokenizer_files import (
 from tokenizers import models
 
 from firstlight.errors import TokenizerError
+from firstlight.files.limits import LimitedProcess
 from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer, formats, parts, train_tokenizer
 
 
@@ -250,6 +253,18 @@ def _steps(*pairs: tuple[str, str]) -> dict[str, Any]:
     return {"type": "Sequence", "normalizers": steps}
 
 
+def _replaced(*pairs: tuple[str, str]) -> dict[str, Any]:
+    """A normalizer that replaces what regular expressions match."""
+    steps = [{"type": "Replace", "pattern": {"Regex": a}, "content": b} for a, b in pairs]
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _charsmap(length: int) -> str:
+    """A sentencepiece map of characters with an empty trie, and a text of `length` bytes."""
+    trie = bytes(1024)
+    return base64.b64encode(len(trie).to_bytes(4, "little") + trie + b"y" * length + b"\0").decode()
+
+
 def test_from_pretrained_of_harmless_foreign_tokenizer_tries_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,8 +299,34 @@ def test_from_pretrained_of_own_tokenizer_starts_no_process(
             r"makes [\d,]+ tokens or characters of a text of 45 characters: no real tokenizer does",
         ),
         (
-            {"normalizer": _steps(*[("a", "a" * 99)] * 9)},
+            {"normalizer": _steps(*[("a", "a" * 9)] * 9)},
             r"takes more than 1 s of processor time or 48 MiB of memory to load and to encode",
+        ),
+        # A character that only a text of the trial has.
+        (
+            {"normalizer": _replaced((r"\x68", "y" * 16), (r"\x79", "z" * 16))},
+            r"makes [\d,]+ tokens or characters of a text of 64 characters",
+        ),
+        # A character that no text of the trial has, but a text of the file, if it is repeated.
+        (
+            {
+                "normalizer": _replaced(
+                    (r"\x{0416}", "ж" * 16), (r"\x{0436}", "ф" * 4), (r"\x{0444}", "ю" * 8)
+                )
+            },
+            r"makes [\d,]+ tokens or characters of a text of 944 characters",
+        ),
+        (
+            {"normalizer": _replaced((r"\x{4e00}", "y" * 17))},
+            "has a Replace in its normalizer that makes 17 characters of 1: no real",
+        ),
+        (
+            {"decoder": _steps(("ab", "y" * 33))["normalizers"][0]},
+            "has a Replace in its decoder that makes 33 characters of 2: no real",
+        ),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": _charsmap(257)}},
+            "has a map of characters that makes 257 bytes of one character",
         ),
         ({"normalizer": _steps(("a", "b" * 10_001))}, "has texts of 10,0.. characters in its norm"),
         (
@@ -311,6 +352,41 @@ def test_from_pretrained_of_harmful_tokenizer_is_one_clear_error(
     with pytest.raises(TokenizerError, match=rf"tokenizer .*tokenizer\.json {message}"):
         Tokenizer.from_pretrained(_rewritten(tmp_path, **sections))
     assert capfd.readouterr().err == ""
+
+
+def test_from_pretrained_of_file_that_changes_for_its_trial_is_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _rewritten(tmp_path, normalizer=_steps(*[("a", "a" * 9)] * 9))
+    call = LimitedProcess.call
+
+    def change_and_call(self: LimitedProcess, request: Any, *, seconds: float) -> Any:
+        _rewritten(tmp_path)
+        return call(self, request, seconds=seconds)
+
+    monkeypatch.setattr(LimitedProcess, "call", change_and_call)
+    with pytest.raises(TokenizerError, match="was changed while it was read: try again"):
+        Tokenizer.from_pretrained(path)
+
+
+def test_encode_of_text_on_which_a_pattern_panics_is_one_clear_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stage = json.loads(parts.byte_level_split("(一+)+x|.").__getstate__())
+    tokenizer = Tokenizer.from_pretrained(_rewritten(tmp_path, pre_tokenizer=stage))
+    for text in ("一" * 60 + "y", "一" * 60 + "y" * 20_000):  # the second one in a thread
+        with pytest.raises(TokenizerError, match="the tokenizer can't encode this text"):
+            tokenizer.encode(text)
+    assert capfd.readouterr().err == ""
+    assert tokenizer.decode(tokenizer.encode("一x")) == "一x"
+
+
+def test_muted_library_passes_on_what_others_write(capfd: pytest.CaptureFixture[str]) -> None:
+    with parts.library_errors("fails", muted=True):
+        os.write(2, b"kept")
+        with parts.library_errors("fails", muted=True):  # as in another thread
+            os.write(2, b" too")
+    assert capfd.readouterr().err == "kept too"
 
 
 def test_from_pretrained_of_tokenizer_without_unknown_token_loads(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from firstlight import errors
-from firstlight.errors import FirstlightError
+from firstlight.errors import FirstlightError, describe_os_error
 
 #: Seconds between two looks at the child's memory, and after which a call is given up, per second
 #: of processor time that it may take. The latter has room for a busy machine.
@@ -72,7 +72,11 @@ class LimitedProcess:
         _ALL.add(self)
 
     def start(self) -> int:
-        """Start the child if it does not run; return the number of starts so far."""
+        """Start the child if it does not run; return the number of starts so far.
+
+        Raises:
+            FirstlightError: the child can't start, or the factory raised this error.
+        """
         with self.lock:
             if self._process is None:
                 self._connection, theirs = Pipe()
@@ -81,26 +85,40 @@ class LimitedProcess:
                     # folder, whose modules could hide others.
                     paths = [path for path in sys.path if path]
                     code = f"import sys; sys.path[:] = {paths!r}; " + _CHILD_CODE
-                    self._process = subprocess.Popen(
-                        [sys.executable, "-P", "-c", code, str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,
-                        start_new_session=True,
-                        # A page about a panic of Rust code would take 50 MB, and is not shown.
-                        env={**os.environ, "RUST_BACKTRACE": "0"},
-                    )
-                self._finalizer = weakref.finalize(self, _end, self._process, self._connection)
+                    try:
+                        self._process = subprocess.Popen(
+                            [sys.executable, "-P", "-c", code, str(theirs.fileno())],
+                            pass_fds=[theirs.fileno()],
+                            stdin=subprocess.DEVNULL,
+                            stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL,
+                            start_new_session=True,
+                            # A page about a panic of Rust code would take 50 MB, and is not shown.
+                            env={**os.environ, "RUST_BACKTRACE": "0"},
+                        )
+                    except OSError as error:
+                        raise self._cannot_start(describe_os_error(error)) from error
+                process = self._process
+                self._finalizer = weakref.finalize(self, _end, process, self._connection)
                 self._starts += 1
                 self._most_resident = sys.maxsize
                 try:
                     self._exchange([self._factory, self._arguments, self._memory], _START_SECONDS)
+                except LimitExceededError:
+                    reason = f"exit code {process.returncode}"
+                    raise self._cannot_start(reason) from None
                 except BaseException:
                     self.close()
                     raise
                 self._most_resident = self._resident() + self._memory
             return self._starts
+
+    def _cannot_start(self, reason: str) -> FirstlightError:
+        module = self._factory.partition(":")[0]
+        return FirstlightError(
+            f"the child process that limits foreign files can't start ({reason}): free memory, or "
+            f"see what `{sys.executable} -c 'import {module}'` says"
+        )
 
     def call(self, request: Any, *, seconds: float) -> Any:
         """The function's result for `request`; both are JSON data.
@@ -111,7 +129,7 @@ class LimitedProcess:
 
         Raises:
             LimitExceededError: the call exceeded a limit, or ended its process.
-            FirstlightError: the function raised this error.
+            FirstlightError: the child can't start, or the function raised this error.
         """
         with self.lock:
             self.start()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -234,8 +235,15 @@ def render_with_beginnings(
     return text, lengths
 
 
-#: Renders the templates that are not built in; it starts with the first of them.
-_CHILD = LimitedProcess("firstlight.tokenizer.chat_template:renderer", memory=_MEMORY)
+class _Child(threading.local):
+    """The process that renders templates that are not built in; it starts with the first of them.
+    Each thread has its own: a slow template of one must not keep the others waiting."""
+
+    def __init__(self) -> None:
+        self.process = LimitedProcess("firstlight.tokenizer.chat_template:renderer", memory=_MEMORY)
+
+
+_CHILD = _Child()
 
 
 def _within_limits(request: dict[str, Any], renderings: int) -> Any:
@@ -255,7 +263,7 @@ def _within_limits(request: dict[str, Any], renderings: int) -> Any:
     if template in CHAT_TEMPLATES.values():
         return _rendered(request)
     try:
-        return _CHILD.call(request, seconds=_SECONDS * renderings)
+        return _CHILD.process.call(request, seconds=_SECONDS * renderings)
     except LimitExceededError as error:
         raise TokenizerError(
             f"the chat template takes {error}: use another one (--chat-template, or chat_template "

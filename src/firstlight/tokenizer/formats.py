@@ -82,6 +82,8 @@ _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 #: Most tokens or characters that a tokenizer may make of one character (some write "\n" as
 #: "<|newline|>"), and put around a text.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
+#: Most bytes that sentencepiece's map of characters may put in the place of one character.
+_LONGEST_MAPPED = 256
 #: Highest id that is accepted; no vocabulary reaches it.
 _HIGHEST_ID = 1 << 26
 #: Most characters of the added tokens of a known tokenizer, as JSON.
@@ -567,7 +569,7 @@ def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
     memory = _TRIAL_MEMORY + len(content) * _MEMORY_PER_BYTE
     child = LimitedProcess("firstlight.tokenizer.formats:trial", memory=memory)
     try:
-        child.call(str(path), seconds=seconds)
+        child.call([str(path), key.hex()], seconds=seconds)
     except LimitExceededError as error:
         raise TokenizerError(
             f"tokenizer {path} takes {error} to load and to encode short texts: use another one"
@@ -591,12 +593,55 @@ def _require_few_characters(path: Path, state: dict[str, Any]) -> None:
                 f"tokenizer {path} has texts of {sum(lengths):,} characters in its {section}: no "
                 "real tokenizer does"
             )
+        # A regular expression or a character can be one that no text of the trial has.
+        for part in _parts(state.get(section)):
+            _require_little_growth(path, section, part)
     longest = state["model"].get("max_input_chars_per_word")
     if isinstance(longest, int) and longest > _LONGEST_WORD:
         raise TokenizerError(
             f"tokenizer {path} takes words of {longest:,} characters for one token: no real "
             "tokenizer does"
         )
+
+
+def _require_little_growth(path: Path, section: str, part: Any) -> None:
+    """Refuse a Replace step or map of characters that makes a long text of a short one."""
+    if not isinstance(part, dict):
+        return
+    made, pattern = part.get("content"), part.get("pattern")
+    if isinstance(made, str) and isinstance(pattern, dict):
+        found = pattern.get("String")
+        length = len(found) if isinstance(found, str) else 0  # a regular expression
+        if len(made) > _MOST_GROWTH * max(1, length):
+            raise TokenizerError(
+                f"tokenizer {path} has a Replace in its {section} that makes {len(made):,} "
+                f"characters of {max(1, length)}: no real tokenizer does"
+            )
+    charsmap = part.get("precompiled_charsmap")
+    try:
+        content = base64.b64decode(charsmap) if isinstance(charsmap, str) else b""
+    except ValueError:
+        return  # the library reports it
+    # The length of a trie, the trie, and texts that each end with a zero byte.
+    texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
+    if (longest := max(map(len, texts))) > _LONGEST_MAPPED:
+        raise TokenizerError(
+            f"tokenizer {path} has a map of characters that makes {longest:,} bytes of one "
+            "character: no real tokenizer does"
+        )
+
+
+def may_panic(backend: tokenizers.Tokenizer) -> bool:
+    """True unless the tokenizer's steps are known to be safe: the library may then panic on some
+    texts."""
+    steps = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    fixes = ("continuing_subword_prefix", "end_of_word_suffix")
+    model = {name: getattr(backend.model, name, None) for name in fixes}
+    state = {
+        name: None if step is None else json.loads(step.__getstate__())
+        for name, step in steps.items()
+    }
+    return not _is_known({**state, "model": {**model, "type": type(backend.model).__name__}})
 
 
 def _is_known(state: dict[str, Any]) -> bool:
@@ -630,24 +675,36 @@ def _is_known_frame(step: Any) -> bool:
     return isinstance(tokens, dict) and {json.loads(name) for name in names} <= tokens.keys()
 
 
-def trial() -> Callable[[str], None]:
+def trial() -> Callable[[tuple[str, str]], None]:
     """Make the function that tries a tokenizer.json, for a `LimitedProcess`."""
     return _try_out
 
 
-def _try_out(name: str) -> None:
-    """Load the tokenizer.json at `name`, and encode and decode short texts with it.
+def _try_out(request: tuple[str, str]) -> None:
+    """Load a tokenizer.json, and encode and decode short texts with it.
+
+    Args:
+        request: (name of the file, SHA-256 of the content to try).
 
     Raises:
-        TokenizerError: the library fails, or the tokenizer makes texts far longer.
+        TokenizerError: the library fails, or the tokenizer makes texts far longer, or the file has
+            another content.
     """
+    name, key = request
     with library_errors(f"tokenizer {name} can't be loaded"):
-        backend = tokenizers.Tokenizer.from_file(name)
+        content = Path(name).read_bytes()
+        if hashlib.sha256(content).hexdigest() != key:
+            raise TokenizerError(f"tokenizer {name} was changed while it was read: try again")
+        backend = tokenizers.Tokenizer.from_buffer(content)
+        del content
         _leading_token(backend)
     normalizer = backend.normalizer
     steps = (normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
     states = [json.loads(step.__getstate__()) for step in steps if step is not None]
-    for text in (*_strings(states), *_trial_texts()):
+    looked_for = list(_strings(states))
+    # Repeated, because a short text may grow by _MOST_PREPENDED.
+    repeated = (text * (1 + _MOST_PREPENDED // (len(text) + 1)) for text in looked_for)
+    for text in (*looked_for, *repeated, *_trial_texts()):
         with library_errors(f"tokenizer {name} fails on {text[:8]!r}..."):
             try:
                 encoding = backend.encode(text)
@@ -666,25 +723,31 @@ def _try_out(name: str) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The strings in JSON data; in a tokenizer's steps, they are what the steps look for in texts,
-    but for sentencepiece's map of characters, a long string in base64."""
+    """The strings in JSON data; in a tokenizer's steps, what the steps look for in texts."""
+    return (part for part in _parts(value) if isinstance(part, str))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """JSON data with all that it holds, but for sentencepiece's map of characters, a long string in
+    base64."""
     rest = [value]
     while rest:
         part = rest.pop()
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, list):
+        yield part
+        if isinstance(part, list):
             rest.extend(part)
         elif isinstance(part, dict):
             rest.extend(v for name, v in part.items() if name != "precompiled_charsmap")
 
 
 def _trial_texts() -> Iterator[str]:
-    """Repeated short strings, of growing length, each also with an end that breaks a match."""
+    """Repeated short strings, of growing length, each also with an end that breaks a match; and
+    repeated characters, for steps that look for one of them."""
     for length in (*range(8, 42, 2), 300, 2000):
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
             text = run * (length // len(run))
             yield from (text, text + "\0!")
+    yield from (chr(code) * 64 for code in range(1, 0x250))
 
 
 # Long documents

@@ -10,13 +10,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
@@ -234,7 +236,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
     if any(added.content == token for added in backend.get_added_tokens_decoder().values()):
         raise TokenizerError(f"'{token}' is an added token of this tokenizer already")
     # The vocabulary may hold the word in another form, such as Ġthe or ▁the.
-    with library_errors(f"the tokenizer can't encode '{token}'"):
+    with library_errors(f"the tokenizer can't encode '{token}'", muted=True):
         ids = backend.encode(token, add_special_tokens=False).ids
         is_word = len(ids) == 1 and backend.decode(ids) == token
     if is_word or backend.token_to_id(token) is not None:
@@ -279,14 +281,16 @@ def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
 
 
 @contextlib.contextmanager
-def library_errors(problem: str) -> Iterator[None]:
+def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
     """Turn an error or panic of the library into a `TokenizerError` with one line.
 
     Args:
         problem: the beginning of the line.
+        muted: also suppress the page that the library writes to stderr when it panics.
     """
     try:
-        yield
+        with _muted_library() if muted else contextlib.nullcontext():
+            yield
     except BaseException as error:
         # By its name, because KeyboardInterrupt is a BaseException, too, and must pass.
         is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
@@ -339,6 +343,50 @@ def _remedy(reason: str) -> str:
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "mend its tokenizer.json, or take another tokenizer"
+
+
+_MUTED = threading.Lock()
+
+
+@contextlib.contextmanager
+def _muted_library() -> Iterator[None]:
+    """Drop what is written to stderr in the block if the library panics; otherwise write it at the
+    end of the block, since it may come from other threads. Beside another such block of the
+    process, this does nothing, since a text must not wait for another one."""
+    with contextlib.ExitStack() as stack:
+        if not _MUTED.acquire(blocking=False):
+            yield
+            return
+        stack.callback(_MUTED.release)
+        # File descriptor 2 is redirected, because the library does not write through `sys.stderr`.
+        try:
+            stderr = os.dup(2)
+            stack.callback(os.close, stderr)
+            held = stack.enter_context(_unnamed_file())
+            os.dup2(held.fileno(), 2)
+        except OSError:  # there is no stderr, or the unnamed file can't be created
+            yield
+            return
+        stack.callback(os.dup2, stderr, 2)
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                _pass_on(held, stderr)
+            raise
+        _pass_on(held, stderr)
+
+
+def _unnamed_file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("stderr"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _pass_on(held: IO[bytes], stderr: int) -> None:
+    held.seek(0)
+    with contextlib.suppress(OSError):
+        os.write(stderr, held.read())
 
 
 def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:

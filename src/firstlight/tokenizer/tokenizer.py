@@ -17,6 +17,7 @@ from firstlight.files.atomic import write_file
 from firstlight.tokenizer.formats import (
     encodes_in_pieces,
     find_tokenizer_file,
+    may_panic,
     read_tokenizer_file,
 )
 from firstlight.tokenizer.parts import (
@@ -207,7 +208,7 @@ class Tokenizer:
         """
         require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
-        with library_errors(_CANT_ENCODE):
+        with library_errors(_CANT_ENCODE, muted=self._may_panic):
             if len(text) < _LONG:
                 return backend.encode(text, add_special_tokens=False)
             batch = in_thread(lambda: backend.encode_batch([text], add_special_tokens=False))
@@ -220,12 +221,17 @@ class Tokenizer:
         for text in texts:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
-        with library_errors(_CANT_ENCODE):
+        with library_errors(_CANT_ENCODE, muted=self._may_panic):
             encode = backend.encode_batch_fast
             call = functools.partial(encode, list(texts), add_special_tokens=False)
             is_long = sum(map(len, texts)) >= _LONG
             encoded = in_thread(call).result() if is_long else call()
         return [encoding.ids for encoding in encoded]
+
+    @functools.cached_property
+    def _may_panic(self) -> bool:
+        """See `formats.may_panic`."""
+        return may_panic(self.backend)
 
     @functools.cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
@@ -255,7 +261,7 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer's decoder fails on the ids.
         """
-        with library_errors("the tokenizer can't decode its tokens"):
+        with library_errors("the tokenizer can't decode its tokens", muted=self._may_panic):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @functools.cached_property
