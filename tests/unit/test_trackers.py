@@ -9,10 +9,12 @@ import json
 import os
 import sqlite3
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,6 +222,7 @@ def test_run_with_a_tracker_that_fails_or_hangs_trains_the_same(
     for limit in ("_SECONDS", "_SECONDS_UNSAID"):
         monkeypatch.setattr(trackers, limit, 0.0 if library is Hanging else 60.0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(trackers, "GIVEN_UP", set())
     result = train(with_trackers(recipe, "wandb"), progress=True)
     assert figures(result.run_folder) == figures(plain_run)
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -228,6 +231,65 @@ def test_run_with_a_tracker_that_fails_or_hangs_trains_the_same(
     error = capsys.readouterr().err
     assert error.count("warning: wandb") == 1
     assert said in error
+
+
+def test_trackers_that_hang_are_waited_for_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, clock, said = ["mlflow", "trackio", "wandb"], [100.0], list[str]()
+
+    def join(_: threading.Thread, timeout: float) -> None:
+        clock[0] += timeout
+
+    for name in names:
+        monkeypatch.setitem(LIBRARIES, name, Hanging)
+    monkeypatch.setattr(trackers._TrackerThread, "join", join)
+    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(trackers, "GIVEN_UP", set())
+    with Trackers(names, tmp_path, {}, said.append, is_new=True, with_checkpoint=False):
+        said.clear()
+    assert clock == [160.0]
+    assert said[0] == "waiting for mlflow, trackio, wandb, 60 s at most"
+    given_up = [text.split(" has not ended after 60 s ")[0] for text in said[1:]]
+    assert given_up == [f"warning: {name}" for name in names]
+
+
+#: A command whose tracker hangs in a thread for which Python's shutdown would wait for a minute.
+_COMMAND_WITH_HANGING_TRACKER = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from firstlight.cli import main
+from firstlight.training import trackers
+
+class Hanging:
+    def open(self, *_):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(time.sleep, 60)
+
+def work(*_, **__):
+    tell = lambda text: print(text, file=sys.stderr)
+    with trackers.Trackers(["wandb"], Path("."), {}, tell, is_new=True, with_checkpoint=False):
+        sys.stdout.write("unflushed")
+    return 76
+
+trackers.LIBRARIES["wandb"] = Hanging
+trackers._SECONDS = 0.5  # the thread has come to `open`
+main.firstlight.main = work
+sys.exit(main.main())
+"""
+
+
+def test_command_whose_tracker_hangs_does_not_wait_for_its_library(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND_WITH_HANGING_TRACKER],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout) == (76, "unflushed")
+    assert "wandb has not ended" in done.stderr
 
 
 class Printing(Recorder):
@@ -344,10 +406,13 @@ def tracked_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
                 raise KeyboardInterrupt
             tracked.give_checkpoint(checkpoint)
 
+    # wandb itself keeps the address of its process in a variable.
+    environment = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}
     with connections() as sent:
         with pytest.raises(KeyboardInterrupt):
             start(7, is_new=True)
         start(9, is_new=False)
+    assert {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"} == environment
     assert [text.split(":")[0] for text in said] == [name, name], said
     away = [one for one in map(str, sent) if "127.0.0.1" not in one and "localhost" not in one]
     assert away == []
@@ -442,3 +507,13 @@ def test_wandb_has_each_number_of_a_resumed_run_once(
     assert (folders[1] / "files" / "report.html").read_text(encoding="utf-8") == "<p>report</p>"
     stored = [r.artifact.name for r in records if r.WhichOneof("record_type") == "artifact"]
     assert f"checkpoint-{run_id}" in stored
+
+
+def test_wandb_leaves_a_run_of_the_caller_open(
+    offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(mode="offline", dir=str(offline)) as own:
+        tracked_run("wandb", offline, monkeypatch)
+        assert wandb.run is own
+        own.log({"loss": 1.0})  # raises an error if the run was finished

@@ -304,8 +304,10 @@ def main(
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     parts = sys.modules.get("firstlight.tokenizer.parts")
-    if parts is not None and parts.threads_of_library():
-        # After a signal. Python's shutdown would wait for the thread, or abort the process.
+    trackers = sys.modules.get("firstlight.training.trackers")
+    if (parts and parts.threads_of_library()) or (trackers and trackers.GIVEN_UP):
+        # A thread works on after a signal, or a tracker hangs. Python's shutdown would wait for
+        # them, or abort the process.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

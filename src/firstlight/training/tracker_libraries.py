@@ -154,6 +154,21 @@ class TensorboardTracker:
         self._records.write(event.SerializeToString())
 
 
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Context with environment variables that a library reads; afterwards they are as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 class WandbTracker:
     """A run of Weights & Biases, in the folder `wandb/` of the run folder (or of WANDB_DIR).
 
@@ -163,22 +178,27 @@ class WandbTracker:
     is_mirror = False
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
-        mode = os.environ.setdefault("WANDB_MODE", "offline")
-        os.environ.setdefault("WANDB_SILENT", "true")
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        # What is not a setting of a run: else wandb prints messages of artifacts, and sends errors.
+        variables = {"WANDB_SILENT": os.environ.get("WANDB_SILENT", "true")}
         if mode != "online":
-            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else errors of wandb are sent
-        import wandb
+            variables["WANDB_ERROR_REPORTING"] = "false"
+        with _environment(variables):
+            import wandb
 
-        self._folder = folder
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=run_id or secrets.token_hex(4),
-            name=folder.name,
-            dir=os.environ.get("WANDB_DIR", str(folder)),
-            config=dict(config),
-            resume="allow",
-            settings=wandb.Settings(console="off"),
-        )
+            self._folder = folder
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                id=run_id or secrets.token_hex(4),
+                name=folder.name,
+                dir=os.environ.get("WANDB_DIR", str(folder)),
+                config=dict(config),
+                mode=mode,
+                # Else a run of the caller's own would be ended.
+                reinit="create_new",
+                resume="allow",
+                settings=wandb.Settings(console="off"),
+            )
         return str(self._run.id)
 
     def write(self, steps: Sequence[Step]) -> None:
@@ -218,14 +238,15 @@ class MlflowTracker:
     is_mirror = False
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         # If there is a folder mlruns/ of an earlier version, MLflow selects that file store, and
-        # refuses it without this variable.
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+        # refuses it without MLFLOW_ALLOW_FILE_STORE. It reads both variables when it is imported
+        # and makes its store.
+        names = "MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"
+        with _environment({name: os.environ.get(name, "true") for name in names}):
+            from mlflow import MlflowClient
+            from mlflow.entities import Param
 
-        self._client = MlflowClient()
+            self._client = MlflowClient()
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
             self._id = run_id

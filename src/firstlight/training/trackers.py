@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
@@ -38,6 +39,10 @@ _SECONDS_BETWEEN = 1.0
 _STEPS_AT_ONCE = 50
 #: Most characters of an error in a message.
 _MAX_ERROR = 500
+
+#: Names of the trackers that were still running when their run ended. Exit hooks and threads of
+#: their libraries may hang, too: the command line ends this process without waiting for them.
+GIVEN_UP: set[str] = set()
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -100,8 +105,8 @@ _KEYS = {one.name for one in dataclasses.fields(TrackerProgress)}
 
 
 class _TrackerThread(threading.Thread):
-    """Follows the logs of a run for one tracker. A daemon, so that a tracker that hangs does not
-    keep the process alive.
+    """Follows the logs of a run for one tracker. A daemon, so that Python does not wait for this
+    thread if the tracker hangs; for exit hooks and threads of its library, see `GIVEN_UP`.
 
     Args:
         name: name of the tracker, as in `run.trackers`.
@@ -235,8 +240,10 @@ class Trackers:
             # Before the first one is waited for, so that all finish at the same time.
             thread.run_is_over.set()
         with self._redirected:
-            for thread in self._threads:
-                self._await(thread)
+            try:
+                self._wait()
+            finally:  # also if Ctrl-C ends the waiting
+                GIVEN_UP.update(thread.name for thread in self._threads if thread.is_alive())
 
     def give_checkpoint(self, checkpoint: Path) -> None:
         """Set the checkpoint that the trackers store, if the recipe asks them to store one."""
@@ -251,20 +258,27 @@ class Trackers:
                 self._reported.add(thread.name)
                 self._tell(f"warning: {thread.name} has failed: {thread.error} ({_has(thread)})")
 
-    def _await(self, thread: _TrackerThread) -> None:
-        """Wait for the end of a tracker, and give it up after a time."""
-        limit = _SECONDS if thread.checkpoint is None else _SECONDS_WITH_CHECKPOINT
-        thread.join(min(limit, _SECONDS_UNSAID))
-        if thread.is_alive():
-            self._tell(f"waiting for {thread.name}, {limit:.0f} s at most")
-            thread.join(limit - _SECONDS_UNSAID)
-        if thread.is_alive():
+    def _wait(self) -> None:
+        """Wait for the end of the trackers, and give up those that take too long."""
+        with_checkpoint = any(thread.checkpoint is not None for thread in self._threads)
+        limit = _SECONDS_WITH_CHECKPOINT if with_checkpoint else _SECONDS
+        began = time.monotonic()
+        if running := self._running_at(began + min(limit, _SECONDS_UNSAID)):
+            names = ", ".join(thread.name for thread in running)
+            self._tell(f"waiting for {names}, {limit:.0f} s at most")
+        for thread in self._running_at(began + limit):
             self._reported.add(thread.name)
             self._tell(
                 f"warning: {thread.name} has not ended after {limit:.0f} s and is given up "
                 f"({_has(thread)})"
             )
         self.check()
+
+    def _running_at(self, end: float) -> list[_TrackerThread]:
+        """The trackers that are still running at a time; returns earlier if there is none."""
+        for thread in self._threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+        return [thread for thread in self._threads if thread.is_alive()]
 
 
 def _has(thread: _TrackerThread) -> str:
