@@ -454,9 +454,8 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
         while waiting:
             yield from _oldest(waiting, ray)
     finally:
-        for _, result in waiting:
-            ray.cancel(result)
-        # Their errors are Ray's to report as soon as nothing refers to them.
+        # Not by `ray.cancel`, which can crash this process. Blocks that nothing refers to end with
+        # the connection, and their errors are Ray's to report.
         waiting.clear()
 
 
