@@ -113,7 +113,7 @@ def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> I
 
     Args:
         as_json: when the process ends in an import, also print the error as a JSON object.
-        advice: what to do after an interruption, as text that follows "interrupted".
+        advice: text that follows "interrupted" and names the command that continues.
     """
     handlers = _SignalHandlers(as_json, advice)
     handlers.install()

@@ -454,8 +454,8 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
         while waiting:
             yield from _oldest(waiting, ray)
     finally:
-        # Not by `ray.cancel`, which can crash this process. Blocks that nothing refers to end with
-        # the connection, and their errors are Ray's to report.
+        # `ray.cancel` can crash this process. Without it, the blocks that still run end with the
+        # connection.
         waiting.clear()
 
 
