@@ -43,8 +43,10 @@ BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 #: Assumed seconds for making a parameter and updating it in all steps, by kind of device.
 _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 
-#: Assumed relative error of a whole timed step, and of one that was computed from smaller ones.
-_ERROR, _SCALED_ERROR = 0.1, 0.2
+#: Largest relative error of a whole timed step, and of one that was computed from smaller ones
+#: (docs/benchmarks/planner.md).
+_ERROR = 0.15
+_SCALED_ERROR = 0.2
 
 #: `hardware.device.peak_flops`, which takes some time, once for each precision.
 _peak_flops = functools.cache(peak_flops)
