@@ -40,9 +40,9 @@ from firstlight.errors import ConfigError
 from firstlight.evaluation.inputs import load_for_evaluation
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import write_file
+from firstlight.from_texts.run import train_texts
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ask, error_of, training_environment
-from firstlight.pipeline.run import train_texts
 from firstlight.run_log.reader import read_json_lines, read_length
 
 RESULTS_NAME = "results.jsonl"

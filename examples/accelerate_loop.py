@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from parts import MIXED_PRECISION, parts_of, run
 from torch import Tensor
 
-from firstlight.efficiency.memory import checkpoint_layers
+from firstlight.methods.memory import checkpoint_layers
 from firstlight.recipe import Recipe
 
 

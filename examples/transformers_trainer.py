@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers.trainer_callback import PrinterCallback
 
-from firstlight.efficiency.memory import checkpoint_layers
+from firstlight.methods.memory import checkpoint_layers
 from firstlight.models import Model
 from firstlight.recipe import Recipe
 

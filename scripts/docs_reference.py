@@ -31,7 +31,7 @@ SINCE = {"": "0.1.0"}
 
 #: Titles of the public names' packages, in the order of the page.
 _TITLES = {
-    "pipeline": "From texts to a model",
+    "from_texts": "From texts to a model",
     "tokenizer": "Tokenizers",
     "data": "Data",
     "recipe": "Recipes",
@@ -65,7 +65,7 @@ PARTS = {
         "optim.schedule.Schedule",
         "optim.schedule.BatchSchedule",
     ],
-    "Memory": ["efficiency.memory.checkpoint_layers"],
+    "Memory": ["methods.memory.checkpoint_layers"],
     "A step": ["training.step.train_step"],
 }
 

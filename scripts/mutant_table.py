@@ -816,7 +816,7 @@ MUTANTS = [
     ),
     Mutant(
         "autocast of the CPU on a GPU",
-        "firstlight/efficiency/precision.py",
+        "firstlight/methods/precision.py",
         "return torch.autocast(device.type, dtype=dtype, cache_enabled=False)",
         'return torch.autocast("cpu", dtype=dtype, cache_enabled=False)',
         (_FAKE_STEPS + "a_step_runs_on_the_gpu_in_its_precision",),
@@ -830,14 +830,14 @@ MUTANTS = [
     ),
     Mutant(
         "documents by a kernel that takes no mask",
-        "firstlight/efficiency/attention.py",
+        "firstlight/methods/attention.py",
         'return "flex" if not dropout and compiles else "sdpa"',
         'return "flash"',
         (_FAKE_STEPS + "documents_are_masked_by_what_takes_masks",),
     ),
     Mutant(
         "one kernel of attention for another",
-        "firstlight/efficiency/attention.py",
+        "firstlight/methods/attention.py",
         '"efficient": SDPBackend.EFFICIENT_ATTENTION',
         '"efficient": SDPBackend.FLASH_ATTENTION',
         (_FAKE_STEPS + "each_way_to_attend_takes_its_kernel",),
@@ -971,7 +971,7 @@ MUTANTS = [
     ),
     Mutant(
         "activations on a stream of their own",
-        "firstlight/efficiency/memory.py",
+        "firstlight/methods/memory.py",
         "        return tensor.device, kept.copy_(tensor, non_blocking=tensor.is_cuda)\n",
         "        with torch.cuda.stream(torch.cuda.Stream()):\n"
         "            return tensor.device, kept.copy_(tensor, non_blocking=tensor.is_cuda)\n",
@@ -979,14 +979,14 @@ MUTANTS = [
     ),
     Mutant(
         "a wait for each activation",
-        "firstlight/efficiency/memory.py",
+        "firstlight/methods/memory.py",
         'device="cpu", pin_memory=tensor.is_cuda',
         'device="cpu"',
         (_LATE + "what_the_forward_pass_keeps_is_page_locked_and_comes_back",),
     ),
     Mutant(
         "activations do not come back",
-        "firstlight/efficiency/memory.py",
+        "firstlight/methods/memory.py",
         "return tensor.to(device, non_blocking=True)",
         "return tensor",
         (_LATE + "what_the_forward_pass_keeps_is_page_locked_and_comes_back",),
@@ -1085,7 +1085,7 @@ MUTANTS = [
     ),
     Mutant(
         "steps on a GPU in no fixed order",
-        "firstlight/efficiency/compilation.py",
+        "firstlight/methods/compilation.py",
         '(kind == "cuda" and deterministic)',
         "False",
         (_SAME_BITS + "on_a_gpu_the_algorithms_are_deterministic_where_that_is_asked_for",),

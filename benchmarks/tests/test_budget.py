@@ -13,8 +13,8 @@ from benchmarks.budget import bench_budget, draw, is_same_run, page, random_sett
 from benchmarks.options import BudgetBench
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
+from firstlight.from_texts.choices import choose
 from firstlight.hardware.fresh_process import error_of
-from firstlight.pipeline.choices import choose
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.recipe import parse_recipe

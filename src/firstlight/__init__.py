@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from firstlight.evaluation.perplexity import evaluate as evaluate
     from firstlight.evaluation.scores import TaskResult as TaskResult
     from firstlight.evaluation.tasks import evaluate_tasks as evaluate_tasks
+    from firstlight.from_texts.result import TextRun as TextRun
+    from firstlight.from_texts.run import train_texts as train_texts
     from firstlight.generation.chat import ChatSession as ChatSession
     from firstlight.generation.config import SamplingConfig as SamplingConfig
     from firstlight.generation.continuation import Generation as Generation
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from firstlight.generation.engine import generate_batch as generate_batch
     from firstlight.generation.engine import load as load
     from firstlight.lora.loading import LoadedModel as LoadedModel
-    from firstlight.pipeline.result import TextRun as TextRun
-    from firstlight.pipeline.run import train_texts as train_texts
     from firstlight.planner.memory.module import plan_module as plan_module
     from firstlight.recipe import Recipe as Recipe
     from firstlight.recipe import load_recipe as load_recipe
@@ -76,8 +76,8 @@ _PUBLIC = {
     "generation.config": ["SamplingConfig"],
     "generation.continuation": ["Generation"],
     "generation.engine": ["GenerationStream", "generate", "generate_batch", "load"],
-    "pipeline.result": ["TextRun"],
-    "pipeline.run": ["train_texts"],
+    "from_texts.result": ["TextRun"],
+    "from_texts.run": ["train_texts"],
     "lora.loading": ["LoadedModel"],
     "planner.memory.module": ["plan_module"],
     "recipe": ["Recipe", "load_recipe"],

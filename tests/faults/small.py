@@ -14,8 +14,8 @@ from torch import Tensor
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import IGNORE_INDEX, Batch
 from firstlight.data.writer import ShardWriter
-from firstlight.efficiency import LossFunction
 from firstlight.files.atomic import write_json
+from firstlight.methods import LossFunction
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.optimizer import Optimizer

@@ -12,7 +12,7 @@ from disks import CrashError, CrashingDisk, WatchedDisk, installed
 from driven import newest, one_thread, write_recipe
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
-from firstlight.pipeline.new_model import _forget_first_steps
+from firstlight.from_texts.new_model import _forget_first_steps
 from firstlight.recipe import load_recipe
 from firstlight.run_log.reader import read_json_lines, read_length
 from firstlight.training.loop import train

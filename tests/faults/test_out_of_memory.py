@@ -16,8 +16,8 @@ from scale import cases
 from torch import Tensor
 
 from firstlight.checkpoint.selection import list_checkpoints
-from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
+from firstlight.methods import loss_function
 from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 from firstlight.weights.stored import WEIGHTS_NAME

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
-from firstlight.efficiency import loss_function
 from firstlight.errors import TrainingError
+from firstlight.methods import loss_function
 from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 from firstlight.training.run import Run

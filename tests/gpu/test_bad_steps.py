@@ -17,8 +17,8 @@ from test_bad_gradients import Spoiler
 from torch import Tensor
 
 from firstlight.data.loader import Batch
-from firstlight.efficiency import loss_function
 from firstlight.hardware.device import Hardware, peak_flops
+from firstlight.methods import loss_function
 from firstlight.recipe import GuardConfig, parse_recipe
 from firstlight.run_log.reader import read_json_lines
 from firstlight.training.guard import DivergedError, Guard

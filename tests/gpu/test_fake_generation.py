@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from firstlight.efficiency.attention import choose_attention
 from firstlight.evaluation.scores import TokenPair, likelihoods
 from firstlight.generation.batch import BatchDecoder, CompiledStep, _settings
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import logprobs_of
 from firstlight.generation.few_rows import quantize_int8, use_few_rows
 from firstlight.generation.sampling import penalize, sample, shift
+from firstlight.methods.attention import choose_attention
 from firstlight.models import Model, build_model
 from firstlight.weights.loading import load_weights
 from firstlight.weights.stored import StoredTensor

@@ -189,7 +189,7 @@ def flex_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         groups = q.shape[1] // k.shape[1]
         return q + k.repeat_interleave(groups, 1) + v.repeat_interleave(groups, 1)
 
-    monkeypatch.setattr("firstlight.efficiency.attention._compiled_flex", lambda: flex)
+    monkeypatch.setattr("firstlight.methods.attention._compiled_flex", lambda: flex)
     return masks
 
 

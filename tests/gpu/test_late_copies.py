@@ -16,8 +16,8 @@ from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
 from firstlight.checkpoint.saver import CheckpointSaver, Snapshot
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.efficiency.memory import offloaded_activations
 from firstlight.hardware.device import find_hardware
+from firstlight.methods.memory import offloaded_activations
 from firstlight.models import empty_model
 from firstlight.recipe import CheckpointConfig
 from firstlight.tokenizer import Tokenizer

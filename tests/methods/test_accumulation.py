@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.loader import IGNORE_INDEX, Batch, rows_to_batch
-from firstlight.efficiency import apply_methods
+from firstlight.methods import apply_methods
 from firstlight.models import empty_model
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.optimizer import Optimizer

@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel
 from table import BEGIN, END, PAGE, with_table
 
-from firstlight.efficiency import EfficiencyConfig
 from firstlight.lora.layers import LoraConfig
+from firstlight.methods import EfficiencyConfig
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.recipe import BatchConfig, DataConfig

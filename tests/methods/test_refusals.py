@@ -11,9 +11,9 @@ import torch
 from plain_recipe import plain_recipe
 from switches import CPU, refused_pairs
 
-from firstlight.efficiency import apply_methods
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
+from firstlight.methods import apply_methods
 from firstlight.models import empty_model
 from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe.conflicts import ineffective, require_combination

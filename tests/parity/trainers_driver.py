@@ -24,14 +24,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer  # noqa: F401
 
-import firstlight.efficiency.memory
+import firstlight.methods.memory
 import firstlight.training.loop
 
 
 def run(job: list[str]) -> None:
     """Run an example in this process, and print the last line."""
     names: set[str] = set()
-    count, checkpoint = 0, getattr(firstlight.efficiency.memory, "checkpoint")  # noqa: B009 - mypy
+    count, checkpoint = 0, getattr(firstlight.methods.memory, "checkpoint")  # noqa: B009 - mypy
 
     def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal count
@@ -41,7 +41,7 @@ def run(job: list[str]) -> None:
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         names.add(type(optimizer).__name__)
 
-    setattr(firstlight.efficiency.memory, "checkpoint", counted)  # noqa: B010 - mypy
+    setattr(firstlight.methods.memory, "checkpoint", counted)  # noqa: B010 - mypy
     register_optimizer_step_post_hook(note)
     sys.argv[:] = job
     sys.path.insert(0, str(Path(job[0]).parent))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from firstlight.errors import ConfigError
+from firstlight.from_texts.choices import choose
 from firstlight.models import FAMILIES, LlamaConfig, ModelConfig
-from firstlight.pipeline.choices import choose
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import model as model_module
 from firstlight.planner.advise.law import (

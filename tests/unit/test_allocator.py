@@ -13,7 +13,7 @@ _PROGRAM = """
 import json, sys
 import torch
 from firstlight.hardware.resident import resident_bytes
-from firstlight.efficiency import give_back_unused, keep_memory
+from firstlight.methods import give_back_unused, keep_memory
 from firstlight.hardware.device import find_hardware
 
 hardware = find_hardware("cpu")

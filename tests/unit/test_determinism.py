@@ -10,9 +10,9 @@ import pytest
 import torch
 from plain_recipe import plain_recipe
 
-from firstlight.efficiency import EfficiencyConfig, require_same_bits, same_bits
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.methods import EfficiencyConfig, require_same_bits, same_bits
 from firstlight.recipe.conflicts import require_combination
 
 CPU = find_hardware("cpu")
@@ -44,7 +44,7 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], N
 
     def replace(compute: Callable[[], None]) -> None:
         monkeypatch.setattr(
-            "firstlight.efficiency.compilation.torch.ones", lambda *_, **__: Ones(compute)
+            "firstlight.methods.compilation.torch.ones", lambda *_, **__: Ones(compute)
         )
 
     return replace

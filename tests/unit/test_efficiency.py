@@ -16,10 +16,12 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from firstlight.efficiency import EfficiencyConfig, apply_methods, loss_function, same_bits
-from firstlight.efficiency.attention import choose_attention, flex_mask, resolve_attention
-from firstlight.efficiency.compilation import keep_results, require_compiler, uses_cuda_graphs
-from firstlight.efficiency.memory import (
+from firstlight.errors import ConfigError
+from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
+from firstlight.methods import EfficiencyConfig, apply_methods, loss_function, same_bits
+from firstlight.methods.attention import choose_attention, flex_mask, resolve_attention
+from firstlight.methods.compilation import keep_results, require_compiler, uses_cuda_graphs
+from firstlight.methods.memory import (
     _DROPOUT_AT,
     _linear_cross_entropy,
     chunk_loss,
@@ -27,14 +29,12 @@ from firstlight.efficiency.memory import (
     keeps_result,
     offloaded_activations,
 )
-from firstlight.efficiency.precision import (
+from firstlight.methods.precision import (
     convert_to_fp8,
     matmul_precision,
     require_fp8,
     resolve_precision,
 )
-from firstlight.errors import ConfigError
-from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
 from firstlight.models import (
     GPT2Config,
     GptOssConfig,
@@ -558,7 +558,7 @@ def test_fp8_converts_the_layers_but_not_the_head() -> None:
 
 
 def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstlight.efficiency.compilation.shutil.which", lambda name: None)
+    monkeypatch.setattr("firstlight.methods.compilation.shutil.which", lambda name: None)
     with pytest.raises(ConfigError, match="install g\\+\\+ or clang"):
         require_compiler(EfficiencyConfig(compile=True), CPU)
     require_compiler(EfficiencyConfig(compile=True, compile_backend="aot_eager"), CPU)
@@ -736,7 +736,7 @@ def test_flex_computes_sinks_and_their_gradients_from_its_log_sum_exp(
     # Uncompiled, and without the check that keeps gradients from CPUs: torch's formulas alone.
     monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
     monkeypatch.setattr(
-        "firstlight.efficiency.attention._compiled_flex", lambda: of_torch.flex_attention
+        "firstlight.methods.attention._compiled_flex", lambda: of_torch.flex_attention
     )
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 40, 8, generator=generator, dtype=torch.float64)

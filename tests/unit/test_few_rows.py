@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from firstlight.efficiency import can_compile
 from firstlight.generation import few_rows
 from firstlight.generation.few_rows import (
     FewRowsConv1D,
@@ -24,6 +23,7 @@ from firstlight.generation.few_rows import (
     takes_few_rows,
     use_few_rows,
 )
+from firstlight.methods import can_compile
 from firstlight.models import GPT2Config, LlamaConfig, Model, empty_model
 
 needs_compiler = pytest.mark.skipif(

@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from firstlight.pipeline.held_out import HeldOut
-from firstlight.pipeline.ngrams import TextSample
-from firstlight.pipeline.ngrams import ngram_bits as bits_by_context
+from firstlight.from_texts.held_out import HeldOut
+from firstlight.from_texts.ngrams import TextSample
+from firstlight.from_texts.ngrams import ngram_bits as bits_by_context
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness
 

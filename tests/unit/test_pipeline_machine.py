@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from firstlight.errors import ConfigError
+from firstlight.from_texts import machine as machine_module
+from firstlight.from_texts.choices import choose
+from firstlight.from_texts.machine import fitted_recipe
+from firstlight.from_texts.plan import run_lines
 from firstlight.hardware.device import Hardware
-from firstlight.pipeline import machine as machine_module
-from firstlight.pipeline.choices import choose
-from firstlight.pipeline.machine import fitted_recipe
-from firstlight.pipeline.plan import run_lines
 from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.planner.advise.speed import new_model_speed

@@ -31,17 +31,17 @@ from firstlight.cli.train_texts import takes_texts
 from firstlight.console import rounded, time_text
 from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
+from firstlight.from_texts import machine as machine_module
+from firstlight.from_texts import new_model, preparation
+from firstlight.from_texts.choices import choose
+from firstlight.from_texts.new_model import counted_text
+from firstlight.from_texts.plan import TextPlan, scan_texts, validation_rows
+from firstlight.from_texts.request import Request, request_of
+from firstlight.from_texts.result import TextRun, first_words, result_lines
+from firstlight.from_texts.run import train_texts, work_of
+from firstlight.from_texts.run_folder import RunCall, command_of, run_name
+from firstlight.from_texts.scan import scan_corpus
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.pipeline import machine as machine_module
-from firstlight.pipeline import new_model, preparation
-from firstlight.pipeline.choices import choose
-from firstlight.pipeline.new_model import counted_text
-from firstlight.pipeline.plan import TextPlan, scan_texts, validation_rows
-from firstlight.pipeline.request import Request, request_of
-from firstlight.pipeline.result import TextRun, first_words, result_lines
-from firstlight.pipeline.run import train_texts, work_of
-from firstlight.pipeline.run_folder import RunCall, command_of, run_name
-from firstlight.pipeline.scan import scan_corpus
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts

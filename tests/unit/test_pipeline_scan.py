@@ -19,10 +19,10 @@ from firstlight.data.prepare import prepare
 from firstlight.data.records import read_documents
 from firstlight.data.sources import DataSource, find_sources, limited_sources
 from firstlight.errors import InputError
-from firstlight.pipeline.duplicates import NearDuplicates, similarity, sketch
-from firstlight.pipeline.held_out import HELD_OUT_BYTES, held_out_groups, hold_out
-from firstlight.pipeline.preparation import train_tokenizer_on
-from firstlight.pipeline.scan import Scan, described, opening_of, scan_corpus
+from firstlight.from_texts.duplicates import NearDuplicates, similarity, sketch
+from firstlight.from_texts.held_out import HELD_OUT_BYTES, held_out_groups, hold_out
+from firstlight.from_texts.preparation import train_tokenizer_on
+from firstlight.from_texts.scan import Scan, described, opening_of, scan_corpus
 from firstlight.tokenizer import train_tokenizer
 
 
@@ -50,7 +50,7 @@ def test_facts_of_a_corpus_are_counted(tmp_path: Path) -> None:
 def test_what_was_not_read_or_not_compared_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("firstlight.pipeline.scan.NearDuplicates", lambda: NearDuplicates(most=2))
+    monkeypatch.setattr("firstlight.from_texts.scan.NearDuplicates", lambda: NearDuplicates(most=2))
     scan = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7)
     lines = list(described(scan))
     assert lines[1].startswith("near-duplicates were looked for in the first 2 documents: of the")
@@ -214,7 +214,7 @@ def test_whatever_part_of_the_texts_is_read_has_all_held_out_ones(
         return train_tokenizer([prose(0)], vocab_size)
 
     monkeypatch.setattr("firstlight.tokenizer.train_tokenizer", train)
-    monkeypatch.setattr("firstlight.pipeline.preparation._TOKENIZER_BYTES", 100_000)
+    monkeypatch.setattr("firstlight.from_texts.preparation._TOKENIZER_BYTES", 100_000)
     train_tokenizer_on(scan, "text", 300, lambda message: None)
     held = {one.value[:50] for one in read_documents(scan.held_out_files)}
     assert len(held) == len(scan.split.digests)

@@ -17,10 +17,10 @@ from planner_recipes import FixedEstimator
 from firstlight.cli.main import main
 from firstlight.console import parse_count, parse_time
 from firstlight.data.corpus import TokenDataset
-from firstlight.efficiency.config import EfficiencyConfig
-from firstlight.efficiency.precision import packet_note
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
+from firstlight.methods.config import EfficiencyConfig
+from firstlight.methods.precision import packet_note
 from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.advise import defaults

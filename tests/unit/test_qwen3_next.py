@@ -12,11 +12,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from firstlight.efficiency import can_compile
 from firstlight.errors import ConfigError
 from firstlight.evaluation.scores import TokenPair, likelihoods
 from firstlight.generation.batch import BatchDecoder
 from firstlight.lora.loading import load_model
+from firstlight.methods import can_compile
 from firstlight.models import Model, Qwen3NextConfig, empty_model
 from firstlight.models.accounting import (
     cache_bytes_per_token,

@@ -14,7 +14,7 @@ import pytest
 from firstlight.checkpoint.run_folder import held, is_held
 from firstlight.cli import watch
 from firstlight.cli.main import main
-from firstlight.pipeline.run_folder import LOCK_NAME
+from firstlight.from_texts.run_folder import LOCK_NAME
 from firstlight.training.progress import RunProgress
 
 

@@ -19,7 +19,7 @@ from firstlight.console import console, parse_time, say, time_text
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
-    from firstlight.pipeline.plan import RunPlan
+    from firstlight.from_texts.plan import RunPlan
     from firstlight.training.loop import TrainResult
 
 #: Files that show that a folder is a run, a model or a prepared corpus rather than texts, and a
@@ -115,7 +115,7 @@ def train_texts_command(
     Raises:
         ConfigError: options contradict each other, or several processes were started.
     """
-    from firstlight.pipeline.run import train_texts, work_of
+    from firstlight.from_texts.run import train_texts, work_of
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
@@ -128,7 +128,7 @@ def train_texts_command(
     if options["plan_only"]:
         if options["resume"]:
             raise ConfigError("--plan-only shows a new run: leave out --resume, or --plan-only")
-        from firstlight.pipeline.request import DEFAULT_SECONDS, request_of
+        from firstlight.from_texts.request import DEFAULT_SECONDS, request_of
 
         request = request_of(paths, **asked)
         if not request.has_length:
@@ -147,7 +147,7 @@ def train_texts_command(
         ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
         began=psutil.Process().create_time(),
     )
-    from firstlight.pipeline.result import result_lines
+    from firstlight.from_texts.result import result_lines
 
     # On a terminal, the live view with its curve stays on the screen.
     for line in result_lines(run, with_curve=run.training is None or not console().is_interactive):
@@ -160,7 +160,7 @@ def train_texts_command(
 
 def _ask(plan: RunPlan) -> float:
     """Ask the user for the duration of the run; returns seconds."""
-    from firstlight.pipeline.plan import offers
+    from firstlight.from_texts.plan import offers
 
     say("How long may it take?")
     for seconds, choices in offers(plan):

@@ -146,7 +146,7 @@ def _show(
 
 def _wait_for_run(folder: Path) -> None:
     from firstlight.checkpoint.run_folder import is_held
-    from firstlight.pipeline.run_folder import LOCK_NAME
+    from firstlight.from_texts.run_folder import LOCK_NAME
     from firstlight.run_log.reader import require_run
 
     said = False

@@ -12,7 +12,6 @@ import torch
 
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import IGNORE_INDEX, rows_to_batch
-from firstlight.efficiency import LossFunction
 from firstlight.errors import ConfigError, DataError, ModelError
 from firstlight.evaluation.inputs import (
     RowOptions,
@@ -30,6 +29,7 @@ from firstlight.evaluation.scores import (
 )
 from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel
+from firstlight.methods import LossFunction
 from firstlight.parallel import gather_objects
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from firstlight.data.corpus import shuffled_index
 from firstlight.data.loader import IGNORE_INDEX
-from firstlight.efficiency import LossFunction
 from firstlight.errors import ModelError
 from firstlight.lora.loading import LoadedModel
+from firstlight.methods import LossFunction
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.efficiency import can_compile
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.few_rows import lay_out, ready_to_compile
+from firstlight.methods import can_compile
 from firstlight.models import Cache, KVCache, Model, RaggedCache
 
 #: Attention reads a multiple of this number of cache positions: a larger step gives fewer different

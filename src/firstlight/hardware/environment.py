@@ -33,7 +33,7 @@ _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
 #: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory that is kept between steps
-#: (efficiency/memory.py) has few page faults left. And with alignment to pages, glibc can't reuse
+#: (methods/memory.py) has few page faults left. And with alignment to pages, glibc can't reuse
 #: the memory of a freed tensor for the next tensor of its size, so the heap grew from step to step.
 #: TORCH_CPP_LOG_LEVEL: without it, torch reports a broken connection with a page of addresses.
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}

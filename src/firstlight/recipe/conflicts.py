@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from firstlight.efficiency.attention import GPU_BACKENDS, able_backends, why_unable
-from firstlight.efficiency.compilation import TRITON_CAPABILITY, why_unrecordable
-from firstlight.efficiency.precision import FP8_CAPABILITY
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
+from firstlight.methods.attention import GPU_BACKENDS, able_backends, why_unable
+from firstlight.methods.compilation import TRITON_CAPABILITY, why_unrecordable
+from firstlight.methods.precision import FP8_CAPABILITY
 from firstlight.models import ModelConfig
 from firstlight.optim.config import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
 from firstlight.parallel.engine import Engine

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 import torch
 
-from firstlight.efficiency import (
+from firstlight.errors import ConfigError
+from firstlight.hardware.device import Hardware, peak_flops
+from firstlight.methods import (
     EfficiencyConfig,
     can_compile,
     resolve_attention,
     resolve_precision,
 )
-from firstlight.efficiency.attention import GPU_BACKENDS
-from firstlight.efficiency.precision import dtype_of, has_only_fp16_units
-from firstlight.errors import ConfigError
-from firstlight.hardware.device import Hardware, peak_flops
+from firstlight.methods.attention import GPU_BACKENDS
+from firstlight.methods.precision import dtype_of, has_only_fp16_units
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
 from firstlight.models.language_model import InitConfig

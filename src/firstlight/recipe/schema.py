@@ -13,9 +13,9 @@ from pydantic import Field, PlainValidator, model_validator
 
 from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.data.loader import DataConfig
-from firstlight.efficiency import EfficiencyConfig, LossConfig
 from firstlight.errors import ConfigError
 from firstlight.lora.layers import LoraConfig
+from firstlight.methods import EfficiencyConfig, LossConfig
 from firstlight.models import ModelConfig
 from firstlight.models.language_model import InitConfig
 from firstlight.optim.config import OptimizerConfig

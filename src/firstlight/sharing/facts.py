@@ -26,10 +26,10 @@ from firstlight.data.remote import is_url
 from firstlight.data.sources import neutral_name, read_sources
 from firstlight.errors import FirstlightError
 from firstlight.files.atomic import write_file
+from firstlight.from_texts.run_folder import read_state
 from firstlight.lora.files import config_folder
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.pipeline.run_folder import read_state
 from firstlight.recipe.load import parse_yaml
 from firstlight.report.summary import final_numbers
 from firstlight.run_log.names import METRICS_NAME, RECIPE_NAME

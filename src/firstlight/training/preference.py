@@ -33,13 +33,13 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.corpus import Corpus
 from firstlight.data.examples import PreferenceDataset, preference_splits
 from firstlight.data.loader import rows_to_batch
-from firstlight.efficiency import LossFunction, autocast, matmul_precision, resolve_precision
-from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import CheckpointError, ConfigError, InputError, ModelError
 from firstlight.files.atomic import make_folder, read_json, write_json
 from firstlight.files.cache import cache_folder, held
 from firstlight.hardware.device import Hardware
 from firstlight.lora.loading import base_identity, load_model
+from firstlight.methods import LossFunction, autocast, matmul_precision, resolve_precision
+from firstlight.methods.attention import choose_attention
 from firstlight.models import Model
 from firstlight.models.ops import IGNORE_INDEX, at_least_fp32
 from firstlight.parallel import all_reduce_sum

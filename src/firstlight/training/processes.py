@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 from firstlight.console import silence
-from firstlight.efficiency import require_same_bits
 from firstlight.errors import RunReplacedError
 from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.methods import require_same_bits
 from firstlight.parallel import (
     World,
     agree,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from firstlight.data.loader import Batch
-from firstlight.efficiency import (
+from firstlight.hardware.device import Hardware
+from firstlight.methods import (
     apply_methods,
     give_back_unused,
     keep_memory,
@@ -20,7 +21,6 @@ from firstlight.efficiency import (
     resolve_precision,
     same_bits,
 )
-from firstlight.hardware.device import Hardware
 from firstlight.models import Model
 from firstlight.models.moe import RouterStatistics
 from firstlight.parallel import all_reduce_sum

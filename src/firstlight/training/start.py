@@ -30,7 +30,6 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import own_version, say
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import TokenLoader
-from firstlight.efficiency.precision import dtype_of, packet_note
 from firstlight.errors import ConfigError, DataError, FirstlightError, StorageError
 from firstlight.files.atomic import (
     remove_file,
@@ -41,6 +40,7 @@ from firstlight.files.atomic import (
 )
 from firstlight.hardware.device import Hardware
 from firstlight.lora.files import peft_notes
+from firstlight.methods.precision import dtype_of, packet_note
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.models.moe import kept_code_bytes

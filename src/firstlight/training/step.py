@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from firstlight.data.loader import Batch
-from firstlight.efficiency import LossFunction
 from firstlight.errors import DIVERGED_REMEDY, TrainingError
 from firstlight.hardware.device import is_out_of_memory
+from firstlight.methods import LossFunction
 from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel.engine import Engine, one_process
 from firstlight.training.guard import DivergedError, LossScaler

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.data.corpus import Corpus, TokenDataset
-from firstlight.efficiency import autocast
-from firstlight.efficiency.attention import choose_attention
 from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.evaluation.scores import Task, perplexity_of
@@ -21,6 +19,8 @@ from firstlight.generation.chat import ChatSession
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream
 from firstlight.lora.loading import LoadedModel
+from firstlight.methods import autocast
+from firstlight.methods.attention import choose_attention
 from firstlight.models import Model
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer

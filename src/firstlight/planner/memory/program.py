@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from firstlight.efficiency import EfficiencyConfig, LossFunction
 from firstlight.hardware.device import Hardware
+from firstlight.methods import EfficiencyConfig, LossFunction
 from firstlight.optim.optimizer import Optimizer
 from firstlight.planner.memory.kernels import Target
 from firstlight.planner.memory.trace import Tracer
@@ -174,14 +174,14 @@ class _TracedOptimizer:
             return self._optimizer.clip_gradients(*args)
 
 
-#: Elements of the smallest tensor that is offloaded, as in `efficiency.memory`.
+#: Elements of the smallest tensor that is offloaded, as in `methods.memory`.
 _OFFLOADED_ELEMENTS = 1024
 
 
 def host_activations(
     loss_sum: LossFunction, model: nn.Module, tracer: Tracer, target: Target
 ) -> LossFunction:
-    """`efficiency.memory.offloaded_activations` on fake tensors: for a GPU, the activations of the
+    """`methods.memory.offloaded_activations` on fake tensors: for a GPU, the activations of the
     forward pass are counted in the host's memory; on a CPU, they are a copy in the same memory."""
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
     # Kept alive as long as ids are compared: otherwise another storage could get the same id.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from firstlight.data.loader import Batch
-from firstlight.efficiency import autocast, same_bits
 from firstlight.generation.batch import BatchDecoder
+from firstlight.methods import autocast, same_bits
 from firstlight.models import build_model
 from firstlight.models.ops import MaskFunction
 from firstlight.optim.eight_bit import compiles_update

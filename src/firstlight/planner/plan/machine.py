@@ -17,12 +17,12 @@ from firstlight.data.alignment import open_training_split
 from firstlight.data.corpus import Kind
 from firstlight.data.examples import kind_of
 from firstlight.data.shards import MANIFEST_NAME
-from firstlight.efficiency.compilation import TRITON_CAPABILITY
-from firstlight.efficiency.precision import has_only_fp16_units
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
 from firstlight.lora.files import config_folder
+from firstlight.methods.compilation import TRITON_CAPABILITY
+from firstlight.methods.precision import has_only_fp16_units
 from firstlight.optim.schedule import BatchSchedule, PredictedLength, Schedule, resolve_schedule
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.ranks import copies_of

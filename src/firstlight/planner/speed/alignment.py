@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from firstlight.efficiency.precision import dtype_of, packet_note
 from firstlight.hardware.device import synchronize
+from firstlight.methods.precision import dtype_of, packet_note
 from firstlight.models.accounting import matrix_shapes
 from firstlight.planner.speed.gpu import DEFAULT_SHARES, PACKET_BYTES
 from firstlight.recipe import ResolvedRecipe

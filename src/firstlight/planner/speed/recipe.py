@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from firstlight.efficiency.compilation import records_cuda_graphs
 from firstlight.hardware.gpus import GPU
+from firstlight.methods.compilation import records_cuda_graphs
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.planner.memory.kernels import OperatorCount
 from firstlight.planner.memory.prediction import MemoryPrediction

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from firstlight.efficiency.precision import dtype_of
 from firstlight.hardware.device import Hardware, peak_flops, synchronize
+from firstlight.methods.precision import dtype_of
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.parallel.engine import DistributedConfig
 from firstlight.planner.memory.layers import are_alike, with_layers

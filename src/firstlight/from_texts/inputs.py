@@ -8,7 +8,7 @@ from firstlight.data.kinds import START_FROM
 from firstlight.data.records import RECORD_SUFFIXES, find_records, kind_of_records
 from firstlight.data.sources import STANDARD_LIBRARY, DataSource, find_sources, unread_files
 from firstlight.errors import InputError
-from firstlight.pipeline.scan import SHOWN_FILES
+from firstlight.from_texts.scan import SHOWN_FILES
 
 
 def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[DataSource]:

@@ -14,8 +14,7 @@ from typing import Any
 
 from firstlight.console import rounded
 from firstlight.errors import ConfigError
-from firstlight.optim.new_model import RATE_WIDTH
-from firstlight.pipeline.chosen import (
+from firstlight.from_texts.chosen import (
     Choice,
     Choices,
     RunFacts,
@@ -24,8 +23,9 @@ from firstlight.pipeline.chosen import (
     given_unit,
     known_rate,
 )
-from firstlight.pipeline.scan import CorpusFacts
-from firstlight.pipeline.shapes import HEADS, candidate_shapes, head_count
+from firstlight.from_texts.scan import CorpusFacts
+from firstlight.from_texts.shapes import HEADS, candidate_shapes, head_count
+from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     Length,

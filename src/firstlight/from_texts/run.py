@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from firstlight.console import say, time_text
 from firstlight.errors import ConfigError
-from firstlight.hardware.environment import sharing_cores
-from firstlight.pipeline.plan import RunPlan
-from firstlight.pipeline.request import DEFAULT_SECONDS, Request, request_of
-from firstlight.pipeline.run_folder import (
+from firstlight.from_texts.plan import RunPlan
+from firstlight.from_texts.request import DEFAULT_SECONDS, Request, request_of
+from firstlight.from_texts.run_folder import (
     LOCK_NAME,
     RECIPE_NAME,
     RunCall,
@@ -22,9 +21,10 @@ from firstlight.pipeline.run_folder import (
     place_of_run,
     remembered,
 )
+from firstlight.hardware.environment import sharing_cores
 
 if TYPE_CHECKING:
-    from firstlight.pipeline.result import TextRun
+    from firstlight.from_texts.result import TextRun
     from firstlight.training.loop import TrainResult
 
 #: Function that shows a plan to the user, and returns the length of the run that the user chose, in
@@ -75,11 +75,11 @@ def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) ->
         ConfigError: an override is invalid.
         ModelError, CheckpointError: the model to start from does not exist or can't be used.
     """
-    from firstlight.pipeline.inputs import require_texts
-    from firstlight.pipeline.new_model import NewModel
+    from firstlight.from_texts.inputs import require_texts
+    from firstlight.from_texts.new_model import NewModel
 
     if request.init_from is not None:
-        from firstlight.pipeline.finetuning import FineTuning
+        from firstlight.finetuning.run import FineTuning
 
         return FineTuning(request, tell, progress=progress)
     require_texts(request.inputs)
@@ -157,7 +157,7 @@ def train_texts(
     work = work_of(request, tell, progress=progress)
     # After the first message, because they import torch, which takes seconds.
     from firstlight.checkpoint.run_folder import held
-    from firstlight.pipeline.result import result_of
+    from firstlight.from_texts.result import result_of
 
     if resume:
         request = earlier_request(request, work.content_key, run_dir)

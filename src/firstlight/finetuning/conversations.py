@@ -15,9 +15,9 @@ from firstlight.data.examples import ExampleDataset
 from firstlight.data.records import find_records, read_records
 from firstlight.data.sources import DataSource
 from firstlight.errors import FirstlightError
-from firstlight.pipeline.finetuning_choices import TuningData
-from firstlight.pipeline.inputs import file_names
-from firstlight.pipeline.request import Request
+from firstlight.finetuning.choices import TuningData
+from firstlight.from_texts.inputs import file_names
+from firstlight.from_texts.request import Request
 from firstlight.planner.advise.defaults import USUAL_SHARE
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer

@@ -26,9 +26,9 @@ from firstlight.files.atomic import (
     write_file,
     write_json,
 )
-from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.request import Request
-from firstlight.pipeline.scan import SHOWN_FILES
+from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.request import Request
+from firstlight.from_texts.scan import SHOWN_FILES
 from firstlight.planner.advise.law import Length
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 
-from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
+from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 
 #: CUDA's compute capability from which on triton, in which inductor writes kernels, has code.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from firstlight.data.records import digest_of
-from firstlight.pipeline.duplicates import NearDuplicates
+from firstlight.from_texts.duplicates import NearDuplicates
 
 if TYPE_CHECKING:
     # It imports tokenizers, which takes too long before the first message.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from firstlight.from_texts.chosen import Choices
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import cores_are_busy
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.pipeline.chosen import Choices
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.advise.speed import MEASURED, PREDICTED, predicted_rate, timed_rate

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from firstlight.pipeline.chosen import Choice, Choices
-from firstlight.pipeline.finetuning_choices import Method, StartingModel, TuningData, choose_tuning
-from firstlight.pipeline.plan import memory_line, run_lines, table_lines, validation_rows
-from firstlight.pipeline.request import Request
+from firstlight.finetuning.choices import Method, StartingModel, TuningData, choose_tuning
+from firstlight.from_texts.chosen import Choice, Choices
+from firstlight.from_texts.plan import memory_line, run_lines, table_lines, validation_rows
+from firstlight.from_texts.request import Request
 from firstlight.planner.advise.law import Length, MachineFacts
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class TuningPlan:
 
     def with_memory(self) -> TuningPlan:
         """The plan with the expected memory of the chosen micro-batch, halved until it fits."""
-        from firstlight.pipeline.machine import fitting_choices
+        from firstlight.from_texts.machine import fitting_choices
         from firstlight.planner.plan.machine import with_changes
 
         def recipe_of(choices: Choices) -> ResolvedRecipe:

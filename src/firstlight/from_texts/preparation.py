@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from firstlight.console import time_text
 from firstlight.files.atomic import link_files, new_folder
-from firstlight.pipeline.ngrams import xz_bits_per_byte
-from firstlight.pipeline.run_folder import DATA_FOLDER, RunCall, read_state
-from firstlight.pipeline.scan import Scan
+from firstlight.from_texts.ngrams import xz_bits_per_byte
+from firstlight.from_texts.run_folder import DATA_FOLDER, RunCall, read_state
+from firstlight.from_texts.scan import Scan
 from firstlight.planner.advise import defaults
 
 if TYPE_CHECKING:

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.console import rounded, time_text
 from firstlight.errors import ConfigError, RunReplacedError
-from firstlight.pipeline.choices import choose
-from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.plan import RunPlan, TextPlan, plan_texts, scan_texts
-from firstlight.pipeline.preparation import (
+from firstlight.from_texts.choices import choose
+from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.plan import RunPlan, TextPlan, plan_texts, scan_texts
+from firstlight.from_texts.preparation import (
     Preparation,
     fitting_prompts,
     prepared_texts,
     train_tokenizer_on,
 )
-from firstlight.pipeline.request import Request
-from firstlight.pipeline.run_folder import RunCall
-from firstlight.pipeline.scan import CorpusFacts
+from firstlight.from_texts.request import Request
+from firstlight.from_texts.run_folder import RunCall
+from firstlight.from_texts.scan import CorpusFacts
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, TextFacts
 
 if TYPE_CHECKING:
-    from firstlight.pipeline.machine import FittedRecipe
+    from firstlight.from_texts.machine import FittedRecipe
     from firstlight.training.loop import TrainResult
 
 #: Seconds of a run's first steps, after which its speed is compared with the measured one.
@@ -96,7 +96,7 @@ class NewModel:
         Raises:
             _OtherModelError: see `_FirstSteps`; not if the plan was chosen again.
         """
-        from firstlight.pipeline.machine import KnownForecast
+        from firstlight.from_texts.machine import KnownForecast
         from firstlight.training.loop import train
 
         fitted = self._fitted(plan, data, call)
@@ -115,7 +115,7 @@ class NewModel:
 
     def _fitted(self, plan: TextPlan, data: Path, call: RunCall) -> FittedRecipe:
         """The recipe of the choices, fitted to the memory by `fitted_recipe`."""
-        from firstlight.pipeline.machine import fitted_recipe
+        from firstlight.from_texts.machine import fitted_recipe
         from firstlight.tokenizer import Tokenizer
 
         values: dict[str, Any] = plan.choices.values

@@ -27,9 +27,9 @@ from firstlight.data.records import (
 )
 from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
 from firstlight.errors import InputError
-from firstlight.pipeline.duplicates import NearDuplicates
-from firstlight.pipeline.held_out import HeldOut, held_out_share, hold_out, hold_out_given
-from firstlight.pipeline.ngrams import TextSample
+from firstlight.from_texts.duplicates import NearDuplicates
+from firstlight.from_texts.held_out import HeldOut, held_out_share, hold_out, hold_out_given
+from firstlight.from_texts.ngrams import TextSample
 from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_token
 
 #: Largest number of file names in a message.

@@ -19,21 +19,21 @@ from test_pipeline_run import write_texts
 from firstlight.cli.main import main
 from firstlight.data.records import find_records
 from firstlight.errors import ConfigError, InputError
-from firstlight.models import empty_model
-from firstlight.models.language_model import InitConfig
-from firstlight.models.llama_config import LlamaConfig
-from firstlight.pipeline import machine as machine_module
-from firstlight.pipeline.chosen import Choice, Choices
-from firstlight.pipeline.finetuning_choices import (
+from firstlight.finetuning.choices import (
     Method,
     StartingModel,
     TuningData,
     choose_tuning,
     row_of,
 )
-from firstlight.pipeline.inputs import conversations_in, require_texts
-from firstlight.pipeline.result import TextRun, result_lines
-from firstlight.pipeline.run import train_texts
+from firstlight.from_texts import machine as machine_module
+from firstlight.from_texts.chosen import Choice, Choices
+from firstlight.from_texts.inputs import conversations_in, require_texts
+from firstlight.from_texts.result import TextRun, result_lines
+from firstlight.from_texts.run import train_texts
+from firstlight.models import empty_model
+from firstlight.models.language_model import InitConfig
+from firstlight.models.llama_config import LlamaConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.plan import machine as planned_machine

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
+from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.ops import (

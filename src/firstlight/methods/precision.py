@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from firstlight.efficiency.config import EfficiencyConfig
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster
 from firstlight.hardware.gpus import matrix_packet_bytes
+from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import matrix_shapes
 

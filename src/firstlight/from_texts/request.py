@@ -9,7 +9,7 @@ from typing import Any
 
 from firstlight.console import parse_count, parse_time
 from firstlight.errors import ConfigError
-from firstlight.pipeline.shapes import parameters_of, sections_for
+from firstlight.from_texts.shapes import parameters_of, sections_for
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length
 

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from firstlight.efficiency.attention import choose_attention, resolve_attention
-from firstlight.efficiency.compilation import (
+from firstlight.hardware.device import Hardware
+from firstlight.methods.attention import choose_attention, resolve_attention
+from firstlight.methods.compilation import (
     can_compile,
     compiled,
     keep_results,
@@ -23,22 +24,21 @@ from firstlight.efficiency.compilation import (
     same_bits,
     uses_cuda_graphs,
 )
-from firstlight.efficiency.config import EfficiencyConfig, LossConfig
-from firstlight.efficiency.memory import (
+from firstlight.methods.config import EfficiencyConfig, LossConfig
+from firstlight.methods.memory import (
     checkpoint_layers,
     chunk_loss,
     give_back_unused,
     keep_memory,
     offloaded_activations,
 )
-from firstlight.efficiency.precision import (
+from firstlight.methods.precision import (
     autocast,
     convert_to_fp8,
     matmul_precision,
     require_fp8,
     resolve_precision,
 )
-from firstlight.hardware.device import Hardware
 from firstlight.models import Model
 from firstlight.models.ops import head_loss
 

@@ -19,10 +19,10 @@ from firstlight.data.sources import (
     without,
 )
 from firstlight.errors import InputError
-from firstlight.pipeline.choices import choose, choose_vocabulary
-from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.request import Request
-from firstlight.pipeline.scan import SHOWN_FILES, Scan, described, estimated_text, scan_corpus
+from firstlight.from_texts.choices import choose, choose_vocabulary
+from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.request import Request
+from firstlight.from_texts.scan import SHOWN_FILES, Scan, described, estimated_text, scan_corpus
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
 
@@ -106,7 +106,7 @@ class TextPlan:
 
     def with_memory(self) -> TextPlan:
         """See `RunPlan.with_memory`."""
-        from firstlight.pipeline.machine import fitting_before_data
+        from firstlight.from_texts.machine import fitting_before_data
 
         given = self.request.overrides, self.request.fixed
         choices, memory = fitting_before_data(self.choices, *given, self.machine)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from firstlight.data.opening import compress
-from firstlight.pipeline.held_out import HeldOut
+from firstlight.from_texts.held_out import HeldOut
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from firstlight.console import time_text
 from firstlight.data.shards import read_manifest
 from firstlight.errors import DataError
-from firstlight.pipeline.chosen import Choices
-from firstlight.pipeline.request import Request
-from firstlight.pipeline.run_folder import (
+from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.request import Request
+from firstlight.from_texts.run_folder import (
     RECIPE_NAME,
     RunCall,
     command_of,

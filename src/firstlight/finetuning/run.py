@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any
 from firstlight.data.kinds import START_FROM
 from firstlight.data.records import kind_of_records
 from firstlight.errors import ConfigError, InputError
-from firstlight.pipeline.chosen import Choice
-from firstlight.pipeline.finetuning_choices import (
+from firstlight.finetuning.choices import (
     Method,
     StartingModel,
     TuningData,
     choose_tuning,
     row_of,
 )
-from firstlight.pipeline.finetuning_plan import TuningPlan
-from firstlight.pipeline.inputs import conversations_in, other_files_line
-from firstlight.pipeline.plan import RunPlan, reading_line, scan_texts
-from firstlight.pipeline.preparation import Preparation, fitting_prompts, prepared_texts
-from firstlight.pipeline.request import Request
-from firstlight.pipeline.run_folder import RunCall
-from firstlight.pipeline.scan import Scan, estimated_text
+from firstlight.finetuning.plan import TuningPlan
+from firstlight.from_texts.chosen import Choice
+from firstlight.from_texts.inputs import conversations_in, other_files_line
+from firstlight.from_texts.plan import RunPlan, reading_line, scan_texts
+from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
+from firstlight.from_texts.request import Request
+from firstlight.from_texts.run_folder import RunCall
+from firstlight.from_texts.scan import Scan, estimated_text
 from firstlight.planner.advise.law import TextFacts
 
 if TYPE_CHECKING:
+    from firstlight.finetuning.conversations import Conversations
     from firstlight.models import ModelConfig
-    from firstlight.pipeline.conversations import Conversations
     from firstlight.planner.plan.machine import Machine
     from firstlight.recipe import ResolvedRecipe
     from firstlight.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ class FineTuning:
         self._chats: Conversations | None = None
         self._scan: Scan | None = None
         if found:
-            from firstlight.pipeline.conversations import Conversations
+            from firstlight.finetuning.conversations import Conversations
 
             self._chats = Conversations(
                 request, found, self._folder, self._tokenizer, tell=tell, progress=progress
@@ -129,7 +129,7 @@ class FineTuning:
             ConfigError: an option is invalid, or no method fits into memory.
             DataError: no conversation fits into a row, or `data.long` is "refuse" and one does not.
         """
-        from firstlight.pipeline.machine import facts_for_model
+        from firstlight.from_texts.machine import facts_for_model
         from firstlight.planner.plan.machine import find_machine
 
         fixed = request.fixed
@@ -189,7 +189,7 @@ class FineTuning:
         Raises:
             ConfigError: no method fits.
         """
-        from firstlight.pipeline.machine import estimate_run
+        from firstlight.from_texts.machine import estimate_run
         from firstlight.planner.plan.machine import resolve_for
         from firstlight.recipe import parse_recipe
 
@@ -244,7 +244,7 @@ class FineTuning:
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare texts, choose settings again from the counted tokens and the remaining time, and
         train."""
-        from firstlight.pipeline.machine import KnownForecast, fitted_recipe
+        from firstlight.from_texts.machine import KnownForecast, fitted_recipe
         from firstlight.training.loop import train
 
         assert isinstance(plan, TuningPlan)
