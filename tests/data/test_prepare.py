@@ -31,9 +31,8 @@ from firstlight.data import prepare as module
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import cut_tail, prepare
 from firstlight.data.records import Record, read_documents, read_records
-from firstlight.data.shards import Shard
+from firstlight.data.shards import CorpusWriter, Shard, ShardWriter
 from firstlight.data.sources import SOURCES_NAME, find_sources
-from firstlight.data.writer import CorpusWriter, ShardWriter
 from firstlight.errors import (
     ConfigError,
     DataError,

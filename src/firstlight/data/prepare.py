@@ -46,7 +46,7 @@ from firstlight.data.records import (
     read_documents,
     with_words,
 )
-from firstlight.data.shards import TokenArray
+from firstlight.data.shards import CorpusWriter, TokenArray, require_one_split, require_replaceable
 from firstlight.data.sources import (
     DataSource,
     find_sources,
@@ -56,7 +56,6 @@ from firstlight.data.sources import (
     without,
     write_sources,
 )
-from firstlight.data.writer import CorpusWriter, require_one_split, require_replaceable
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import new_folder
 from firstlight.hardware.environment import usable_cpus
