@@ -467,7 +467,7 @@ MUTANTS = [
     Mutant(
         "end of document dropped",
         "firstlight/data/prepare.py",
-        "after = [self.tokenizer.eos_token_id]",
+        "after = [tokenizer.eos_token_id]",
         "after = [][:0]",
         (_DATA + "the_end_of_document_token_is_dropped",),
     ),

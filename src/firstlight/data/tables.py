@@ -95,29 +95,20 @@ def read_table(
 def _table_rows(
     text: io.TextIOWrapper, path: Path, text_key: str
 ) -> Iterator[tuple[int, str | BadRecordError]]:
-    lines = _Lines(text, largest_document(path))
-    try:
-        first = next(lines, "")
-    except BadRecordError as error:
-        yield 1, error
-        return
+    first = text.readline()
     delimiter = _delimiter(first, path, text_key)
     # The header may take several lines: a quoted name may hold a newline.
-    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     column = 0
     while True:
         begin = reader.line_num + 1
-        lines.row_characters = 0
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield begin, BadRecordError("broken_row", _damage(error, begin, reader.line_num))
-            continue
-        except BadRecordError as error:
-            yield begin, error
+            yield begin, _damage(error, begin, reader.line_num)
             continue
         if header is None:
             if not fields:
@@ -136,37 +127,6 @@ def _table_rows(
             yield begin, fields[column]
 
 
-class _Lines:
-    """Iterator over the lines of a table, with a limit on the characters of a row.
-
-    Args:
-        text: the table.
-        most: largest number of characters of a row; a longer row raises BadRecordError.
-
-    Attributes:
-        row_characters: characters read of the current row, which the reader sets to 0 for a new
-            row: a quoted field may hold newlines, so a row may take several lines.
-    """
-
-    def __init__(self, text: io.TextIOWrapper, most: int) -> None:
-        self._text, self._most = text, most
-        self.row_characters = 0
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._text.readline(self._most + 1)
-        if not line:
-            raise StopIteration
-        self.row_characters += len(line)
-        if self.row_characters > self._most:
-            while line and not line.endswith(("\n", "\r")):
-                line = self._text.readline(self._most)
-            raise BadRecordError("too_long", f"the row has more than {self._most:,} characters")
-        return line
-
-
 def _delimiter(first: str, path: Path, text_key: str) -> str:
     """The delimiter of a table: a tab for .tsv; otherwise the one with which the first line has the
     column `text_key`, or else the most frequent one in the first line."""
@@ -181,12 +141,14 @@ def _delimiter(first: str, path: Path, text_key: str) -> str:
     return max(_DELIMITERS, key=first.count)
 
 
-def _damage(error: csv.Error, begin: int, end: int) -> str:
-    """The message about a row, in the lines `begin` to `end`, that csv can't read."""
+def _damage(error: csv.Error, begin: int, end: int) -> BadRecordError:
+    """The error about a row, in the lines `begin` to `end`, that csv can't read."""
     lines = f" (lines {begin} to {end})" if end > begin else ""
-    if "unexpected end" in str(error):
-        return f"a quote is not closed{lines}"
-    return f"{error}{lines}"
+    if "field limit" in str(error):
+        most = csv.field_size_limit()
+        return BadRecordError("too_long", f"a field has more than {most:,} characters{lines}")
+    problem = "a quote is not closed" if "unexpected end" in str(error) else str(error)
+    return BadRecordError("broken_row", f"{problem}{lines}")
 
 
 def _undecoded(text: str) -> int | None:
