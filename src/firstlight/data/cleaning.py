@@ -71,7 +71,9 @@ _TIMES = re.compile(
     r"|(?:\A|\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
 )
 #: Keys of the changes other than separators, see `DocumentPart` and `cleaned`.
-CRLF, GUTENBERG, SUBTITLES = "crlf", "gutenberg", "subtitles"
+CRLF = "crlf"
+GUTENBERG = "gutenberg"
+SUBTITLES = "subtitles"
 #: Beginning of the key of a separator that is left in the text.
 _KEPT = "kept "
 

@@ -31,7 +31,6 @@ from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
     blocks_of,
-    decoded,
     decoded_utf8,
     encoding_of,
     largest_document,
@@ -448,7 +447,11 @@ def _require_few_values(content: bytes) -> None:
 
 def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
     most = min(_MAX_JSON_BYTES, largest_document(path))
-    content = read_at_most(file, most)
+    try:
+        content = read_at_most(utf8_stream(file, path), most)
+        text = decoded_utf8(content, path) if len(content) <= most else ""
+    except EncodingProblem as problem:
+        raise InputError(f"{origin}:{problem.line}: {problem}") from problem
     if len(content) > most:
         raise InputError(
             f"{origin} has more than {most:,} bytes, and JSON has to be read as a whole: make it "
@@ -458,9 +461,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin} is {kind.name}: {kind.advice(path)}")
     try:
         _require_few_values(content)
-        values = json.loads(decoded(content, path))
-    except EncodingProblem as problem:
-        raise InputError(f"{origin}:{problem.line}: {problem}") from problem
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         advice = "; if it has one record a line, call it .jsonl" if error.lineno > 1 else ""
         raise InputError(f"{origin}:{error.lineno}: not JSON: {error.msg}{advice}") from error

@@ -24,7 +24,6 @@ from firstlight.errors import TokenizerError, describe_os_error
 from firstlight.files.atomic import plain_lines
 from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.tokenizer.parts import (
-    LARGEST_FILE_BYTES,
     TokenizerParts,
     add_special_tokens,
     byte_level_split,
@@ -89,7 +88,9 @@ _MOST_KNOWN_CHARS = 500_000
 #: because they would silently be read with Llama 3's split pattern.
 _OTHER_RANKS = {50_280: "p50k_base", 100_256: "cl100k_base", 151_643: "Qwen", 199_998: "o200k_base"}
 
-_USUAL_NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_USUAL_NAMES = ("tokenizer.json", "vocab.json", "encoder.json", "tokenizer.model")
+#: Endings of tiktoken's and sentencepiece's files under other names.
+_USUAL_ENDINGS = (".tiktoken", ".model")
 #: nanochat's file, which is recognised only to give advice.
 _PICKLED_NAME = "tokenizer.pkl"
 PICKLED_TOKENIZER = (
@@ -102,75 +103,33 @@ PICKLED_TOKENIZER = (
 
 #: The two usual names of GPT-2's vocabulary, each with the name of its file of merges.
 _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
-#: Endings of weights and data, which are not opened in the search for a tokenizer.
-_NEVER_TOKENIZERS = frozenset(
-    ".bin .ckpt .gguf .gz .h5 .jsonl .msgpack .npy .npz .onnx .parquet .pt .pth .safetensors "
-    ".tar .zip .zst".split()
-)
 
 
 def find_tokenizer_file(folder: Path) -> Path:
-    """The tokenizer's file in a folder: one with a usual name, or else the only file whose content
-    is that of a tokenizer.
+    """The tokenizer's file in a folder: one with a usual name, or else the only file with a usual
+    ending.
 
     Raises:
-        TokenizerError: the folder has no tokenizer or several different ones, or can't be read.
+        TokenizerError: the folder has no tokenizer or several, or can't be read.
     """
-    for name in _USUAL_NAMES:
-        if (folder / name).is_file():
-            return folder / name
-    found: dict[bytes, Path] = {}
     try:
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and path.suffix not in _NEVER_TOKENIZERS and path.name[0] != ".":
-                content = _tokenizer_content(path)
-                if content is not None:
-                    found.setdefault(content, path)
+        files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     except OSError as error:
         reason = describe_os_error(error)
         raise TokenizerError(f"tokenizer {folder} can't be read: {reason}") from error
+    usual = next((name for name in _USUAL_NAMES if name in files), None)
+    if usual is not None:
+        return files[usual]
+    found = [name for name in files if name.endswith(_USUAL_ENDINGS)]
     if len(found) > 1:
-        names = ", ".join(path.name for path in found.values())
+        names = ", ".join(found)
         raise TokenizerError(f"{folder} holds several tokenizers ({names}): name one of the files")
-    if not found and (folder / _PICKLED_NAME).is_file():
-        return folder / _PICKLED_NAME
-    if not found:
+    if not found and _PICKLED_NAME not in files:
         raise TokenizerError(
             f"no tokenizer in {folder}: expected tokenizer.json, vocab.json + merges.txt, "
             "or tokenizer.model (train one with `firstlight tokenizer train`)"
         )
-    return next(iter(found.values()))
-
-
-def _tokenizer_content(path: Path) -> bytes | None:
-    """The content of a file if it is a tokenizer; None if not. Of most other files, only the first
-    4096 bytes are read."""
-    if path.stat().st_size > LARGEST_FILE_BYTES:
-        return None
-    with open(path, "rb") as file:
-        beginning = file.read(4096)
-        is_json = beginning.lstrip()[:1] == b"{"
-        # A sentencepiece model begins with its first piece: field 1 of bytes, which is b"\n".
-        if not is_json and not _looks_like_tiktoken(beginning) and beginning[:1] != b"\n":
-            return None
-        content = beginning + file.read()
-    try:
-        if is_json:
-            state = json.loads(content)
-            model = state.get("model")
-            known = "vocab" in model if isinstance(model, dict) else _is_vocabulary(path, state)
-        else:
-            known = beginning[:1] != b"\n" or any(True for _ in _sentencepiece_pieces(content))
-    except (ValueError, IndexError, RecursionError):
-        return None
-    return content if known else None
-
-
-def _is_vocabulary(path: Path, state: dict[str, Any]) -> bool:
-    """True if the file, with the content `state`, is GPT-2's vocabulary and has its file of merges
-    beside it."""
-    numbers = all(type(token_id) is int for token_id in state.values())
-    return numbers and 0 in state.values() and _other_of_pair(path, _MERGES_NAMES) is not None
+    return files[found[0] if found else _PICKLED_NAME]
 
 
 def read_tokenizer_file(path: Path) -> TokenizerParts:
