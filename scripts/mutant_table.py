@@ -488,8 +488,8 @@ MUTANTS = [
     Mutant(
         "examples see each other",
         _EXAMPLES,
-        "document_ids[position:end] = number",
-        "document_ids[position:end] = 0",
+        "loss_mask[1:]]\n            document_ids[position:end] = number",
+        "loss_mask[1:]]\n            document_ids[position:end] = 0",
         (_PACKED + "a_packed_batch_has_the_gradient_of_the_examples_one_by_one",),
     ),
     Mutant(
