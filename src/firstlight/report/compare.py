@@ -18,8 +18,7 @@ from firstlight.report.summary import (
     is_accuracy,
     memory_unit,
 )
-from firstlight.run_log.reader import RunRecord
-from firstlight.run_log.series import Axis, Series, smoothed
+from firstlight.run_log.reader import Axis, RunRecord, Series, smoothed
 
 #: X axes of a comparison, and their names.
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}

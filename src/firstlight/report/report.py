@@ -2,35 +2,649 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
+import hashlib
+import math
+import re
 import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup
+
+from firstlight.console import loss_text, own_version, plain, rounded, visible
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.report.charts import (
+    COLOURS,
+    LINE_COLOURS,
     NOTE_INCHES,
     PICTURE_ORIGIN,
+    Chart,
+    Line,
+    Mark,
+    data_of,
     draw_in_picture,
     draw_title,
     plain_text,
     png,
+    svg,
 )
-from firstlight.report.compare import RunComparison, compare, compared_charts, warnings_of
-from firstlight.report.page import (
-    comparison_page,
-    further_charts,
-    is_page,
-    key_figures,
-    loss_chart,
-    run_page,
+from firstlight.report.compare import (
+    ABSENT,
+    AXES,
+    RunComparison,
+    compare,
+    compared_charts,
+    number_table,
+    warnings_of,
 )
-from firstlight.report.summary import final_numbers, findings_of
+from firstlight.report.summary import (
+    MOSTLY_LEARNED,
+    Finding,
+    accuracies,
+    duration,
+    final_numbers,
+    findings_of,
+    memory_unit,
+)
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
-from firstlight.run_log.reader import RunRecord, read_run, require_run
+from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
+
+#: Element by which an HTML report is recognised.
+GENERATOR = b'<meta name="generator" content="firstlight report">'
+#: Bytes from the beginning of a file in which it is searched.
+_HEAD_BYTES = 2000
+
+
+def is_page(path: Path) -> bool:
+    """True if a file is an HTML report."""
+    with open(path, "rb") as file:
+        return GENERATOR in file.read(_HEAD_BYTES)
+
+
+def _page(template: str, values: Mapping[str, Any]) -> str:
+    """Render a template of the folder pages/.
+
+    Args:
+        template: file name of the template.
+        values: variables of the template; everything but `Markup` is escaped.
+    """
+    folder = resources.files("firstlight.report") / "pages"
+    files = {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.is_file()}
+    environment = Environment(
+        loader=DictLoader(files),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"visible": visible, "explained": explained}
+    light, dark = (
+        " ".join(f"--{name}: {colours[mode]};" for name, colours in COLOURS.items())
+        for mode in (0, 1)
+    )
+    style = (
+        f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+        + files["style.css"]
+    )
+    script = files["readout.js"]
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; style-src-attr 'unsafe-inline'; "
+        f"script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
+    )
+    return environment.get_template(template).render(
+        policy=policy,
+        generator=Markup(GENERATOR.decode()),
+        version=own_version(),
+        # Not escaped: both are of this package, and don't contain "</".
+        style=Markup(style),
+        script=Markup(script),
+        **values,
+    )
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"sha256-{digest}"
+
+
+#: Explanations of technical terms, which are shown at the terms.
+_TERMS = {
+    "nats": "Unit of the loss: -ln of the probability that the model gave to the right token, on "
+    "average. One bit is 0.693 nats. Lower is better.",
+    "bits per byte": "Bits that the model needs for each byte of the text: the loss divided by "
+    "ln 2, per byte instead of per token. It compares models with different tokenizers. Lower is "
+    "better.",
+    "MFU": "Model FLOPs utilization: the share of the hardware's peak arithmetic that the model's "
+    "own computation takes. Higher is better.",
+    "perplexity": "e to the power of the loss: the number of equally likely tokens that the model "
+    "hesitates between on average. Lower is better.",
+}
+_TERM = re.compile(rf"\b({'|'.join(_TERMS)})\b", re.IGNORECASE)
+_MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
+
+
+def explained(text: object) -> Markup:
+    """An escaped text in which each technical term of `_TERMS` shows its explanation when the
+    reader points at it, taps it, or reaches it by the keyboard."""
+    term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
+    # `split` by a pattern with a group puts the terms at the odd indices.
+    parts = enumerate(_TERM.split(visible(text)))
+    return Markup("").join(
+        term.format(part, _MEANINGS[part.lower()]) if number % 2 else part for number, part in parts
+    )
+
+
+# Charts
+
+#: Width and height of a drawing in pixels, before the page scales it: of each chart, and of an
+#: additional one for charts over the whole width of a wide page.
+_SIZE, _WIDE_SIZE = (420, 225), (1060, 330)
+#: Buckets of thinned curves (see `thin`) per pixel of a drawing.
+_BUCKETS_PER_PIXEL = 0.7
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart on a page.
+
+    Attributes:
+        id: id of the element, unique on the page.
+        chart: the chart.
+        drawings: its drawings; see `_drawings`.
+        legend: CSS class and name of each entry of the legend.
+        log: True shows the logarithmic axis first.
+        switch: True lets the reader switch between linear and logarithmic axis.
+        wide: True for a chart over the whole width of the page.
+    """
+
+    id: str
+    chart: Chart
+    drawings: Markup
+    legend: Sequence[tuple[str, str]]
+    log: bool = False
+    switch: bool = False
+    wide: bool = False
+
+
+def _figure(
+    identity: str, chart: Chart, *, switch: bool = False, log: bool = False, wide: bool = False
+) -> Figure:
+    switch = switch and chart.has_log
+    drawings = _drawings(chart, both=switch, wide=wide)
+    return Figure(
+        identity, chart, drawings, _legend(chart), log=log and switch, switch=switch, wide=wide
+    )
+
+
+def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
+    """The drawings of a chart, with the data for its read-out.
+
+    Args:
+        chart: the chart.
+        both: True draws a linear and a logarithmic version, between which the page can switch.
+        wide: True draws a wide version too. The page's style shows the one that suits its width, so
+            that the letters have about their real size.
+    """
+    sizes = (_WIDE_SIZE, _SIZE) if wide else (_SIZE,)
+    thinned = [chart.thinned(round(width * _BUCKETS_PER_PIXEL)) for width, _ in sizes]
+    drawn = Markup("").join(
+        Markup('<div class="plot {} w{}">{}</div>').format(
+            "log" if log else "linear", size[0], svg(one, *size, log=log)
+        )
+        for log in ((False, True) if both else (False,))
+        for one, size in zip(thinned, sizes, strict=True)
+    )
+    return Markup('<div class="data" data-curves="{}">{}</div>').format(data_of(thinned[0]), drawn)
+
+
+def _legend(chart: Chart) -> list[tuple[str, str]]:
+    """CSS class and name of each entry of the legend: the curves that are not faint, and the kinds
+    of marks."""
+    marks = dict.fromkeys(mark.kind for mark in chart.marks)
+    return [
+        *((f"key {line.style}", line.name) for line in chart.lines if not line.faint),
+        *((f"key mark {kind}", kind.replace("-", " ")) for kind in marks),
+    ]
+
+
+# The page of a run
+
+#: Largest number of events in the list, the last ones.
+_MAX_EVENTS = 500
+
+#: Keys that get no chart in the section of further metrics: they are shown elsewhere on the page,
+#: or follow from another key.
+_SHOWN = {
+    "train/loss",
+    "val/loss",
+    "train_eval/loss",
+    "learning_rate",
+    "global_batch_tokens",
+    "grad_norm",
+    "tokens_per_second",
+    "learned_tokens_per_second",
+    "samples_per_second",
+    "memory_bytes",
+    "reserved_bytes",
+    "device_used_bytes",
+    "gpu_utilization",
+    "tokens_seen",
+    "epoch",
+    "seconds",
+    "perplexity",
+    "skipped",
+    "skipped_steps",
+}
+#: Largest number of charts of further metrics.
+_MAX_FURTHER = 40
+
+
+def run_page(run: RunRecord) -> str:
+    """The HTML page of a run."""
+    numbers, findings = final_numbers(run), findings_of(run)
+    samples, samples_note = chosen_samples(run.samples)
+    events, events_note = _events(run)
+    further, found = _further(run.metrics)
+    return _page(
+        "run.html",
+        {
+            "title": run.name or "run",
+            **_progress(run, findings),
+            "findings": findings,
+            "facts": _facts(run, numbers),
+            "cards": key_figures(numbers),
+            "figures": _figures(run, findings),
+            "further": further,
+            "further_note": f"{len(further)}"
+            if len(further) == found
+            else f"{len(further)} of {found}",
+            "evaluations": _evaluations(run.metrics),
+            "evaluation_figure": _evaluation_figure(run.metrics),
+            "samples": samples,
+            "samples_note": samples_note,
+            "events": events,
+            "events_note": events_note,
+            "numbers": _number_rows(numbers),
+            "machine": _machine(run.start),
+            "recipe": run.recipe_text,
+        },
+    )
+
+
+def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
+    """The template's variables `state` (a CSS class) and `progress` (a text)."""
+    step, most = run.last_step, run.max_steps
+    kinds = [one.kind for one in findings]
+    if "diverged" in kinds:
+        of = "" if most is None or step >= most else f" of {most:,}"
+        return {"state": "diverged", "progress": f"diverged: {step:,}{of} steps"}
+    if most is None:
+        return {"state": "", "progress": f"{step:,} steps"}
+    if step >= most:
+        # "complete" is shown in green, only for runs without findings.
+        state = "" if findings else "complete"
+        return {"state": state, "progress": ", ".join([f"complete: {step:,} steps", *kinds])}
+    return {"state": "", "progress": f"step {step:,} of {most:,}"}
+
+
+def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
+    """The facts in the line below the run's name."""
+    model = run.recipe.get("model")
+    family = model.get("model_type") if isinstance(model, dict) else None
+    facts = []
+    if numbers["parameters"]:
+        facts.append(f"{family or 'a model'} of {rounded(numbers['parameters'])} parameters")
+    machine = run.start.get("machine")
+    if isinstance(machine, dict) and isinstance(machine.get("name"), str):
+        facts.append(machine["name"])
+    began = run.starts[0].get("time") if run.starts else None
+    if isinstance(began, str):
+        facts.append(f"started {_when(began)}")
+    if run.length:
+        facts.append(_minutes(run.length))
+    return facts
+
+
+def _minutes(length: Mapping[str, Any]) -> str:
+    """A text with the used and the planned minutes of a run whose length is given in minutes."""
+    used = length.get("seconds_used", 0.0) / 60
+    return f"{used:.2f} of {length.get('max_minutes', math.nan):g} minutes"
+
+
+def _when(text: str) -> str:
+    try:
+        return f"{datetime.datetime.fromisoformat(text):%d %B %Y, %H:%M %Z}"
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """A number in large type, with its name, unit, and a note for comparison."""
+
+    name: str
+    value: str
+    unit: str = ""
+    note: str = ""
+
+
+def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
+    """The key figures at the top of the page, from `final_numbers`; unknown ones are left out."""
+    cards = []
+    if numbers["val/loss"] is not None:
+        best = (
+            f"best {loss_text(numbers['best_val/loss'])} at step {numbers['best_val/loss_step']:,}"
+        )
+        cards.append(KeyFigure("validation loss", loss_text(numbers["val/loss"]), "nats", best))
+    elif numbers["train/loss"] is not None:
+        cards.append(KeyFigure("training loss", loss_text(numbers["train/loss"]), "nats"))
+    if numbers["bits_per_byte"] is not None:
+        gzip = numbers["gzip_bits_per_byte"]
+        note = "" if gzip is None else f"gzip -9: {gzip:.3f} on all validation text"
+        cards.append(KeyFigure("bits per byte", loss_text(numbers["bits_per_byte"], 3), "", note))
+    if numbers["tokens_seen"] is not None:
+        epochs = "" if numbers["epoch"] is None else f"{numbers['epoch']:.3g} epochs"
+        cards.append(KeyFigure("tokens seen", rounded(numbers["tokens_seen"]), "", epochs))
+    if numbers["tokens_per_second"] is not None:
+        rate = rounded(numbers["tokens_per_second"])
+        cards.append(KeyFigure("throughput", rate, "tokens/s", _beside_throughput(numbers)))
+    if numbers["memory_bytes"] is not None:
+        size, unit = memory_unit(numbers["memory_bytes"])
+        cards.append(KeyFigure("peak memory", f"{numbers['memory_bytes'] / size:,.3g}", unit))
+    if numbers["hours"]:
+        cards.append(KeyFigure("training time", *duration(numbers["hours"]), "steps and saves"))
+    return cards
+
+
+def _beside_throughput(numbers: Mapping[str, Any]) -> str:
+    found = []
+    learned = numbers["learned_tokens_per_second"]
+    if learned is not None and learned < MOSTLY_LEARNED * numbers["tokens_per_second"]:
+        found.append(f"{rounded(learned)} learned tokens/s")
+    if numbers["samples_per_second"] is not None:
+        found.append(f"{rounded(numbers['samples_per_second'])} samples/s")
+    if numbers["mfu"] is not None:
+        found.append(f"MFU {numbers['mfu']:.1%}")
+    return f"{', '.join(found)}; medians" if found else ""
+
+
+def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
+    """The chart of a run's losses with its events: training loss of each step and smoothed,
+    validation loss, and the loss on fixed rows of the training split."""
+    raw = run.metrics.series("train/loss")
+    lines = [
+        Line("train/loss, each step", raw, 0, faint=True),
+        Line("train/loss, smoothed", smoothed(raw), 0),
+        Line("val/loss", run.metrics.series("val/loss"), 1),
+        Line("train_eval/loss", run.metrics.series("train_eval/loss"), 6),
+    ]
+    marks = [Mark(event["step"], kind_of(event)) for event in run.what_happened]
+    marks += [
+        Mark(one.since_step, "lowest-validation-loss")
+        for one in findings
+        if one.kind == "overfitting"
+    ]
+    of = "pair" if run.recipe.get("preference") is not None else "token"
+    return Chart(
+        "Loss",
+        f"nats a {of}",
+        [line for line in lines if len(line.series)],
+        marks=marks,
+        below=("tokens seen", run.metrics.series("tokens_seen")),
+        above=("epochs", run.metrics.series("epoch")),
+    )
+
+
+def further_charts(metrics: Metrics) -> dict[str, Chart]:
+    """The charts of learning rate, batch, gradient norm, throughput, GPU utilization and memory
+    that a run has numbers for, by id."""
+    memory = [(metrics.series(key), name, colour) for key, name, colour in _MEMORY]
+    size, unit = memory_unit(max((max(one.y, default=0) for one, *_ in memory), default=0))
+    used = [Line(n, Series(s.x, s.y / size), colour) for s, n, colour in memory if len(s)]
+    busy = metrics.series("gpu_utilization")
+    charts = {}
+    for identity, title, unit_name, series, colour in (
+        ("rate", "Learning rate", "", metrics.series("learning_rate"), 2),
+        ("batch", "Tokens a step", "", metrics.series("global_batch_tokens"), 6),
+        ("norm", "Gradient norm", "before clipping", metrics.series("grad_norm"), 3),
+        ("speed", "Throughput", "tokens/s", metrics.series("tokens_per_second"), 5),
+        ("gpu", "GPU utilization", "%, by the driver", Series(busy.x, 100 * busy.y), 1),
+    ):
+        if len(series):
+            line = Line(title.lower(), series, colour)
+            charts[identity] = Chart(title, unit_name, [line], zero=True)
+    if used:
+        charts["memory"] = Chart("Memory", f"{unit}, peak so far", used, zero=True)
+    return charts
+
+
+#: Metric of memory, its name in the chart, and its colour.
+_MEMORY = (
+    ("memory_bytes", "memory", 4),
+    ("reserved_bytes", "reserved by the allocator", 6),
+    ("device_used_bytes", "used on the GPU, all processes", 7),
+)
+
+
+def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
+    loss = loss_chart(run, findings)
+    figures = [_figure("loss", loss, switch=True, wide=True, log=loss.needs_log)]
+    for identity, chart in further_charts(run.metrics).items():
+        is_norm = identity == "norm"
+        figures.append(_figure(identity, chart, switch=is_norm, log=is_norm))
+    return figures
+
+
+def _further(metrics: Metrics) -> tuple[list[Figure], int]:
+    """Charts of the keys that are not shown elsewhere on the page, up to `_MAX_FURTHER`, and the
+    number of all these keys."""
+    shown = {*_SHOWN, *accuracies(metrics)}
+    keys = [key for key in metrics.columns if key not in shown and not key.endswith("_stderr")]
+    figures = [
+        _figure(f"more{number}", Chart(key, "", [Line(key, metrics.series(key), 7)]))
+        for number, key in enumerate(keys[:_MAX_FURTHER])
+    ]
+    return figures, len(keys)
+
+
+def _evaluation_figure(metrics: Metrics) -> Figure | None:
+    """The chart of accuracies by step; None if there was at most one evaluation."""
+    lines = []
+    for number, key in enumerate(accuracies(metrics)):
+        series = metrics.series(key)
+        by_step = metrics.series(f"{key}_stderr")
+        errors = dict(zip(by_step.x.tolist(), by_step.y.tolist(), strict=True))
+        known = np.array([abs(errors.get(x, 0.0)) for x in series.x.tolist()])
+        lines.append(Line(key, series, number, errors=known if known.any() else None))
+    if max((len(line.series) for line in lines), default=0) < 2:
+        return None
+    shown = lines[: 2 * LINE_COLOURS]
+    note = "± one standard error"
+    if len(shown) < len(lines):
+        note += f"; the first {len(shown)} of {len(lines)}"
+    return _figure("accuracy", Chart("Accuracy", note, shown), wide=True)
+
+
+def _evaluations(metrics: Metrics) -> list[tuple[str, ...]]:
+    """The rows of the table of accuracies, as texts: task, last value, its standard error, its
+    step, best value, and its step."""
+    rows: list[tuple[str, ...]] = []
+    for key in accuracies(metrics):
+        series, error = metrics.series(key), metrics.last(f"{key}_stderr")
+        best = int(series.y.argmax())
+        rows.append(
+            (
+                key,
+                f"{series.y[-1]:.4f}",
+                "" if error is None else f"± {error:.4f}",
+                f"{series.x[-1]:,.0f}",
+                f"{series.y[best]:.4f}",
+                f"{series.x[best]:,.0f}",
+            )
+        )
+    return rows
+
+
+def kind_of(event: Mapping[str, Any]) -> str:
+    """The CSS class of an event on a page."""
+    known = {
+        "rollback": "rollback",
+        "out of memory": "out-of-memory",
+        "resumed": "resumed",
+        "branched": "resumed",
+        "diverged": "diverged",
+        "length": "decision",
+        "correction": "decision",
+    }
+    return known.get(event["event"], "event")
+
+
+def happening(event: Mapping[str, Any]) -> str:
+    """The description of an event, for its tooltip and the list of events."""
+    if event["event"] == "rollback":
+        return f"back to step {event.get('to_step')}: {event.get('reason')}"
+    if event["event"] == "out of memory":
+        rows, before = event.get("micro_batch_rows"), event.get("before")
+        return f"micro-batches of {rows} rows from here on (before: {before})"
+    if event["event"] == "resumed":
+        return f"from the checkpoint of step {event['step']}, {_when(str(event.get('time', '')))}"
+    if event["event"] == "branched":
+        return f"off {event['branched_from']}, {_when(str(event.get('time', '')))}"
+    if event["event"] == "diverged":
+        return str(event.get("reason"))
+    if event["event"] == "length":
+        return f"{event['max_steps']:,} steps fit into {event.get('max_minutes')} minutes"
+    if event["event"] == "correction":
+        return f"{event['max_steps']:,} steps instead of {event['before']:,}, as the speed changed"
+    details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
+    return f"{event['event']} {', '.join(details)}"
+
+
+def _events(run: RunRecord) -> tuple[list[tuple[str, str, str, str]], str]:
+    found = run.what_happened
+    rows = [
+        (f"{event['step']:,}", kind_of(event), event["event"], shortened(happening(event)))
+        for event in found[-_MAX_EVENTS:]
+    ]
+    return rows, f"the last {len(rows)} of {len(found)}" if len(rows) < len(found) else ""
+
+
+def _number_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and value of all final numbers, with integers exact and others with six digits."""
+    return [
+        (key, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
+        for key, value in numbers.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    ]
+
+
+def _machine(start: Mapping[str, Any]) -> list[tuple[str, str]]:
+    machine = start.get("machine")
+    rows = []
+    for key, value in machine.items() if isinstance(machine, dict) else ():
+        if key == "memory_bytes" and isinstance(value, int):
+            key, value = "memory", f"{value / 2**30:.1f} GiB"
+        rows.append((key, plain(value)))
+    return rows
+
+
+# The page of several runs
+
+
+def comparison_page(found: RunComparison) -> str:
+    """The HTML page that compares several runs."""
+    charts = compared_charts(found)
+    figures = []
+    for number, by_axis in enumerate(charts):
+        # With an odd number of charts, the first one fills the row.
+        wide = len(charts) % 2 == 1 and number == 0
+        drawn = [(axis, _drawings(one, both=True, wide=wide)) for axis, one in by_axis.items()]
+        figures.append({"chart": by_axis["step"], "by_axis": drawn, "wide": wide})
+    lines = charts[0]["step"].lines
+    return _page(
+        "comparison.html",
+        {
+            "log": any(by_axis["step"].needs_log for by_axis in charts),
+            "title": f"{len(found.runs)} runs",
+            "labels": [(line.name, f"key {line.style}") for line in lines],
+            "axes": list(AXES.items()),
+            "figures": figures,
+            "numbers": number_table(found),
+            "differences": [
+                (key, [str(v) if v is ABSENT else plain(v) for v in values])
+                for key, values in found.differences.items()
+            ],
+            "recipes": sum(bool(run.recipe) for run in found.runs),
+            "samples": [
+                (label, *_last_samples(run))
+                for label, run in zip(found.labels, found.runs, strict=True)
+            ],
+            "warnings": warnings_of(found),
+        },
+    )
+
+
+def _last_samples(run: RunRecord) -> tuple[str, list[tuple[str, str]]]:
+    last = [s for s in run.samples if s["step"] == run.samples[-1]["step"]] if run.samples else []
+    shown_steps, _ = chosen_samples(last)
+    return shown_steps[0] if shown_steps else ("", [])
+
+
+# Samples
+
+#: Largest number of bytes of all samples on a page, after escaping; and of characters of one text.
+_MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
+
+
+def chosen_samples(
+    samples: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
+    """The samples to show, the newest first.
+
+    If there are more than `_MAX_SAMPLES`, only the last step and every second, fourth and so on
+    before it are taken.
+
+    Args:
+        samples: lines of samples.jsonl.
+
+    Returns:
+        For each step its number as text, and pairs (prompt, text); and a note on left-out steps, ""
+        if there are none.
+    """
+    steps = [(step, list(lines)) for step, lines in groupby(samples, key=lambda line: line["step"])]
+    steps.reverse()
+    sizes = [sum(_size(line) for line in lines) for _, lines in steps]
+    every = 1
+    while every < len(steps) and sum(sizes[::every]) > _MAX_SAMPLES:
+        every *= 2
+    shown = [
+        (f"{step:,}", [(shortened(line["prompt"]), shortened(line["text"])) for line in lines])
+        for step, lines in steps[::every]
+    ]
+    note = "" if len(shown) == len(steps) else f"{len(shown)} of {len(steps)} evaluations"
+    return shown, note
+
+
+def _size(line: Mapping[str, Any]) -> int:
+    """Size of a sample on the page after escaping, in bytes."""
+    texts = (shortened(line["prompt"]), shortened(line["text"]))
+    return sum(len(str(Markup.escape(visible(text))).encode()) for text in texts)
+
+
+def shortened(text: str) -> str:
+    """A text truncated to `_MAX_TEXT` characters."""
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
+
 
 #: Default file of the comparison of several runs.
 COMPARISON_NAME = "comparison.html"

@@ -18,8 +18,7 @@ import numpy as np
 from firstlight.checkpoint.manifest import Saved, best_saved
 from firstlight.console import loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
-from firstlight.run_log.reader import RunRecord
-from firstlight.run_log.series import Floats, Metrics, Series
+from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series
 
 #: The rate of learned tokens (tokens with a loss) is shown if it is below this fraction of the rate
 #: of all tokens. In plain text all tokens are learned, except the padding of an epoch's last row.
