@@ -1,4 +1,10 @@
-"""Writes the report of a run, or of several runs: an HTML page and a PNG picture."""
+"""Writes the report of a run, or of several runs: an HTML page and a PNG picture.
+
+A page is one self-contained file, made by the templates in `pages/`. It loads no other files, and
+its Content-Security-Policy allows only its own inline style and script, by their hashes, and the
+styles in the markup of its charts. Without JavaScript, only the read-out under the pointer is
+missing. Texts from a run are escaped.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ import math
 import re
 import textwrap
 import unicodedata
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -39,7 +46,6 @@ from firstlight.report.charts import (
     svg,
 )
 from firstlight.report.compare import (
-    ABSENT,
     AXES,
     RunComparison,
     compare,
@@ -61,14 +67,130 @@ from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, requ
 
 #: Element by which an HTML report is recognised.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
-#: Bytes from the beginning of a file in which it is searched.
+#: Bytes from the beginning of a file in which the mark of a report is searched.
 _HEAD_BYTES = 2000
+#: Default file of the comparison of several runs.
+COMPARISON_NAME = "comparison.html"
 
 
-def is_page(path: Path) -> bool:
-    """True if a file is an HTML report."""
+def draw_report(run_folder: Path) -> Path:
+    """Write report.png and report.html of a run, finished or not, into its folder; return the path
+    of report.png.
+
+    Args:
+        run_folder: the run folder of `train`, with metrics.jsonl.
+
+    Raises:
+        StorageError: a file can't be written.
+        CheckpointError: a file of the run is damaged.
+    """
+    run = read_run(run_folder)
+    write_run(run, run_folder / HTML_NAME, run_folder / REPORT_NAME)
+    return run_folder / REPORT_NAME
+
+
+def write_run(run: RunRecord, html: Path, picture: Path) -> None:
+    """Write a run's page and picture, each atomically.
+
+    Args:
+        run: the run.
+        html, picture: paths of the page and the picture.
+
+    Raises:
+        StorageError: a file can't be written.
+    """
+    for path, content in ((picture, picture_of(run)), (html, run_page(run))):
+        write_file(path, content)
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """A report that was written.
+
+    Attributes:
+        page, picture: paths of the HTML page and the PNG picture.
+        comparison: the run or runs that the report shows.
+    """
+
+    page: Path
+    picture: Path
+    comparison: RunComparison
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
+    """Write the report of a run, or of several runs. The runs may be active.
+
+    Args:
+        folders: run folders, at least one.
+        out: path of the page; the picture gets the same name with .png. None is report.html in the
+            run folder, or for several runs comparison.html in the current folder.
+
+    Raises:
+        InputError: a folder is missing or not a run folder, or `out` is a file that is not a
+            report.
+        CheckpointError: a file of a run is damaged.
+        ConfigError: a folder is given twice, or `out` does not end in .html or .htm.
+        StorageError: a file system error.
+    """
+    for folder in folders:
+        require_run(folder)
+    if out is None and len(folders) > 1:
+        out = Path(COMPARISON_NAME)
+    page, picture = folders[0] / HTML_NAME, folders[0] / REPORT_NAME
+    if out is not None:
+        page, picture = out, out.with_suffix(".png")
+        _require_replaceable(page, picture)
+    found = compare([read_run(folder) for folder in folders])
+    if len(folders) == 1:
+        write_run(found.runs[0], page, picture)
+    else:
+        write_file(picture, comparison_picture(found))
+        write_file(page, comparison_page(found))
+    return WrittenReport(page, picture, found)
+
+
+def _require_replaceable(page: Path, picture: Path) -> None:
+    """Refuse a page that does not end in .html, and existing files that are not reports."""
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(
+            f"--out {page} must end in .html: the picture gets the same name with .png"
+        )
+    for path, mark in ((page, GENERATOR), (picture, f"Software\0{PICTURE_ORIGIN}".encode())):
+        if (path.exists() or path.is_symlink()) and not (path.is_file() and mark in _head(path)):
+            raise InputError(
+                f"{path} exists already, is no report, and is not overwritten: name another --out"
+            )
+
+
+def _head(path: Path) -> bytes:
     with open(path, "rb") as file:
-        return GENERATOR in file.read(_HEAD_BYTES)
+        return file.read(_HEAD_BYTES)
+
+
+#: Types of values that JSON has, besides null.
+_JSON = (str, int, float, bool, list, dict)
+
+
+def as_json(report: WrittenReport) -> dict[str, Any]:
+    """A report as a JSON object: its files; label, `final_numbers` and findings of each run; and
+    the recipe keys that differ, with each run's value (null if a recipe lacks the key)."""
+    found = report.comparison
+    named = zip(found.labels, found.numbers, found.findings, strict=True)
+    return {
+        "report": str(report.page),
+        "picture": str(report.picture),
+        "runs": [
+            {"label": label, **numbers, "findings": [one.as_json() for one in findings]}
+            for label, numbers, findings in named
+        ],
+        "differences": {
+            key: [value if isinstance(value, _JSON) else None for value in values]
+            for key, values in found.differences.items()
+        },
+    }
+
+
+# HTML pages
 
 
 def _page(template: str, values: Mapping[str, Any]) -> str:
@@ -87,7 +209,14 @@ def _page(template: str, values: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"visible": visible, "explained": explained}
+    environment.filters |= {
+        "visible": visible,
+        "explained": explained,
+        "plain": plain,
+        "shortened": shortened,
+        "kind_of": _kind_of,
+        "happening": _happening,
+    }
     light, dark = (
         " ".join(f"--{name}: {colours[mode]};" for name, colours in COLOURS.items())
         for mode in (0, 1)
@@ -153,37 +282,34 @@ _SIZE, _WIDE_SIZE = (420, 225), (1060, 330)
 _BUCKETS_PER_PIXEL = 0.7
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A chart on a page.
-
-    Attributes:
-        id: id of the element, unique on the page.
-        chart: the chart.
-        drawings: its drawings; see `_drawings`.
-        legend: CSS class and name of each entry of the legend.
-        log: True shows the logarithmic axis first.
-        switch: True lets the reader switch between linear and logarithmic axis.
-        wide: True for a chart over the whole width of the page.
-    """
-
-    id: str
-    chart: Chart
-    drawings: Markup
-    legend: Sequence[tuple[str, str]]
-    log: bool = False
-    switch: bool = False
-    wide: bool = False
-
-
 def _figure(
     identity: str, chart: Chart, *, switch: bool = False, log: bool = False, wide: bool = False
-) -> Figure:
+) -> dict[str, Any]:
+    """The arguments of the template's macro `figure`.
+
+    Args:
+        identity: id of the element, unique on the page.
+        chart: the chart.
+        switch: True lets the reader switch between linear and logarithmic axis.
+        log: True shows the logarithmic axis first, if there is a switch.
+        wide: True for a chart over the whole width of the page.
+    """
     switch = switch and chart.has_log
-    drawings = _drawings(chart, both=switch, wide=wide)
-    return Figure(
-        identity, chart, drawings, _legend(chart), log=log and switch, switch=switch, wide=wide
-    )
+    marks = dict.fromkeys(mark.kind for mark in chart.marks)
+    legend = [
+        *((f"key {line.style}", line.name) for line in chart.lines if not line.faint),
+        *((f"key mark {kind}", kind.replace("-", " ")) for kind in marks),
+    ]
+    return {
+        "id": identity,
+        "chart": chart,
+        "drawings": _drawings(chart, both=switch, wide=wide),
+        # CSS class and name of each entry: the curves that are not faint, and the kinds of marks.
+        "legend": legend,
+        "log": log and switch,
+        "switch": switch,
+        "wide": wide,
+    }
 
 
 def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
@@ -205,16 +331,6 @@ def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
         for one, size in zip(thinned, sizes, strict=True)
     )
     return Markup('<div class="data" data-curves="{}">{}</div>').format(data_of(thinned[0]), drawn)
-
-
-def _legend(chart: Chart) -> list[tuple[str, str]]:
-    """CSS class and name of each entry of the legend: the curves that are not faint, and the kinds
-    of marks."""
-    marks = dict.fromkeys(mark.kind for mark in chart.marks)
-    return [
-        *((f"key {line.style}", line.name) for line in chart.lines if not line.faint),
-        *((f"key mark {kind}", kind.replace("-", " ")) for kind in marks),
-    ]
 
 
 # The page of a run
@@ -253,30 +369,31 @@ def run_page(run: RunRecord) -> str:
     """The HTML page of a run."""
     numbers, findings = final_numbers(run), findings_of(run)
     samples, samples_note = chosen_samples(run.samples)
-    events, events_note = _events(run)
-    further, found = _further(run.metrics)
+    shown = {*_SHOWN, *accuracies(run.metrics)}
+    further = [k for k in run.metrics.columns if k not in shown and not k.endswith("_stderr")]
+    machine = run.start.get("machine")
     return _page(
         "run.html",
         {
-            "title": run.name or "run",
+            "run": run,
             **_progress(run, findings),
             "findings": findings,
             "facts": _facts(run, numbers),
             "cards": key_figures(numbers),
             "figures": _figures(run, findings),
-            "further": further,
-            "further_note": f"{len(further)}"
-            if len(further) == found
-            else f"{len(further)} of {found}",
-            "evaluations": _evaluations(run.metrics),
+            "further": [
+                _figure(f"more{number}", Chart(key, "", [Line(key, run.metrics.series(key), 7)]))
+                for number, key in enumerate(further[:_MAX_FURTHER])
+            ],
+            "further_count": len(further),
+            "accuracies": accuracies(run.metrics),
             "evaluation_figure": _evaluation_figure(run.metrics),
             "samples": samples,
             "samples_note": samples_note,
-            "events": events,
-            "events_note": events_note,
-            "numbers": _number_rows(numbers),
-            "machine": _machine(run.start),
-            "recipe": run.recipe_text,
+            "events": run.what_happened,
+            "max_events": _MAX_EVENTS,
+            "numbers": numbers,
+            "machine": machine if isinstance(machine, dict) else {},
         },
     )
 
@@ -311,14 +428,12 @@ def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
     if isinstance(began, str):
         facts.append(f"started {_when(began)}")
     if run.length:
-        facts.append(_minutes(run.length))
+        used, most = (
+            run.length.get("seconds_used", 0.0) / 60,
+            run.length.get("max_minutes", math.nan),
+        )
+        facts.append(f"{used:.2f} of {most:g} minutes")
     return facts
-
-
-def _minutes(length: Mapping[str, Any]) -> str:
-    """A text with the used and the planned minutes of a run whose length is given in minutes."""
-    used = length.get("seconds_used", 0.0) / 60
-    return f"{used:.2f} of {length.get('max_minutes', math.nan):g} minutes"
 
 
 def _when(text: str) -> str:
@@ -388,7 +503,7 @@ def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
         Line("val/loss", run.metrics.series("val/loss"), 1),
         Line("train_eval/loss", run.metrics.series("train_eval/loss"), 6),
     ]
-    marks = [Mark(event["step"], kind_of(event)) for event in run.what_happened]
+    marks = [Mark(event["step"], _kind_of(event)) for event in run.what_happened]
     marks += [
         Mark(one.since_step, "lowest-validation-loss")
         for one in findings
@@ -436,7 +551,7 @@ _MEMORY = (
 )
 
 
-def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
+def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[dict[str, Any]]:
     loss = loss_chart(run, findings)
     figures = [_figure("loss", loss, switch=True, wide=True, log=loss.needs_log)]
     for identity, chart in further_charts(run.metrics).items():
@@ -445,19 +560,7 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[Figure]:
     return figures
 
 
-def _further(metrics: Metrics) -> tuple[list[Figure], int]:
-    """Charts of the keys that are not shown elsewhere on the page, up to `_MAX_FURTHER`, and the
-    number of all these keys."""
-    shown = {*_SHOWN, *accuracies(metrics)}
-    keys = [key for key in metrics.columns if key not in shown and not key.endswith("_stderr")]
-    figures = [
-        _figure(f"more{number}", Chart(key, "", [Line(key, metrics.series(key), 7)]))
-        for number, key in enumerate(keys[:_MAX_FURTHER])
-    ]
-    return figures, len(keys)
-
-
-def _evaluation_figure(metrics: Metrics) -> Figure | None:
+def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
     """The chart of accuracies by step; None if there was at most one evaluation."""
     lines = []
     for number, key in enumerate(accuracies(metrics)):
@@ -475,87 +578,38 @@ def _evaluation_figure(metrics: Metrics) -> Figure | None:
     return _figure("accuracy", Chart("Accuracy", note, shown), wide=True)
 
 
-def _evaluations(metrics: Metrics) -> list[tuple[str, ...]]:
-    """The rows of the table of accuracies, as texts: task, last value, its standard error, its
-    step, best value, and its step."""
-    rows: list[tuple[str, ...]] = []
-    for key in accuracies(metrics):
-        series, error = metrics.series(key), metrics.last(f"{key}_stderr")
-        best = int(series.y.argmax())
-        rows.append(
-            (
-                key,
-                f"{series.y[-1]:.4f}",
-                "" if error is None else f"± {error:.4f}",
-                f"{series.x[-1]:,.0f}",
-                f"{series.y[best]:.4f}",
-                f"{series.x[best]:,.0f}",
-            )
-        )
-    return rows
+#: Name of an event -> its CSS class on a page, and its description in the list of events.
+_EVENTS = {
+    "rollback": ("rollback", "back to step {to_step}: {reason}"),
+    "out of memory": (
+        "out-of-memory",
+        "micro-batches of {micro_batch_rows} rows from here on (before: {before})",
+    ),
+    "resumed": ("resumed", "from the checkpoint of step {step}, {time}"),
+    "branched": ("resumed", "off {branched_from}, {time}"),
+    "diverged": ("diverged", "{reason}"),
+    "length": ("decision", "{max_steps:,} steps fit into {max_minutes} minutes"),
+    "correction": (
+        "decision",
+        "{max_steps:,} steps instead of {before:,}, as the speed changed",
+    ),
+}
 
 
-def kind_of(event: Mapping[str, Any]) -> str:
+def _kind_of(event: Mapping[str, Any]) -> str:
     """The CSS class of an event on a page."""
-    known = {
-        "rollback": "rollback",
-        "out of memory": "out-of-memory",
-        "resumed": "resumed",
-        "branched": "resumed",
-        "diverged": "diverged",
-        "length": "decision",
-        "correction": "decision",
-    }
-    return known.get(event["event"], "event")
+    return _EVENTS.get(event["event"], ("event", ""))[0]
 
 
-def happening(event: Mapping[str, Any]) -> str:
-    """The description of an event, for its tooltip and the list of events."""
-    if event["event"] == "rollback":
-        return f"back to step {event.get('to_step')}: {event.get('reason')}"
-    if event["event"] == "out of memory":
-        rows, before = event.get("micro_batch_rows"), event.get("before")
-        return f"micro-batches of {rows} rows from here on (before: {before})"
-    if event["event"] == "resumed":
-        return f"from the checkpoint of step {event['step']}, {_when(str(event.get('time', '')))}"
-    if event["event"] == "branched":
-        return f"off {event['branched_from']}, {_when(str(event.get('time', '')))}"
-    if event["event"] == "diverged":
-        return str(event.get("reason"))
-    if event["event"] == "length":
-        return f"{event['max_steps']:,} steps fit into {event.get('max_minutes')} minutes"
-    if event["event"] == "correction":
-        return f"{event['max_steps']:,} steps instead of {event['before']:,}, as the speed changed"
-    details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
-    return f"{event['event']} {', '.join(details)}"
-
-
-def _events(run: RunRecord) -> tuple[list[tuple[str, str, str, str]], str]:
-    found = run.what_happened
-    rows = [
-        (f"{event['step']:,}", kind_of(event), event["event"], shortened(happening(event)))
-        for event in found[-_MAX_EVENTS:]
-    ]
-    return rows, f"the last {len(rows)} of {len(found)}" if len(rows) < len(found) else ""
-
-
-def _number_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and value of all final numbers, with integers exact and others with six digits."""
-    return [
-        (key, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
-        for key, value in numbers.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    ]
-
-
-def _machine(start: Mapping[str, Any]) -> list[tuple[str, str]]:
-    machine = start.get("machine")
-    rows = []
-    for key, value in machine.items() if isinstance(machine, dict) else ():
-        if key == "memory_bytes" and isinstance(value, int):
-            key, value = "memory", f"{value / 2**30:.1f} GiB"
-        rows.append((key, plain(value)))
-    return rows
+def _happening(event: Mapping[str, Any]) -> str:
+    """The description of an event, for the list of events."""
+    if event["event"] not in _EVENTS:
+        details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
+        return f"{event['event']} {', '.join(details)}"
+    values: defaultdict[str, Any] = defaultdict(
+        lambda: None, {**event, "time": _when(str(event.get("time", "")))}
+    )
+    return _EVENTS[event["event"]][1].format_map(values)
 
 
 # The page of several runs
@@ -577,27 +631,18 @@ def comparison_page(found: RunComparison) -> str:
             "log": any(by_axis["step"].needs_log for by_axis in charts),
             "title": f"{len(found.runs)} runs",
             "labels": [(line.name, f"key {line.style}") for line in lines],
-            "axes": list(AXES.items()),
+            "axes": AXES,
             "figures": figures,
             "numbers": number_table(found),
-            "differences": [
-                (key, [str(v) if v is ABSENT else plain(v) for v in values])
-                for key, values in found.differences.items()
-            ],
+            "differences": found.differences,
             "recipes": sum(bool(run.recipe) for run in found.runs),
             "samples": [
-                (label, *_last_samples(run))
+                (label, *(chosen_samples(run.samples)[0] or [("", [])])[0])
                 for label, run in zip(found.labels, found.runs, strict=True)
             ],
             "warnings": warnings_of(found),
         },
     )
-
-
-def _last_samples(run: RunRecord) -> tuple[str, list[tuple[str, str]]]:
-    last = [s for s in run.samples if s["step"] == run.samples[-1]["step"]] if run.samples else []
-    shown_steps, _ = chosen_samples(last)
-    return shown_steps[0] if shown_steps else ("", [])
 
 
 # Samples
@@ -621,24 +666,20 @@ def chosen_samples(
         For each step its number as text, and pairs (prompt, text); and a note on left-out steps, ""
         if there are none.
     """
-    steps = [(step, list(lines)) for step, lines in groupby(samples, key=lambda line: line["step"])]
-    steps.reverse()
-    sizes = [sum(_size(line) for line in lines) for _, lines in steps]
+    steps = [
+        (f"{step:,}", [(shortened(line["prompt"]), shortened(line["text"])) for line in lines])
+        for step, lines in groupby(samples, key=lambda line: line["step"])
+    ][::-1]
+    sizes = [
+        sum(len(str(Markup.escape(visible(text))).encode()) for pair in pairs for text in pair)
+        for _, pairs in steps
+    ]
     every = 1
     while every < len(steps) and sum(sizes[::every]) > _MAX_SAMPLES:
         every *= 2
-    shown = [
-        (f"{step:,}", [(shortened(line["prompt"]), shortened(line["text"])) for line in lines])
-        for step, lines in steps[::every]
-    ]
+    shown = steps[::every]
     note = "" if len(shown) == len(steps) else f"{len(shown)} of {len(steps)} evaluations"
     return shown, note
-
-
-def _size(line: Mapping[str, Any]) -> int:
-    """Size of a sample on the page after escaping, in bytes."""
-    texts = (shortened(line["prompt"]), shortened(line["text"]))
-    return sum(len(str(Markup.escape(visible(text))).encode()) for text in texts)
 
 
 def shortened(text: str) -> str:
@@ -646,10 +687,8 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
 
 
-#: Default file of the comparison of several runs.
-COMPARISON_NAME = "comparison.html"
-#: Bytes from the beginning of a PNG file in which `PICTURE_ORIGIN` is searched.
-_HEAD_BYTES = 1000
+# Pictures
+
 #: Heights in inches: a chart beside that of the losses, a title, a line of a sample.
 _CHART_INCHES = 2.6
 _TITLE_INCHES = 0.4
@@ -660,129 +699,7 @@ _CHARACTERS = 160
 _MAX_LINES = 18
 _FEWEST_LINES = 6
 #: Largest number of characters of a sample that are used.
-_MAX_TEXT = 10_000
-
-
-def draw_report(run_folder: Path) -> Path:
-    """Write report.png and report.html of a run, finished or not, into its folder; return the path
-    of report.png.
-
-    Args:
-        run_folder: the run folder of `train`, with metrics.jsonl.
-
-    Raises:
-        StorageError: a file can't be written.
-        CheckpointError: a file of the run is damaged.
-    """
-    run = read_run(run_folder)
-    write_run(run, run_folder / HTML_NAME, run_folder / REPORT_NAME)
-    return run_folder / REPORT_NAME
-
-
-def write_run(run: RunRecord, html: Path, picture: Path) -> None:
-    """Write a run's page and picture, each atomically.
-
-    Args:
-        run: the run.
-        html, picture: paths of the page and the picture.
-
-    Raises:
-        StorageError: a file can't be written.
-    """
-    for path, content in ((picture, picture_of(run)), (html, run_page(run))):
-        write_file(path, content)
-
-
-@dataclass(frozen=True)
-class WrittenReport:
-    """A report that was written.
-
-    Attributes:
-        page, picture: paths of the HTML page and the PNG picture.
-        comparison: the run or runs that the report shows.
-    """
-
-    page: Path
-    picture: Path
-    comparison: RunComparison
-
-
-def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
-    """Write the report of a run, or of several runs. The runs may be active.
-
-    Args:
-        folders: run folders, at least one.
-        out: path of the page; the picture gets the same name with .png. None is report.html in the
-            run folder, or for several runs comparison.html in the current folder.
-
-    Raises:
-        InputError: a folder is missing or not a run folder, or `out` is a file that is not a
-            report.
-        CheckpointError: a file of a run is damaged.
-        ConfigError: a folder is given twice, or `out` does not end in .html or .htm.
-        StorageError: a file system error.
-    """
-    for folder in folders:
-        require_run(folder)
-    if out is None and len(folders) > 1:
-        out = Path(COMPARISON_NAME)
-    if out is not None:
-        _require_replaceable(out)
-    found = compare([read_run(folder) for folder in folders])
-    if len(folders) == 1:
-        html = folders[0] / HTML_NAME if out is None else out
-        picture = folders[0] / REPORT_NAME if out is None else out.with_suffix(".png")
-        write_run(found.runs[0], html, picture)
-        return WrittenReport(html, picture, found)
-    assert out is not None
-    write_file(out.with_suffix(".png"), comparison_picture(found))
-    write_file(out, comparison_page(found))
-    return WrittenReport(out, out.with_suffix(".png"), found)
-
-
-def _require_replaceable(out: Path) -> None:
-    """Refuse a path that does not end in .html, and existing files that are no reports."""
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(
-            f"--out {out} must end in .html: the picture gets the same name with .png"
-        )
-    for path, is_ours in ((out, is_page), (out.with_suffix(".png"), _is_picture)):
-        if (path.exists() or path.is_symlink()) and not (path.is_file() and is_ours(path)):
-            raise InputError(
-                f"{path} exists already, is no report, and is not overwritten: name another --out"
-            )
-
-
-def _is_picture(path: Path) -> bool:
-    with open(path, "rb") as file:
-        head = file.read(_HEAD_BYTES)
-    return head.startswith(b"\x89PNG") and PICTURE_ORIGIN.encode() in head
-
-
-def as_json(report: WrittenReport) -> dict[str, Any]:
-    """A report as a JSON object: its files; label, `final_numbers` and findings of each run; and
-    the recipe keys that differ, with each run's value (null if a recipe lacks the key)."""
-    found = report.comparison
-    named = zip(found.labels, found.numbers, found.findings, strict=True)
-    return {
-        "report": str(report.page),
-        "picture": str(report.picture),
-        "runs": [
-            {"label": label, **numbers, "findings": [one.as_json() for one in findings]}
-            for label, numbers, findings in named
-        ],
-        "differences": {
-            key: [value if _is_json(value) else None for value in values]
-            for key, values in found.differences.items()
-        },
-    }
-
-
-def _is_json(value: object) -> bool:
-    return isinstance(value, str | int | float | bool | list | dict)
-
-
-# Pictures
+_MAX_PICTURE_TEXT = 10_000
 
 
 def picture_of(run: RunRecord) -> bytes:
@@ -853,7 +770,7 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         if sample["step"] != samples[-1]["step"]:
             continue
         # Only as much of a text as the picture could show.
-        text = (sample["prompt"] + sample["text"])[:_MAX_TEXT].expandtabs(4)
+        text = (sample["prompt"] + sample["text"])[:_MAX_PICTURE_TEXT].expandtabs(4)
         for line in text.splitlines():
             lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]
         lines.append("")
