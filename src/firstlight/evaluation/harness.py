@@ -230,7 +230,11 @@ class _HarnessMethods:
     ) -> list[tuple[float, bool]]:
         pairs = [TokenPair(tuple(c), tuple(more)) for _, c, more in requests]
         for pair in pairs:
-            _require_continuation(pair, self._limit)
+            if not 0 < len(pair.continuation) <= self._limit:
+                raise InputError(
+                    f"a task has a text of {len(pair.continuation)} tokens to be scored, and the "
+                    f"model's context has room for 1 to {self._limit}"
+                )
         return [(one.logprob, one.is_greedy) for one in self._scored(pairs)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
@@ -299,15 +303,6 @@ def harness_model(loaded: LoadedModel, batch_size: int, on_texts: Progress | Non
         """See `_HarnessMethods`. Defined here because the base class is in an optional package."""
 
     return FirstlightLM(loaded, batch_size, on_texts)
-
-
-def _require_continuation(pair: TokenPair, limit: int) -> None:
-    count = len(pair.continuation)
-    if not 0 < count <= limit:
-        raise InputError(
-            f"a task has a text of {count} tokens to be scored, and the model's context has room "
-            f"for 1 to {limit}"
-        )
 
 
 def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -181,8 +181,12 @@ def evaluate_split(
         )
     error = standard_error(losses, total) if drawn and 2 <= len(chosen) < total else None
     bits_a_nat = dataset.bits_a_nat(document_masking=masking, first_id=options.get("first_id"))
+    loss = mean_loss(losses)
+    perplexity = perplexity_of(loss)
     return Evaluation(
-        **_figures(mean_loss(losses), error, bits_a_nat),
+        loss,
+        perplexity,
+        loss * bits_a_nat,
         gzip_bits_per_byte=dataset.gzip_bits_per_byte,
         tokens=sum(row.tokens for row in losses),
         rows=len(chosen),
@@ -190,6 +194,10 @@ def evaluate_split(
         split=dataset.split,
         seq_len=seq_len,
         document_masking=masking,
+        # The standard error of a function of the loss is that of the loss, times its derivative.
+        loss_stderr=error,
+        perplexity_stderr=None if error is None else perplexity * error,
+        bits_per_byte_stderr=None if error is None else error * bits_a_nat,
     )
 
 
@@ -232,20 +240,6 @@ def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
     found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
     return [found[row] for row in sorted(found)]
-
-
-def _figures(loss: float, error: float | None, bits_a_nat: float) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte, with their standard errors: that of the loss, times the
-    derivative by the loss."""
-    perplexity = perplexity_of(loss)
-    return {
-        "loss": loss,
-        "perplexity": perplexity,
-        "bits_per_byte": loss * bits_a_nat,
-        "loss_stderr": error,
-        "perplexity_stderr": None if error is None else perplexity * error,
-        "bits_per_byte_stderr": None if error is None else error * bits_a_nat,
-    }
 
 
 @sharing_cores()
@@ -369,9 +363,9 @@ def evaluate_by_position(
         ConfigError, DataError, ModelError, CheckpointError: see `evaluate`.
     """
     loaded = loaded_for_evaluation(checkpoint, device)
-    model = loaded.model
     dataset = open_evaluated_split(loaded, data, split)
     options = options_of_training(loaded, dataset, seq_len, document_masking)
+    model, masking = loaded.model, options["document_masking"]
     length, limit = options["seq_len"], model.config.max_position_embeddings
     if length > limit and not model.config.has_rotary:
         raise ConfigError(
@@ -383,7 +377,6 @@ def evaluate_by_position(
     sums, counts = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.int64)
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
-        masking = options.get("document_masking", False)
         batch = rows_to_batch(dataset, part, length, 0, document_masking=masking)
         found = _sums_by_position(model, *batch.to(options["device"]).inputs)
         sums, counts = sums + found[0], counts + found[1]
@@ -395,7 +388,7 @@ def evaluate_by_position(
         raise ModelError(
             f"the loss of {loaded.folder} is no number: its weights are not all finite numbers"
         )
-    return ByPosition(length, options.get("document_masking", False), _stretches(sums, counts))
+    return ByPosition(length, masking, _stretches(sums, counts))
 
 
 @torch.no_grad()

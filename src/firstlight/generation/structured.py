@@ -16,11 +16,10 @@ import importlib.util
 import itertools
 import json
 import random
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from firstlight.errors import FirstlightError, MissingDependencyError
 from firstlight.files.limits import LimitedProcess, LimitExceededError
@@ -40,18 +39,6 @@ _LONGEST_ERROR = 200
 
 class SchemaError(FirstlightError):
     """A JSON Schema is not supported, or takes too much time or memory to follow."""
-
-
-class Constraint(Protocol):
-    """Interface of constraints on the tokens of one text."""
-
-    def allowed(self, vocab_size: int) -> Tensor:
-        """True for the tokens that may come next, bool [V] on the CPU; for end tokens if the text
-        may end here."""
-
-    def push(self, token_id: int) -> bool:
-        """Add the token that was chosen; return True if the text is complete, so that no token can
-        follow."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +95,7 @@ class Grammars:
         if problem is not None:
             raise SchemaError(problem)
         self._following.start()
-        return _SchemaConstraint(self._following, next(self._numbers), text)
+        return Constraint(self._following, next(self._numbers), text)
 
     def _try(self, schema: str) -> str | None:
         """Reason why a schema can't be followed; None if it can."""
@@ -117,7 +104,7 @@ class Grammars:
             self._trying.ask(request, _SCHEMA_SECONDS)
         except SchemaError as error:
             return str(error)
-        self._trying.forget(0)
+        self._trying.note_end(0)
         return None
 
     def close(self) -> None:
@@ -126,8 +113,8 @@ class Grammars:
         self._following.close()
 
 
-class _SchemaConstraint:
-    """Constraint of one text by a schema; see `Constraint`.
+class Constraint:
+    """Constraint on the tokens of one text by a schema.
 
     Args:
         process: process that follows the text.
@@ -143,10 +130,11 @@ class _SchemaConstraint:
         self._mask: bytes | None = None
         #: Number of the start of the process that knows the text; 0 if none does.
         self._known_in = 0
-        weakref.finalize(self, process.forget, number)
+        weakref.finalize(self, process.note_end, number)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """See `Constraint`."""
+        """True for the tokens that may come next, bool [V] on the CPU; for end tokens if the text
+        may end here."""
         import numpy as np
         import torch
 
@@ -160,7 +148,8 @@ class _SchemaConstraint:
         return found
 
     def push(self, token_id: int) -> bool:
-        """See `Constraint`."""
+        """Add the token that was chosen; return True if the text is complete, so that no token can
+        follow."""
         self._tokens.append(token_id)
         return self._follow([token_id])
 
@@ -177,36 +166,27 @@ class _SchemaConstraint:
         return complete
 
 
-class _Process:
+class _Process(LimitedProcess):
     """A process that follows texts: see `Matchers`.
 
     Args:
         vocabulary: tokens of the model.
-
-    Attributes:
-        close: end the process.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens = [*(token.hex() for token in vocabulary.tokens), b"<end>".hex()]
         special = [*vocabulary.special, len(vocabulary.tokens)]
-        self._limited = LimitedProcess(
+        super().__init__(
             "firstlight.generation.structured:Matchers",
             (tokens, special, list(vocabulary.ends)),
             memory=_MEMORY,
         )
-        self.close = self._limited.close
-        self._forgotten: list[int] = []
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Lock that is held during a request."""
-        return self._limited.lock
+        self._ended: list[int] = []
 
     def start(self) -> int:
         """Start the process if it does not run; return the number of starts so far."""
         with _schema_limits():
-            return self._limited.start()
+            return super().start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> tuple[bool, bytes]:
         """Send a request; return whether the text is complete, and the mask of the tokens that may
@@ -220,16 +200,16 @@ class _Process:
             SchemaError: the schema is not understood, or takes too much time or memory.
         """
         with self.lock, _schema_limits():
-            forgotten, self._forgotten = self._forgotten, []
-            found = self._limited.call({**request, "forget": forgotten}, seconds=seconds)
+            ended, self._ended = self._ended, []
+            found = self.call({**request, "forget": ended}, seconds=seconds)
         if "error" in found:
             reason = " ".join(str(found["error"]).replace("<non-verbose/>", "").split())
             raise SchemaError(f"the schema can't be followed: {reason[:_LONGEST_ERROR]}")
         return found["complete"], bytes.fromhex(found["mask"])
 
-    def forget(self, number: int) -> None:
+    def note_end(self, number: int) -> None:
         """Note that a text has ended; the process learns it with the next request."""
-        self._forgotten.append(number)
+        self._ended.append(number)
 
 
 @contextlib.contextmanager

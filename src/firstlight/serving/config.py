@@ -1,5 +1,5 @@
-"""Options of the server: `ServerOptions` and `Limits`, which the command line reads without
-importing the server; the API key, and the address to listen at.
+"""Limits of requests and options of the server, which the command line reads without importing the
+server; the API key, and the address to listen at.
 """
 
 from __future__ import annotations
@@ -17,13 +17,33 @@ from firstlight.files.atomic import read_file
 KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
 
 _MAX_KEY_BYTES = 4096
+
+#: Greatest number of choices of a prompt.
+MAX_CHOICES = 8
+#: Greatest number of prompts of a request, and of token ids of one prompt in the JSON. The encoder
+#: has the model's limit.
+MAX_PROMPTS, MAX_PROMPT_IDS = 64, 200_000
+#: Greatest number of messages of a conversation, and of parts of a message.
+MAX_MESSAGES, MAX_PARTS = 512, 64
+#: Greatest number of stop texts, and of characters of a stop text.
+MAX_STOPS, MAX_STOP_CHARS = 4, 256
+#: Greatest `logprobs` of a completion, and `top_logprobs` of a chat.
+MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
+#: Greatest number of entries of `logit_bias`.
+MAX_BIASES = 1024
+#: Greatest number of names and objects in the JSON of a body. Validating a body of a million bytes
+#: that is nothing but names would hold up the answers of other clients.
+MAX_NAMES = 20_000
+#: OpenAI's default of `max_tokens` for completions. Without it, a chat's answer may fill the
+#: context.
+COMPLETION_TOKENS = 16
 #: Connections that the operating system queues until they are accepted.
 BACKLOG = 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and connections.
+    """Limits of requests and connections that a server's options can change.
 
     Attributes:
         request_timeout: seconds from a request's arrival in the queue to the end of its response.
