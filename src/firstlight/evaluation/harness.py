@@ -264,7 +264,14 @@ class _HarnessMethods:
         texts = [
             self._text_of(*request.args, number=number) for number, request in enumerate(requests)
         ]
-        continue_texts(self._loaded, texts, self._texts_at_a_time, self._on_texts)
+        longest = max((len(t.prompt_ids) + t.config.max_new_tokens for t in texts), default=1)
+        size = max(min(self._texts_at_a_time, len(texts)), 1)
+        done = 0
+        for index, _ in pieces_of_many(texts, BatchDecoder(self._loaded.model, size, longest)):
+            if texts[index].finish_reason is not None:
+                done += 1
+                if self._on_texts is not None:
+                    self._on_texts(done, len(texts))
         # As the harness does: new tokens are decoded without the prompt, which drops the space
         # before the first word.
         return [
@@ -339,23 +346,3 @@ def before_stops(text: str, stops: Sequence[str]) -> str:
     for stop in stops:
         text = text.partition(stop)[0]
     return text
-
-
-def continue_texts(
-    loaded: LoadedModel,
-    texts: Sequence[Continuation],
-    batch_size: int,
-    on_texts: Progress | None,
-) -> None:
-    """Generate the continuations of texts, `batch_size` texts at a time: when a text ends, the next
-    one takes its place in the batch. The results are in `texts`."""
-    if not texts:
-        return
-    longest = max(len(text.prompt_ids) + text.config.max_new_tokens for text in texts)
-    decoder = BatchDecoder(loaded.model, min(batch_size, len(texts)), longest)
-    done = 0
-    for index, _ in pieces_of_many(texts, decoder):
-        if texts[index].finish_reason is not None:
-            done += 1
-            if on_texts is not None:
-                on_texts(done, len(texts))

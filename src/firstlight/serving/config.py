@@ -65,6 +65,24 @@ class Limits:
     max_connections: int = 512
 
 
+_MOST = 2**31
+#: Least and greatest value of each option that is a number.
+_RANGES = {
+    "port": (0, 65535),
+    "max_batch_size": (1, 4096),
+    "max_queue": (0, _MOST),
+    "max_context_tokens": (2, _MOST),
+    "shutdown_timeout": (0, _MOST),
+    "request_timeout": (0.001, _MOST),
+    "header_timeout": (0.001, _MOST),
+    "body_timeout": (0.001, _MOST),
+    "write_timeout": (0.001, _MOST),
+    "max_body_bytes": (1, _MOST),
+    "max_header_bytes": (256, 2**20),
+    "max_connections": (1, 2**20),
+}
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """Options of a server: its address, its clients and its limits.
@@ -116,23 +134,9 @@ class ServerOptions:
                 "allowed_origins can't be '*', which would let every web page use this server: "
                 "give each origin, such as https://chat.example"
             )
-        limits = self.limits
-        most = 2**31
-        ranges = (
-            ("port", self.port, 0, 65535),
-            ("max_batch_size", self.max_batch_size, 1, 4096),
-            ("max_queue", self.max_queue, 0, most),
-            ("max_context_tokens", self.max_context_tokens, 2, most),
-            ("shutdown_timeout", self.shutdown_timeout, 0, most),
-            ("request_timeout", limits.request_timeout, 0.001, most),
-            ("header_timeout", limits.header_timeout, 0.001, most),
-            ("body_timeout", limits.body_timeout, 0.001, most),
-            ("write_timeout", limits.write_timeout, 0.001, most),
-            ("max_body_bytes", limits.max_body_bytes, 1, most),
-            ("max_header_bytes", limits.max_header_bytes, 256, 2**20),
-            ("max_connections", limits.max_connections, 1, 2**20),
-        )
-        for name, value, least, highest in ranges:
+        values = {**vars(self), **vars(self.limits)}
+        for name, (least, highest) in _RANGES.items():
+            value = values[name]
             # Written so that NaN is refused, too: its comparisons are false.
             if value is not None and not least <= value <= highest:
                 raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from firstlight.errors import (
     TokenizerError,
     nearest,
 )
+from firstlight.files.atomic import unique_keys
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
@@ -437,11 +437,7 @@ def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
         if count > MAX_NAMES:
             message = f"the body has more than {MAX_NAMES:,} names and objects: send fewer"
             raise RequestError(413, message, code="body_too_large")
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            name = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
-            raise ValueError(f"{_shortened(name)} is given twice")
-        return made
+        return unique_keys(pairs)
 
     return make
 
