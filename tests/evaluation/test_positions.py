@@ -15,8 +15,7 @@ from firstlight import train
 from firstlight.cli.main import main
 from firstlight.data.corpus import TokenDataset
 from firstlight.errors import ConfigError
-from firstlight.evaluation.perplexity import evaluate
-from firstlight.evaluation.positions import evaluate_by_position
+from firstlight.evaluation.perplexity import evaluate, evaluate_by_position
 from firstlight.lora.loading import load_model
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
 from firstlight.planner.plan.machine import find_machine, resolve_for

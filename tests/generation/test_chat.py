@@ -19,12 +19,12 @@ from firstlight.generation.chat import (
     ChatSession,
     ConversationDecoder,
     most_that_fit,
-    turn_end_ids,
 )
 from firstlight.generation.config import SamplingConfig
 from firstlight.lora.loading import LoadedModel
 from firstlight.models.cache import KVCache
 from firstlight.tokenizer import END_OF_TEXT, Tokenizer
+from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
 
 GREEDY = SamplingConfig(max_new_tokens=40, temperature=0)

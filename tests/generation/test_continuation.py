@@ -20,7 +20,7 @@ from firstlight.generation.continuation import (
     Continuation,
     StopTexts,
     choose_tokens,
-    logprob_of,
+    logprobs_of,
 )
 from firstlight.generation.sampling import penalize, shift
 from firstlight.tokenizer import TextStream, Tokenizer
@@ -252,8 +252,8 @@ def test_log_probabilities_are_the_models_own(tokenizer: Tokenizer) -> None:
 
 
 def test_more_log_probabilities_than_tokens_are_all() -> None:
-    assert len(logprob_of(torch.zeros(4), 1, 20).top) == 4
-    assert logprob_of(torch.zeros(4), 1, 0).top == ()
+    assert len(logprobs_of(torch.zeros(1, 4), [1], 20)[0].top) == 4
+    assert logprobs_of(torch.zeros(1, 4), [1], 0)[0].top == ()
 
 
 @pytest.mark.parametrize(

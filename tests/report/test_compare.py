@@ -21,8 +21,7 @@ from firstlight.report.compare import (
     number_table,
     recipe_differences,
 )
-from firstlight.report.page import comparison_page
-from firstlight.report.report import write_report
+from firstlight.report.report import comparison_page, write_report
 from firstlight.run_log.reader import read_run
 from report_runs import HOSTILE, Page, record, validation, write_run
 

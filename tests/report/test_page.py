@@ -17,12 +17,10 @@ from matplotlib.figure import Figure
 from firstlight.console import visible
 from firstlight.errors import CheckpointError
 from firstlight.report.charts import Chart, Line, draw
-from firstlight.report.page import chosen_samples, run_page
-from firstlight.report.report import draw_report
+from firstlight.report.report import chosen_samples, draw_report, run_page
 from firstlight.report.summary import final_numbers
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
-from firstlight.run_log.reader import read_run
-from firstlight.run_log.series import Series
+from firstlight.run_log.reader import Series, read_run
 from firstlight.training.loop import train
 from report_runs import HOSTILE, Page, record, validation, write_lines, write_run
 

@@ -15,7 +15,7 @@ from firstlight.report import report
 from firstlight.report.charts import png
 from firstlight.report.report import draw_report
 from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
-from firstlight.run_log.series import Series, smoothed
+from firstlight.run_log.reader import Series, smoothed
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

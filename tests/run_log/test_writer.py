@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from firstlight.errors import CheckpointError, StorageError
 from firstlight.files import disk as seam
 from firstlight.files.disk import Disk
-from firstlight.run_log.reader import read_json_lines
-from firstlight.run_log.series import read_metrics
+from firstlight.run_log.reader import read_json_lines, read_metrics
 from firstlight.run_log.writer import JsonLines, keep_until, missing_steps
 
 

@@ -21,8 +21,7 @@ from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import load_recipe
 from firstlight.report.report import draw_report
 from firstlight.report.summary import findings_of
-from firstlight.run_log.reader import read_json_lines, read_run
-from firstlight.run_log.series import Metrics
+from firstlight.run_log.reader import Metrics, read_json_lines, read_run
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.loop import TrainResult, train
 

@@ -20,7 +20,7 @@ from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.evaluation.inputs import load_for_evaluation
 from firstlight.report.compare import compare, warnings_of
-from firstlight.report.page import comparison_page, run_page
+from firstlight.report.report import comparison_page, run_page
 from firstlight.report.summary import findings_of
 from firstlight.run_log.reader import read_run
 from firstlight.tokenizer import Tokenizer

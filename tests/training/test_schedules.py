@@ -19,8 +19,7 @@ from firstlight.errors import ConfigError
 from firstlight.models import empty_model
 from firstlight.optim.schedule import BatchSchedule
 from firstlight.recipe import parse_recipe
-from firstlight.report.page import run_page
-from firstlight.report.report import picture_of
+from firstlight.report.report import picture_of, run_page
 from firstlight.run_log.reader import read_json_lines, read_run
 from firstlight.training.loop import train
 

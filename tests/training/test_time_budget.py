@@ -32,7 +32,7 @@ from firstlight.optim.schedule import (
 )
 from firstlight.planner.plan.machine import find_machine, planned_run, resolve_for
 from firstlight.recipe import parse_recipe
-from firstlight.report.page import run_page
+from firstlight.report.report import run_page
 from firstlight.run_log.reader import read_json_lines, read_length, read_run
 from firstlight.tokenizer import Tokenizer
 from firstlight.training import loop, minutes, saving, start, validation

@@ -160,7 +160,7 @@ def _by_position(
     All models are evaluated on the same rows: those of the first model's data and sequence length.
     """
     from firstlight.evaluation.inputs import evaluated_folder, load_for_evaluation
-    from firstlight.evaluation.positions import ByPosition, evaluate_by_position
+    from firstlight.evaluation.perplexity import ByPosition, evaluate_by_position
 
     if len(set(checkpoints)) < len(checkpoints):
         raise ConfigError("--beside names a model twice: leave one out")

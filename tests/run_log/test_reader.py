@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from firstlight.console import compact, rounded
 from firstlight.errors import CheckpointError
-from firstlight.run_log.series import Series, read_metrics, smoothed, thin
+from firstlight.run_log.reader import Series, read_metrics, smoothed, thin
 
 _FINITE = st.floats(-1e300, 1e300)
 
