@@ -23,8 +23,8 @@ from benchmarks.options import (
     ScalingBench,
     TrainingBench,
 )
+from firstlight.bench.display import cell, cells
 from firstlight.bench.options import Keep, Result
-from firstlight.bench.tables import cell, cells
 from firstlight.cli import main as cli
 from firstlight.cli.bench import (
     STEPS_OPTIONS,

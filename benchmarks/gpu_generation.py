@@ -41,7 +41,7 @@ from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_b
 from benchmarks.memory import copy_rate
 from benchmarks.models import model_values, random_model
 from benchmarks.pages import markdown_table
-from firstlight.bench.tables import cells
+from firstlight.bench.display import cells
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import cache_bytes_per_token

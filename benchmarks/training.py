@@ -60,10 +60,9 @@ from benchmarks.programs import (
     train_with_trainer,
 )
 from benchmarks.rows import ProgramRow, has_package, run_bench
-from firstlight.bench.gemm_products import ceiling
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import find_model
 from firstlight.bench.options import Keep, Result, require_known
-from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import (
     EPOCH_TOKENS,
@@ -89,7 +88,12 @@ from firstlight.data.records import read_documents
 from firstlight.data.sources import find_sources
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_json
-from firstlight.hardware.device import Hardware, bf16_is_faster, synchronize
+from firstlight.hardware.device import (
+    Hardware,
+    bf16_is_faster,
+    measured_matmul_flops,
+    synchronize,
+)
 from firstlight.hardware.fresh_process import ask, plain_environment, training_environment
 from firstlight.hardware.resident import begin_peak, peaks
 from firstlight.models import GPT2Config, LlamaConfig
@@ -261,7 +265,9 @@ def bench_training(bench: TrainingBench, on_run: Keep) -> Result:
 
     def raise_ceilings() -> None:
         for dtype, before in ceilings.items():
-            ceilings[dtype] = max(before, ceiling(plan.hardware.device, getattr(torch, dtype)))
+            ceilings[dtype] = max(
+                before, measured_matmul_flops(plan.hardware.device, getattr(torch, dtype))
+            )
 
     with tempfile.TemporaryDirectory(
         prefix="firstlight-bench-", ignore_cleanup_errors=True

@@ -601,7 +601,9 @@ class FakeProcesses:
 def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that no machine has: the second measurement of bf16 is its best."""
     rates = {"torch.float32": [3e9, 2e9], "torch.bfloat16": [4e9, 6e9]}
-    monkeypatch.setattr(training, "ceiling", lambda device, dtype: rates[str(dtype)].pop(0))
+    monkeypatch.setattr(
+        training, "measured_matmul_flops", lambda device, dtype: rates[str(dtype)].pop(0)
+    )
     monkeypatch.setattr("firstlight.bench.steps.find_hardware", lambda device: _CPU)
 
 
@@ -701,7 +703,7 @@ def test_the_table_says_what_was_measured_and_chosen(
 def test_a_real_run_from_the_command_line(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "ceiling", lambda device, dtype: 1e12)
+    monkeypatch.setattr(training, "measured_matmul_flops", lambda device, dtype: 1e12)
     arguments = "--micro-batch-size 2 --seq-len 16 --steps 1 --repeats 1 --device cpu --json"
     result = CliRunner().invoke(
         training_command,
