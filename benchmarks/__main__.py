@@ -513,7 +513,7 @@ def show_training(result: Result) -> None:
             show()
             show_cells(
                 f"{row['name']}: operators | share | s/step | calls/step",
-                "{class} | {share:.0%} | {seconds:.3f} | {calls:g}",
+                "{operator} | {share:.0%} | {seconds:.3f} | {calls:g}",
                 row["operators"],
             )
 
