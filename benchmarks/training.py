@@ -37,7 +37,6 @@ Memory and losses do not include these steps.
 from __future__ import annotations
 
 import contextlib
-import re
 import statistics
 import tempfile
 import time
@@ -56,7 +55,7 @@ from benchmarks.programs import (
     pure_bf16_loop,
     train_with_trainer,
 )
-from benchmarks.rows import ProgramRow, has_package, run_bench
+from benchmarks.rows import ProgramRow, has_package, run_bench, variant_changes
 from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import find_model
 from firstlight.bench.options import Keep, Result, require_known
@@ -172,16 +171,9 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
     Raises:
         ConfigError: the variant has another form, or the recipe is invalid here.
     """
-    overrides = []
-    # A comma inside a value, as in betas=[0.9,0.95], is not followed by a key.
-    for part in re.split(r",(?=\s*\w+\.\w+\s*=)", variant) if variant else []:
-        key, equals, value = part.partition("=")
-        if not equals or key.split(".")[0].strip() not in _VARIABLE:
-            raise ConfigError(
-                f"--set {variant}: '{part}' is not section.key=value, such as "
-                f"efficiency.precision=fp32, of one of the sections {', '.join(_VARIABLE)}"
-            )
-        overrides.append((key.strip(), value.strip()))
+    example = "efficiency.precision=fp32"
+    changes = variant_changes(variant, variant, _VARIABLE, example) if variant else ()
+    overrides = list(changes)
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
         path = Path(folder) / "recipe.yaml"
         write_json(path, values)
