@@ -82,13 +82,6 @@ def test_the_page_compares_the_chosen_run_with_the_best_draw(tmp_path: Path, fak
     assert draw(result).startswith(b"\x89PNG")
 
 
-def test_random_runs_get_the_curve_of_the_chosen_settings(tmp_path: Path, fake: FakeRun) -> None:
-    bench_budget(BudgetBench(tmp_path, ("a.txt",), trials=1), lambda _: None)
-    # Read from the results' file in the second call.
-    bench_budget(BudgetBench(tmp_path, ("a.txt",), trials=2), lambda _: None)
-    assert [list(one["chosen"]) for one in fake.requests] == [[], *[[[0.5, 4.0], [1.0, 2.5]]] * 2]
-
-
 @pytest.mark.parametrize(
     ("share", "bits", "is_hopeless"),
     [

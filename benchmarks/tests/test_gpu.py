@@ -94,12 +94,6 @@ def test_rows_are_measured_by_value_and_take_turns(tmp_path: Path) -> None:
     assert world.asked == ["first", "a", "b", "c", "a", "b", "last"]
 
 
-def test_second_turns_come_with_the_next_value_but_for_what_is_needed_most() -> None:
-    rows = [_row("most", value=1, turns=2), _row("a", value=2, turns=2), _row("b", value=3)]
-    names = [turn.row.name for turn in order({"p": rows})]
-    assert names == ["most", "most", "a", "b", "a"]
-
-
 def test_the_next_call_goes_on_from_the_file_alone(tmp_path: Path) -> None:
     rows = {"p": [_row("a", 50, turns=2), _row("b", 50, turns=2)]}
     first = World()

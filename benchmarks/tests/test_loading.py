@@ -33,7 +33,6 @@ from benchmarks.loading import (
     model_config,
     parse_count,
 )
-from benchmarks.memory import measure as load_once
 from benchmarks.options import LoadingBench
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.hardware.device import Hardware
@@ -136,26 +135,6 @@ def test_the_checkpoint_is_one_model_in_one_file_and_in_shards(checkpoint: Path)
         assert all(torch.equal(weights[name], w) for name, w in other.state_dict().items())
     assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert weights["model.embed_tokens.weight"].float().std() == pytest.approx(0.02, rel=0.05)
-
-
-def test_one_load_is_measured_in_full(checkpoint: Path) -> None:
-    result = load_once(
-        {
-            "program": "firstlight",
-            "folder": str(checkpoint / "single"),
-            "way": "sequential",
-            "device": "cpu",
-            "dtype": "float32",
-            "threads": torch.get_num_threads(),
-        }
-    )
-    assert result.keys() == _MEASURED
-    # All memory of a CPU is the host's.
-    assert result["device_peak_bytes"] is None
-    numbers = {key: value for key, value in result.items() if value is not None}
-    assert numbers["model_bytes"] == 4 * _TINY
-    assert 0 < numbers["load_seconds"] < numbers["first_logits_seconds"]
-    assert numbers["load_peak_bytes"] <= numbers["peak_bytes"] < numbers["total_peak_bytes"]
 
 
 def test_every_row_is_measured_and_the_checkpoint_deleted(temporary: Path) -> None:

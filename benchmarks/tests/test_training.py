@@ -413,23 +413,6 @@ def test_the_loops_learn_and_differ_only_in_rounding() -> None:
     assert losses["bf16"] != losses["fp32"]
 
 
-def test_pure_bf16_keeps_nothing_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.optim.Optimizer] = []
-    real = torch.optim.AdamW
-
-    def noted(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        seen.append(real(*args, **kwargs))
-        return seen[-1]
-
-    monkeypatch.setattr(torch.optim, "AdamW", noted)
-    batch = a_batch()
-    pure_bf16_loop(_TINY, _CPU.device, compile_model=False)(batch.input_ids, batch.labels, 1e-3)
-    (optimizer,) = seen
-    for parameter, state in optimizer.state.items():
-        assert parameter.dtype == torch.bfloat16
-        assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.bfloat16}
-
-
 # One run.
 
 #: Learning that shows within a few steps, in bf16 too.

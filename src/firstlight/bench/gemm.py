@@ -152,36 +152,33 @@ _QUICK_STEPS = tuple(sorted({*range(192, 321, 32), *_EDGES}))
 
 def plan_for(device_type: str, quick: bool) -> GemmPlan:
     """The plan for the device type "cuda", or for any other, which is assumed to be slower."""
+    sizes = tuple(1 << power for power in range(7, 15))
     if device_type == "cuda":
-        sizes = (128, 256, 512, 1024, 2048, 4096, 8192)
-        if quick:
-            return GemmPlan(
-                sizes, 4096, STEP_TOKENS, _QUICK_STEPS, measure_seconds=0.02, budget_seconds=30
-            )
-        return GemmPlan(
-            (*sizes, 16384), 4096, STEP_TOKENS, _STEPS, measure_seconds=0.05, budget_seconds=150
-        )
-    if quick:
+        plan = GemmPlan(sizes, 4096, STEP_TOKENS, _STEPS, measure_seconds=0.05, budget_seconds=150)
+        smaller: dict[str, Any] = {"measure_seconds": 0.02, "budget_seconds": 30}
+    else:
         plan = GemmPlan(
-            (128, 256, 512, 1024, 2048),
+            sizes[:-2],
             1024,
-            128,
-            _QUICK_STEPS,
-            measure_seconds=0.02,
-            budget_seconds=35,
-            min_rounds=2,
-            turns=2,
+            1024,
+            _STEPS,
+            measure_seconds=0.03,
+            budget_seconds=210,
+            pass_bytes=tuple(1 << power for power in range(14, 29)),
+            blocked_edge=1024,
         )
-        return replace(plan, pass_bytes=tuple(1 << p for p in range(14, 29, 2)), blocked_edge=512)
-    plan = GemmPlan(
-        (128, 256, 512, 1024, 2048, 4096),
-        1024,
-        1024,
-        _STEPS,
-        measure_seconds=0.03,
-        budget_seconds=210,
-    )
-    return replace(plan, pass_bytes=tuple(1 << p for p in range(14, 29)), blocked_edge=1024)
+        smaller = {
+            "tokens": 128,
+            "measure_seconds": 0.02,
+            "budget_seconds": 35,
+            "min_rounds": 2,
+            "turns": 2,
+            "pass_bytes": plan.pass_bytes[::2],
+            "blocked_edge": 512,
+        }
+    if not quick:
+        return plan
+    return replace(plan, sizes=plan.sizes[:-1], tile_sizes=_QUICK_STEPS, **smaller)
 
 
 def paddings(size: int) -> dict[int, int]:
@@ -946,18 +943,18 @@ def draw(result: Mapping[str, Any]) -> bytes:
     for number, dtype in enumerate(result["ceilings"]):
         rows = [row for row in result["rows"] if row["dtype"] == dtype]
         color = f"C{number}"
-        _draw_sizes(size, [row for row in rows if row["part"] == "size"], dtype, color)
-        these = [row for row in rows if row["part"] == "model"]
-        places = [place + height * number for place in range(len(these))]
-        model.barh(places, [row["share_of_ceiling"] for row in these], height=height, color=color)
-        if these:
-            model.set_yticks(places, [f"{row['name']} {row['layout']}" for row in these])
-        rows = [row for row in result["padding"] if row["dtype"] == dtype]
-        places = [place + height * number for place in range(len(rows))]
-        padding.barh(places, [row["time_ratio"] for row in rows], height=height, color=color)
-        if rows:
-            names = [f"{row['group']} {row['from']} -> {row['to']}" for row in rows]
-            padding.set_yticks(places, names)
+        sizes = [row for row in rows if row["part"] == "size"]
+        _draw_medians(size, sizes, "m", "flops_per_second", color=color, label=dtype, unit=1e12)
+        layers = [row for row in rows if row["part"] == "model"]
+        padded = [row for row in result["padding"] if row["dtype"] == dtype]
+        for axes, these, length, label in (
+            (model, layers, "share_of_ceiling", "{name} {layout}"),
+            (padding, padded, "time_ratio", "{group} {from} -> {to}"),
+        ):
+            places = [place + height * number for place in range(len(these))]
+            axes.barh(places, [row[length] for row in these], height=height, color=color)
+            if these:
+                axes.set_yticks(places, [label.format_map(row) for row in these])
         rows = [row for row in result["tile"] if row["dtype"] == dtype]
         tile.plot(
             [row["to"] for row in rows], [row["time_ratio"] for row in rows], "o-", color=color
@@ -978,10 +975,3 @@ def draw(result: Mapping[str, Any]) -> bytes:
     machine = result["machine"]
     figure.suptitle(f"matrix products: {machine['name']}, {machine['threads']} threads")
     return png_of(figure)
-
-
-def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]], dtype: str, color: str) -> None:
-    x = [row["m"] for row in rows]
-    axes.plot(x, [row["flops_per_second"] / 1e12 for row in rows], "o-", color=color, label=dtype)
-    low, high = ([row[end] / 1e12 for row in rows] for end in ("lowest", "highest"))
-    axes.fill_between(x, low, high, color=color, alpha=0.2)
