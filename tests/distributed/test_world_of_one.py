@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from typing import Any, cast
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_ddp_reducer_at_the_end_of_a_session_is_freed_before_the_group() -> None
     engine = DDPEngine(DistributedConfig(engine="ddp"), PLAIN, cpu)
     with group_of_one(cpu):
         with engine.session():
-            forward = engine.share(torch.nn.Linear(2, 2), "fp32")
+            forward = engine.share(cast(Any, torch.nn.Linear(2, 2)), "fp32")
             owners = [weakref.ref(getattr(forward, name)) for name in ("reducer", "logger")]
             assert None not in [owner() for owner in owners]
         assert dist.is_initialized()
