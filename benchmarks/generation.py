@@ -23,9 +23,9 @@ import torch
 from benchmarks.memory import copy_rate
 from benchmarks.options import GenerationBench
 from benchmarks.rows import ProgramRow, installed_rows, run_bench
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import Keep, Result, require_known, require_positive
-from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError

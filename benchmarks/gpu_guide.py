@@ -59,8 +59,8 @@ from benchmarks.planner_steps import (
     unpacked,
 )
 from benchmarks.programs import run_trainer
+from firstlight.bench.display import cells
 from firstlight.bench.steps import StepClock
-from firstlight.bench.tables import cells
 from firstlight.planner.memory.module import plan_module
 from firstlight.planner.speed.recipe import all_micro_batches
 from firstlight.planner.speed.throughput import Workload, predict_speed

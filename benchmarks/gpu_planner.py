@@ -25,8 +25,7 @@ from benchmarks.planner_memory import (
 )
 from benchmarks.planner_speed import GOAL, percentile
 from benchmarks.planner_steps import STEPS_MODULE, steps_request, unpacked
-from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.tables import cells
+from firstlight.bench.display import cells, new_figure, png_of
 from firstlight.files.cache import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model

@@ -14,44 +14,38 @@ from typing import Any
 import click
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from firstlight.bench import gemm, gemm_products, models
+from firstlight.bench import gemm, models
 from firstlight.bench.gemm import (
+    COMPARED,
+    DTYPES,
+    FP8,
+    MODELS,
+    GemmPlan,
+    GemmProduct,
     GemmRun,
+    GPT2Shape,
+    all_products,
     cache_sizes,
     compare,
     draw,
     draw_loops,
     hardware_dtypes,
-    measure_loops,
-    measure_waves,
-    multiply_rows,
-    multiply_squares,
-    step_times,
-    sum_passes,
-    summarize,
-)
-from firstlight.bench.gemm_products import (
-    COMPARED,
-    DTYPES,
-    FP8,
-    MODELS,
-    MULTIPLES,
-    GemmPlan,
-    GemmProduct,
-    GPT2Shape,
-    all_products,
-    ceiling,
     layer_products,
     make_multiply,
     make_operands,
+    measure_loops,
+    measure_waves,
     model_products,
+    multiply_rows,
+    multiply_squares,
     paddings,
     plan_for,
+    step_times,
+    sum_passes,
+    summarize,
     wave_products,
 )
 from firstlight.bench.models import find_model
@@ -142,13 +136,6 @@ def test_a_gpu_has_the_formats_of_its_generation(
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert hardware_dtypes(hardware) == names
-
-
-@given(st.integers(1, 10**6), st.sampled_from(MULTIPLES))
-def test_padding_goes_to_the_next_multiple(size: int, multiple: int) -> None:
-    padded = -(-size // multiple) * multiple
-    assert padded % multiple == 0
-    assert 0 <= padded - size < multiple
 
 
 def test_the_vocabulary_of_gpt2_is_padded_as_is_usual() -> None:
@@ -292,26 +279,6 @@ def test_padding_is_compared_with_the_size_that_is_not_padded() -> None:
     assert [row["work_ratio"] for row in result["wave"]] == [1.0, 2 / 3, 4 / 3, 2.0, 7 / 3]
 
 
-def test_the_ceiling_is_the_best_of_all_rounds_and_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[tuple[str, torch.dtype, int]] = []
-
-    def rounds(
-        products: list[GemmProduct],
-        dtype: torch.dtype,
-        device: object,
-        count: int,
-        measure_seconds: float,
-    ) -> list[list[float]]:
-        seen.extend((one.layout, dtype, count) for one in products)
-        return [[float(number), 7.5 - number] for number, _ in enumerate(products)]
-
-    monkeypatch.setattr(gemm_products, "product_rates", rounds)
-    assert ceiling(_CPU, torch.bfloat16, rounds=4) == 7.5
-    assert set(seen) == {("nt", torch.bfloat16, 4), ("nn", torch.bfloat16, 4)}
-
-
 def test_operands_are_random_and_large_enough() -> None:
     products = all_products(_SMALL, _TINY)
     a, b, c = make_operands(products, torch.float32, _CPU)
@@ -345,7 +312,7 @@ def test_fp32_is_fp32_whatever_torch_is_set_to(monkeypatch: pytest.MonkeyPatch) 
 def test_products_take_turns(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
     order: list[tuple[str, torch.dtype]] = []
 
-    def measured(product: GemmProduct, operands: gemm_products.Operands, *_: object) -> float:
+    def measured(product: GemmProduct, operands: gemm.Operands, *_: object) -> float:
         order.append((product.name, operands[0].dtype))
         return 1.0
 
@@ -412,7 +379,7 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
 def test_an_interruption_leaves_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    really = gemm_products.measure_product
+    really = gemm.measure_product
     count = 0
 
     def measured(*arguments: Any) -> float:

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.bench import methods
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.methods import (
     ALONE,
     LADDER,
@@ -52,10 +53,8 @@ from firstlight.bench.methods import (
 )
 from firstlight.bench.models import MODELS, SMALL, find_model
 from firstlight.bench.options import MethodsBench
-from firstlight.bench.pictures import Panel, draw_panels
-from firstlight.bench.steps import StepsPlan, Tokens, plan_steps, write_tokens
+from firstlight.bench.steps import StepsPlan, Tokens, plan_steps, write_out, write_tokens
 from firstlight.bench.steps import measure as training_once
-from firstlight.bench.written_out import write_out
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError, InputError
 from firstlight.hardware import fresh_process

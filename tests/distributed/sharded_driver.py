@@ -23,7 +23,7 @@ from firstlight.errors import FirstlightError
 from firstlight.files import disk
 from firstlight.parallel import World, barrier, find_world, process_group
 from firstlight.parallel.engine import DistributedConfig
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe import CheckpointConfig
 
 #: Rows that don't divide evenly, fewer than processes, one dimension.

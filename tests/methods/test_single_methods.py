@@ -54,7 +54,7 @@ from firstlight.models.ops import (
 )
 from firstlight.parallel import World
 from firstlight.parallel.engine import DistributedConfig, Engine
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.parallel.sharding import TensorParallelEngine
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach

@@ -31,7 +31,7 @@ from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
 from firstlight.optim.schedule import ScheduleConfig
-from firstlight.parallel.selection import named_engine
+from firstlight.parallel.engine_choice import named_engine
 from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
 
 #: torch.compile pays if the run's matrix products would take at least this number of seconds at the

@@ -12,7 +12,7 @@ from typing import Any
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.optim.config import OPTIMIZERS
-from firstlight.parallel.selection import named_engine
+from firstlight.parallel.engine_choice import named_engine
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled, without_compile
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of, of_one_rank, own_part

@@ -14,7 +14,7 @@ from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.config import OPTIMIZERS
-from firstlight.parallel.selection import named_engine
+from firstlight.parallel.engine_choice import named_engine
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import MachineFacts, TextFacts
 from firstlight.planner.advise.model import (

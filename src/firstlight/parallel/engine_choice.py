@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from firstlight.errors import ConfigError
-from firstlight.parallel.deepspeed_engine import DeepSpeedEngine
+from firstlight.parallel.deepspeed import DeepSpeedEngine
 from firstlight.parallel.engine import DDPEngine, DistributedConfig, Engine
 from firstlight.parallel.pipeline import PipelineEngine
 from firstlight.parallel.sharding import FSDPEngine, TensorParallelEngine

@@ -1,11 +1,56 @@
-"""Pictures of benchmarks as PNG: panels of horizontal bars, and parts of other figures."""
+"""Results of benchmarks as tables and pictures.
+
+Cells of tables come from templates: those of a row are one string, separated by " | ". A template
+is a format string of Python, with the names of `UNITS` as further format specifications. Pictures
+are PNG files: panels of horizontal bars, and parts of other figures.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import string
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from firstlight.console import human_bytes
+
+
+def _binary(size: int) -> str:  # the sizes of caches in processors' data sheets
+    return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
+
+
+#: Format specifications of templates for numbers with a unit: "{peak_bytes:GiB}".
+UNITS: Mapping[str, Callable[[Any], str]] = {
+    "bytes": human_bytes,
+    "MB": lambda size: f"{size / 1e6:,.0f} MB",
+    "GiB": lambda size: f"{size / 2**30:,.2f} GiB",
+    "mebi": lambda size: f"{size / 2**20:,.0f}",
+    "GB/s": lambda rate: f"{rate / 1e9:.1f} GB/s",
+    "binary": _binary,
+    "giga": lambda rate: f"{rate / 1e9:.3g}",
+    "tera": lambda rate: f"{rate / 1e12:.3g}",
+}
+
+
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        unit = UNITS.get(format_spec)
+        formatted: str = super().format_field(value, format_spec) if unit is None else unit(value)
+        return formatted
+
+
+def cell(template: str, row: Mapping[str, Any]) -> str:
+    """A cell of a row; "" if the row lacks one of the template's values, or has None for it."""
+    try:
+        return _Formatter().vformat(template, (), row)
+    except (KeyError, TypeError):  # None has no format and no items
+        return ""
+
+
+def cells(templates: str, row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row, from templates that are separated by " | "."""
+    return [cell(template, row) for template in templates.split(" | ")]
 
 
 @dataclass(frozen=True)
