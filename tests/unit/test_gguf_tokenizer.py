@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given
 from tokenizer_files import KINDS, TEXTS, tiny
 
-from firstlight.conversion.gguf.tokenizer import (
+from firstlight.conversion.gguf.writer import (
     BYTE,
     CONTROL,
     NORMAL,

@@ -455,7 +455,7 @@ def test_patterns_that_take_long_together_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them is quick, and all of them on all layers' names are not."""
-    monkeypatch.setattr("firstlight.lora.patterns._MOST_MATCH_SECONDS", 0.01)
+    monkeypatch.setattr("firstlight.lora.files._MOST_MATCH_SECONDS", 0.01)
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     load_model(tmp_path / "adapter")
     change_config(tmp_path / "adapter", rank_pattern={f".*.*.*!{i}": 2 for i in range(2_990)})

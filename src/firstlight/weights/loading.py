@@ -30,12 +30,14 @@ from torch import Tensor, nn
 from firstlight.errors import ModelError
 from firstlight.models import Model, ModelConfig, allocate, padded_vocab_size
 from firstlight.models.family import ExpertNames
-from firstlight.weights.mxfp4 import AnyStored, open_tensors, with_packed
 from firstlight.weights.stored import (
     FLOAT_FORMATS,
+    AnyStored,
     FileState,
     StoredTensor,
+    open_tensors,
     stored_tensors,
+    with_packed,
 )
 
 LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
