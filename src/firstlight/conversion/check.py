@@ -21,7 +21,7 @@ from firstlight.models import Model, ModelConfig, build_model
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import config_from_hf
-from firstlight.weights.loading import fill
+from firstlight.weights.loading import fill, is_finite
 
 #: Prompt on which the logits of source and result are compared. Prose, numbers, code and a
 #: non-ASCII letter use many different rows of the embedding.
@@ -166,12 +166,6 @@ def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
             f"{where} has tensors with NaN or infinity: {first_names(broken)}; such a model says "
             "nothing, take an earlier checkpoint"
         )
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """True if all numbers of a tensor are finite. The tensor has any shape and is not empty."""
-    # NaN appears in both extremes. torch.isfinite would allocate a tensor of the same size.
-    return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def require_same_tensors(

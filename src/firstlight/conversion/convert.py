@@ -27,7 +27,6 @@ from firstlight.checkpoint.sharded import sharded_model
 from firstlight.conversion.check import (
     TOLERANCES,
     check_dtype,
-    is_finite,
     logits_of,
     prompt_ids,
     require_finite,
@@ -59,7 +58,7 @@ from firstlight.weights.huggingface import (
     read_config,
     tokenizer_of,
 )
-from firstlight.weights.loading import fitting_tensors, one_by_one, weights_to_save
+from firstlight.weights.loading import fitting_tensors, is_finite, one_by_one, weights_to_save
 from firstlight.weights.stored import (
     FLOAT_FORMATS,
     WEIGHTS_NAME,

@@ -25,13 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from firstlight.errors import InputError, ModelError, nearest
-from firstlight.files.atomic import new_folder, read_json
+from firstlight.files.atomic import read_json
 from firstlight.lora.layers import (
     PREFIX,
     SUFFIXES,
     LinearLayer,
     LoraConfig,
-    adapter_tensors,
     fill_adapter,
     linear_layers,
     lora_layers,
@@ -47,7 +46,6 @@ from firstlight.weights.stored import (
     WEIGHTS_NAME,
     StoredTensor,
     read_header,
-    save_tensors,
 )
 
 #: Most entries of rank_pattern and alpha_pattern together (the deepest models have 900 linear
@@ -465,19 +463,3 @@ def base_name(given: str | Path, folder: Path) -> str:
         folder: the base model's folder, in the hub's cache for a hub id.
     """
     return str(folder.resolve()) if Path(given).expanduser().is_dir() else str(given)
-
-
-def save_adapter(folder: Path, model: Model, config: LoraConfig, base: str) -> None:
-    """Write an adapter into a folder, which must be missing or empty.
-
-    Args:
-        folder: the adapter's folder, for the files that this module's docstring describes.
-        model, config, base: see `adapter_files`.
-
-    Raises:
-        StorageError: a file system error; the folder is not made.
-    """
-    with new_folder(folder) as temporary:
-        for name, text in adapter_files(model, config, base).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        save_tensors(adapter_tensors(model), temporary / ADAPTER_WEIGHTS_NAME)

@@ -1,5 +1,5 @@
-"""`push` and `push_data`: write the folder of a model or corpus that is shared, and upload it to the
-Hugging Face hub by huggingface_hub. No other module uploads anything."""
+"""`push` and `push_data`: write the folder of a model or corpus that is shared, and upload it to
+the Hugging Face hub by huggingface_hub. No other module uploads anything."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def push(
         MissingDependencyError: a package that the GGUF format needs is not installed.
         StorageError: the file system refuses a write.
     """
-    _require_free_name(repository, upload=upload)
+    _require_repository(repository, upload=upload)
     with _place(repository, out, upload=upload) as (folder, kept):
 
         def written(source: Path) -> tuple[ModelFacts, tuple[str, ...]]:
@@ -161,7 +161,7 @@ def push_data(
         HubError: the hub refuses, can't be reached, or the connection breaks.
         StorageError: the file system refuses a write.
     """
-    _require_free_name(repository, upload=upload)
+    _require_repository(repository, upload=upload)
     source = Path(os.path.abspath(Path(folder).expanduser()))
     manifest = shards.read_manifest(source)
     names = [*_verified_shards(source, manifest), shards.MANIFEST_NAME, *_TOKENIZER_FILES]
@@ -176,11 +176,6 @@ def push_data(
             write_file(new / CARD_NAME, text)
         url = upload_folder(place, repository, kind="dataset", private=private) if upload else None
         return Pushed(repository, url, kept, _sizes(place))
-
-
-def _require_free_name(repository: str, *, upload: bool) -> None:
-    """Check the repository's name, and before an upload that the user is logged in."""
-    (require_repository if upload else require_name)(repository)
 
 
 @contextmanager
@@ -293,30 +288,13 @@ _MAX_NAME = 96
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"]
 
 
-def require_repository(repository: str) -> None:
-    """Check that an upload to a repository is possible, before any work is done.
+def _require_repository(repository: str, *, upload: bool) -> None:
+    """Check a repository's name, and that an upload to it is possible, before any work is done.
 
     Raises:
-        ConfigError: the name is not USER/NAME.
-        HubError: there is no token (the user is not logged in), or HF_HUB_OFFLINE is set.
-    """
-    require_name(repository)
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        raise HubError("HF_HUB_OFFLINE is set, and nothing can be uploaded: unset it")
-    if not get_token():
-        raise HubError(
-            "there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN, to a "
-            "token that may write"
-        )
-
-
-def require_name(repository: str) -> None:
-    """Refuse a name that no repository of the hub can have.
-
-    Raises:
-        ConfigError: the name is not USER/NAME.
+        ConfigError: the name is not USER/NAME, or no repository of the hub can have it.
+        HubError: `upload` is True, and there is no token (the user is not logged in), or
+            HF_HUB_OFFLINE is set.
     """
     if "/" not in repository:
         raise ConfigError(
@@ -328,6 +306,17 @@ def require_name(repository: str) -> None:
         raise ConfigError(
             f"'{repository}' is no name of a repository: write USER/NAME of letters, digits, and "
             "single - _ . between them"
+        )
+    if not upload:
+        return
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("HF_HUB_OFFLINE is set, and nothing can be uploaded: unset it")
+    if not get_token():
+        raise HubError(
+            "there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN, to a "
+            "token that may write"
         )
 
 

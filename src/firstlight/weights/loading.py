@@ -360,11 +360,17 @@ def weights_to_save(model: Model) -> dict[str, Tensor]:
 @torch.no_grad()
 def nonfinite_tensor(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """The name of the first tensor with a NaN or an infinity; None if there is none."""
-    for name, tensor in tensors:
-        # NaN propagates through both extremes, and no second tensor of this size is made.
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            return name
-    return None
+    return next((name for name, tensor in tensors if not is_finite(tensor)), None)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """True if all numbers of a tensor of any shape are finite."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.itemsize == 1:  # torch has no extremes of fp8
+        tensor = tensor.float()
+    # NaN propagates through both extremes, and no second tensor of this size is made.
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def stored_values(stored: Mapping[str, AnyStored]) -> Iterator[tuple[str, Tensor]]:

@@ -39,6 +39,8 @@ from firstlight.conversion.foreign.layout import (
 from firstlight.conversion.pickled import is_whole, named_weights, read_pickle
 from firstlight.errors import ModelError, nearest
 from firstlight.models import GPT2Config
+from firstlight.models.llama_config import LlamaConfig
+from firstlight.models.llama_families import OWN_KEYS
 from firstlight.models.rope import Llama3Rope, rope_frequencies
 from firstlight.weights.huggingface import CONFIG_NAME, config_from_hf
 from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
@@ -54,24 +56,11 @@ _GPT2_KEYS = {
     "task_specific_params",
 }
 _LLAMA_KEYS = {
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
+    *(LlamaConfig.model_fields.keys() - OWN_KEYS),
+    *LlamaConfig.families["llama"].own_keys,
     "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-    "tie_word_embeddings",
     "hidden_act",
-    "attention_bias",
-    "mlp_bias",
     "attention_dropout",
-    "initializer_range",
     "pretraining_tp",
 }
 #: Keys of any config.json that do not describe the architecture.
