@@ -27,7 +27,6 @@ from firstlight.lora.files import (
     base_name,
     config_folder,
     is_adapter,
-    save_adapter,
 )
 from firstlight.lora.layers import (
     LoraConfig,
@@ -84,7 +83,10 @@ def write_adapter(folder: Path, base: Path, name: str | None = None, **settings:
     with torch.no_grad():
         for key, parameter in lora_parameters(model).items():
             parameter.add_(torch.randn(parameter.shape, generator=generator(len(key))) * 0.3)
-    save_adapter(folder, model, config, name or str(base))
+    folder.mkdir()
+    for file, text in adapter_files(model, config, name or str(base)).items():
+        (folder / file).write_text(text, encoding="utf-8")
+    save_tensors(adapter_tensors(model), folder / ADAPTER_WEIGHTS_NAME)
     return model
 
 

@@ -378,9 +378,7 @@ def _require_rank(
 def _read(stored: StoredTensor) -> Tensor:
     if stored.kind not in FLOAT_FORMATS:
         raise ModelError(f"{stored.path}: {stored.name} is {stored.kind}, not floating-point")
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
-    stored.read_into(tensor)
-    return tensor
+    return stored.read()
 
 
 def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,16 @@ class StoredTensor:
             # Another dtype is converted on the target's device, where a GPU is faster.
             place.copy_(part if part.dtype == place.dtype else part.to(flat.device))
             start += len(part)
+
+    def read(self) -> Tensor:
+        """The values on the CPU, in the file's dtype.
+
+        Raises:
+            ModelError: as in `read_into`.
+        """
+        result = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.read_into(result)
+        return result
 
     def has_values_of(self, other: StoredTensor) -> bool:
         """True if a tensor of the same shape and any dtype has equal values; NaN equals NaN."""
@@ -489,11 +500,9 @@ AnyStored = StoredTensor | PackedTensor
 
 def _matrix_of(stored: StoredTensor, expert: int) -> Tensor:
     """The bytes of one expert of a stack [E, ...], uint8 [...]."""
-    size = torch.Size(stored.shape[1:]).numel()
-    own = dataclasses.replace(stored, shape=stored.shape[1:], offset=stored.offset + expert * size)
-    result = torch.empty(own.shape, dtype=torch.uint8, device="cpu")
-    own.read_into(result)
-    return result
+    shape = stored.shape[1:]
+    place = stored.offset + expert * math.prod(shape)
+    return dataclasses.replace(stored, shape=shape, offset=place).read()
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

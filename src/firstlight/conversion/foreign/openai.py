@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.conversion.check import first_names
 from firstlight.conversion.foreign.layout import (
     GPT2_MODULES,
     GPT2_SHAPES,
@@ -36,6 +35,7 @@ from firstlight.conversion.foreign.layout import (
 )
 from firstlight.errors import ModelError, describe_os_error
 from firstlight.files.atomic import read_file, read_json
+from firstlight.weights.loading import first_names
 
 CONFIG = "hparams.json"
 

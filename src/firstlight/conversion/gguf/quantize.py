@@ -112,6 +112,11 @@ def import_llama_cpp() -> Any:
     return llama_cpp
 
 
+def perplexity_limit(dtype: str) -> float:
+    """Greatest allowed increase of the perplexity for a format, relative to the source's."""
+    return PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
+
+
 def quantise(
     source: Path, out: Path, dtype: str, importance: Mapping[str, Tensor] | None = None
 ) -> None:
@@ -326,8 +331,7 @@ def quantise_source(
     expected = logits_of(config, tensors, ids, check_dtype(own))
     found = llama_cpp_logits(out, ids)
     before, after = perplexity(expected, ids), perplexity(found, ids)
-    if limit is None:
-        limit = PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
+    limit = perplexity_limit(dtype) if limit is None else limit
     if math.isinf(after) or not after <= before * (1 + limit):
         raise ModelError(
             f"{dtype} raises the perplexity on a fixed text from {before:.4g} to {after:.4g}, by "

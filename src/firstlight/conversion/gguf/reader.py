@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.conversion.check import require_tensors
 from firstlight.conversion.gguf.architectures import supported_model
 from firstlight.conversion.gguf.metadata import (
     ROPE_FACTORS,
@@ -29,6 +28,7 @@ from firstlight.conversion.gguf.metadata import (
 from firstlight.conversion.gguf.tensors import tensor_rules
 from firstlight.conversion.gguf.writer import import_gguf
 from firstlight.errors import ModelError, describe_os_error
+from firstlight.weights.loading import require_tensors
 
 _VERSIONS = (2, 3)
 _FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)

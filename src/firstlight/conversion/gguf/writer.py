@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from firstlight.conversion.check import first_names, require_tensors
 from firstlight.conversion.gguf.architectures import supported_model
 from firstlight.conversion.gguf.metadata import add_model, rope_factors
 from firstlight.conversion.gguf.tensors import TensorRule, tensor_rules
@@ -29,7 +28,7 @@ from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.files.atomic import replacing
 from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.loading import COMPUTED_BUFFERS, is_finite
+from firstlight.weights.loading import COMPUTED_BUFFERS, first_names, is_finite, require_tensors
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
