@@ -611,15 +611,15 @@ MUTANTS = [
     Mutant(
         "asynchronous save of a later state",
         "firstlight/checkpoint/saver.py",
-        "copy.deepcopy(checkpoint.trainer_state)",
-        "checkpoint.trainer_state",
+        "copy.deepcopy(checkpoint.trainer_state)\n        return",
+        "checkpoint.trainer_state\n        return",
         (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
     ),
     Mutant(
         "failed save not heard of",
         "firstlight/checkpoint/saver.py",
-        "self._writing.result()",
-        "self._writing.exception()",
+        "self._writing.result()\n        finally:",
+        "self._writing.exception()\n        finally:",
         (_CHECKPOINTS + "a_failed_asynchronous_save_is_never_heard_of",),
     ),
     Mutant(
@@ -646,8 +646,8 @@ MUTANTS = [
     Mutant(
         "missing weights are random",
         "firstlight/weights/loading.py",
-        '("lacks", sorted(expected.keys() - stored.keys()), "")',
-        '("lacks", [], "")',
+        '("lacks", sorted(expected.keys() - given.keys()))',
+        '("lacks", [])',
         (_CHECKPOINTS + "weights_that_are_missing_are_random",),
     ),
     Mutant(
@@ -958,8 +958,8 @@ MUTANTS = [
     Mutant(
         "page-locked memory written again too early",
         "firstlight/checkpoint/saver.py",
-        "        self.wait()\n        checkpoint = capture()\n",
-        "        checkpoint = capture()\n",
+        "        self.wait()\n        checkpoint = capture()\n        if",
+        "        checkpoint = capture()\n        if",
         (_LATE + "a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on",),
     ),
     Mutant(

@@ -19,13 +19,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from firstlight.conversion.gguf.metadata import config_of
+from firstlight.conversion.gguf.architectures import ARCHITECTURES
+from firstlight.conversion.gguf.metadata import config_of, llama3_factors
 from firstlight.conversion.gguf.reader import GGUFParser, read_gguf
-from firstlight.conversion.gguf.shape import ARCHITECTURES, Rope
 from firstlight.conversion.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
 from firstlight.files import disk as seam
 from firstlight.models import FAMILIES
+from firstlight.models.rope import Llama3Rope
 from firstlight.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -394,9 +395,8 @@ def test_llama3_factors_are_what_transformers_divides_by(tmp_path: Path) -> None
     )
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     plain = 1 / theta ** (torch.arange(0, 32, 2, dtype=torch.float64) / 32)
-    scaling = {k: v for k, v in LLAMA3.items() if isinstance(v, int | float)}
-    factors = Rope(theta, "llama3", scaling).factors(32)
-    assert factors is not None
+    scaling = {k: v for k, v in LLAMA3.items() if k not in ("rope_type", "rope_theta")}
+    factors = llama3_factors(Llama3Rope(rope_type="llama3", **scaling), theta, 32)
     torch.testing.assert_close(plain.float() / factors, rotary.inv_freq, rtol=1e-5, atol=0)
     assert factors[0] == 1
     assert factors[-1] == 8
@@ -567,16 +567,18 @@ _OTHER_BASE = {
         ("gpt2", {"model_type": "bert"}, "model_type 'bert' can't be put into GGUF"),
         ("gpt2", {"activation_function": "relu"}, "no gpt2 with activation_function 'relu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ("gpt2", {"n_layer": None}, "lacks n_layer"),
-        ("gpt2", {"n_embd": 7, "n_head": 2}, "n_embd 7 is not a multiple"),
+        ("gpt2", {"n_embd": 7, "n_head": 2}, "hidden_size 7 must be a multiple"),
         ("llama", {"hidden_act": "gelu"}, "no llama with hidden_act 'gelu'"),
         ("llama", {"vocab_size": 99}, "misshapen tensors: model.embed_tokens.weight is"),
         ("llama", {"num_hidden_layers": 9}, "lacks tensors: model.layers.3.input_layernorm"),
-        ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not a positive whole"),
-        ("llama", {"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
-        ("llama", {"head_dim": 5}, "head_dim 5 is odd"),
-        ("llama", {"rms_norm_eps": None}, "rms_norm_eps is None"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "type 'dynamic' can't be put"),
+        ("llama", {"num_attention_heads": 0}, "config.json: num_attention_heads: "),
+        ("llama", {"num_key_value_heads": 5}, "must be a multiple of num_key_value_heads 5"),
+        ("llama", {"head_dim": 5}, "head_dim 5 must be even"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "type 'dynamic' can't be put",
+        ),
         ("llama", {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "no llama with yarn of other"),
         ("qwen3", {"rope_parameters": {**YARN, "beta_fast": 8.0}}, "no qwen3 with yarn of other"),
         ("deepseek_v3", {"attention_bias": True}, "no deepseek_v3 with attention_bias True"),
@@ -600,14 +602,17 @@ _OTHER_BASE = {
         ("qwen3_next", {"mlp_only_layers": [0]}, r"no qwen3_next with mlp_only_layers \[0\]"),
         ("llama", {"rope_parameters": {**YARN, "factor": 0.5}}, "no llama with yarn of factor 0.5"),
         ("granite", {"rope_parameters": YARN}, "rope type 'yarn' can't be put into GGUF for gra"),
-        ("llama", {"rope_parameters": {**LLAMA3, "factor": None}}, "settings' factor is None"),
+        (
+            "llama",
+            {"rope_parameters": {**LLAMA3, "factor": None}},
+            "rope_scaling: llama3: factor: ",
+        ),
         ("qwen2", {"rope_parameters": LLAMA3}, "rope type 'llama3' can't be put into GGUF for q"),
-        ("qwen2", {"rope_parameters": {}}, "settings' rope_theta is None"),
         ("qwen3", {"attention_bias": True}, "no qwen3 with attention_bias True"),
         ("qwen3_moe", {"norm_topk_prob": False}, "no qwen3_moe with norm_topk_prob False"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers \[0\]"),
-        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_experts 5"),
         (
             "smollm3",
             {"no_rope_layers": [1, 0, 1, 1, 1]},
@@ -682,9 +687,9 @@ def test_notes_tell_where_llama_cpp_differs() -> None:
     assert "ignores mistral's sliding window of 64 tokens" in note
     assert gguf_notes({**mistral, "max_position_embeddings": 64}) == []
     assert gguf_notes({**mistral, "sliding_window": None}) == []
-    qwen = transformers.Qwen2Config(sliding_window=64).to_dict()
-    assert gguf_notes({**qwen, "sliding_window": 64}) == []
-    assert len(gguf_notes({**qwen, "sliding_window": 64, "use_sliding_window": True})) == 1
+    assert gguf_notes(transformers.Qwen2Config(sliding_window=64).to_dict()) == []
+    windows = transformers.Qwen2Config(sliding_window=64, use_sliding_window=True)
+    assert len(gguf_notes(windows.to_dict())) == 1
     gpt_oss = transformers.GptOssConfig().to_dict()
     [note] = gguf_notes(gpt_oss)
     assert "rounds the bounds between which YaRN blends" in note

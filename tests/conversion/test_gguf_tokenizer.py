@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 
-from firstlight.conversion.gguf.tokenizer import (
+from firstlight.conversion.gguf.writer import (
     BYTE,
     CONTROL,
     NORMAL,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from firstlight.conversion.convert import convert
+from firstlight.conversion.convert import convert, read_source
 from firstlight.conversion.gguf.quantize import (
     PERPLEXITY_LIMITS,
     QUANTISED,
@@ -19,7 +19,6 @@ from firstlight.conversion.gguf.quantize import (
     perplexity,
     perplexity_limit,
 )
-from firstlight.conversion.source import read_source
 from firstlight.errors import ConfigError, MissingDependencyError, ModelError
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")

@@ -27,7 +27,6 @@ from firstlight.lora.files import (
     base_name,
     config_folder,
     is_adapter,
-    save_adapter,
 )
 from firstlight.lora.layers import (
     LoraConfig,
@@ -84,7 +83,10 @@ def write_adapter(folder: Path, base: Path, name: str | None = None, **settings:
     with torch.no_grad():
         for key, parameter in lora_parameters(model).items():
             parameter.add_(torch.randn(parameter.shape, generator=generator(len(key))) * 0.3)
-    save_adapter(folder, model, config, name or str(base))
+    folder.mkdir()
+    for file, text in adapter_files(model, config, name or str(base)).items():
+        (folder / file).write_text(text, encoding="utf-8")
+    save_tensors(adapter_tensors(model), folder / ADAPTER_WEIGHTS_NAME)
     return model
 
 
@@ -455,7 +457,7 @@ def test_patterns_that_take_long_together_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them is quick, and all of them on all layers' names are not."""
-    monkeypatch.setattr("firstlight.lora.patterns._MOST_MATCH_SECONDS", 0.01)
+    monkeypatch.setattr("firstlight.lora.files._MOST_MATCH_SECONDS", 0.01)
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     load_model(tmp_path / "adapter")
     change_config(tmp_path / "adapter", rank_pattern={f".*.*.*!{i}": 2 for i in range(2_990)})
