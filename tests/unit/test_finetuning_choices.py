@@ -27,10 +27,10 @@ from firstlight.finetuning.choices import (
     row_of,
 )
 from firstlight.from_texts import machine as machine_module
-from firstlight.from_texts.chosen import Choice, Choices
-from firstlight.from_texts.inputs import conversations_in, require_texts
+from firstlight.from_texts.plan import Choice, Choices
 from firstlight.from_texts.result import TextRun, result_lines
 from firstlight.from_texts.run import train_texts
+from firstlight.from_texts.scan import conversations_in, require_texts
 from firstlight.models import empty_model
 from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig

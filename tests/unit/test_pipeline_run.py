@@ -34,18 +34,18 @@ from firstlight.errors import CheckpointError, ConfigError, InputError, Tokenize
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts import new_model, preparation
 from firstlight.from_texts.choices import choose
-from firstlight.from_texts.new_model import counted_text
-from firstlight.from_texts.plan import TextPlan, scan_texts, validation_rows
+from firstlight.from_texts.new_model import TextPlan, counted_text
 from firstlight.from_texts.request import Request, request_of
 from firstlight.from_texts.result import TextRun, first_words, result_lines
 from firstlight.from_texts.run import train_texts, work_of
 from firstlight.from_texts.run_folder import RunCall, command_of, run_name
-from firstlight.from_texts.scan import scan_corpus
+from firstlight.from_texts.scan import scan_corpus, scan_texts
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.planner.plan import machine as planned_machine
+from firstlight.planner.plan.estimate import estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
 from firstlight.run_log.reader import read_json_lines
@@ -482,7 +482,15 @@ def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open
     request = replace(Request(("texts",), 60.0), **other)
     speed = MachineFacts("two cores", "cpu", [(9e6, 1000.0)], 8 << 30)
     choices = choose(text, speed, Length(45.0))
-    plan: Any = TextPlan(request, Mock(), Mock(), speed, text, "", choices)
+    plan: Any = TextPlan(
+        request=request,
+        scan=Mock(),
+        machine=Mock(),
+        speed=speed,
+        text=text,
+        vocabulary="",
+        choices=choices,
+    )
     call = RunCall(tmp_path, time.time(), lines.append, progress=False)
     watch = new_model._FirstSteps(plan, call)
     rate = choices.tokens_per_second
@@ -544,7 +552,7 @@ def test_run_that_could_not_begin_leaves_no_folder_of_linked_shards(
 ) -> None:
     texts = write_texts(tmp_path / "texts")
     first = trained(texts)
-    monkeypatch.setattr(new_model.NewModel, "_fitted", Mock(side_effect=ConfigError("too short")))
+    monkeypatch.setattr(machine_module, "fitted_recipe", Mock(side_effect=ConfigError("too short")))
     with pytest.raises(ConfigError, match="too short"):
         trained(texts, steps=5)
     assert [path.name for path in Path("runs").iterdir()] == ["texts"]
@@ -689,7 +697,7 @@ def test_the_plan_alone_expects_the_memory_of_the_run(
     expected = json.loads(capsys.readouterr().out)["memory_bytes"]
     run = trained(texts, overrides=given)
     machine, recipe = find_machine(), load_recipe(run.run_folder / "recipe.yaml")
-    needed = machine_module.estimate_run(resolve_for(recipe, machine), machine).needed_bytes
+    needed = estimate(resolve_for(recipe, machine), machine).needed_bytes
     assert expected == pytest.approx(needed, rel=0.05)
 
 
@@ -880,8 +888,6 @@ def test_names_and_times() -> None:
     request = request_of("a", None, None, 1, None, {}, "text", None, "v.txt", as_is=True)
     command = "firstlight train a --steps 1 --val-input v.txt --as-is"
     assert command_of(request, ["--steps", "1"]) == command
-    row = ("validation", "1,234 tokens", "of v.txt, instead of a part of the texts")
-    assert validation_rows(request, 1234) == [row]
     with pytest.raises(
         ConfigError, match=r"^--budget: 'soon' is not a time: write for instance 90s"
     ):

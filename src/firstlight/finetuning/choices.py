@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from firstlight.console import rounded
-from firstlight.from_texts.chosen import (
+from firstlight.from_texts.plan import (
     Choice,
     Choices,
     RunFacts,

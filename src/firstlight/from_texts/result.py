@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from firstlight.console import time_text
 from firstlight.data.shards import read_manifest
 from firstlight.errors import DataError
-from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.plan import Choices
 from firstlight.from_texts.request import Request
 from firstlight.from_texts.run_folder import (
     RECIPE_NAME,

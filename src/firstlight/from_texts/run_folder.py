@@ -26,7 +26,7 @@ from firstlight.files.atomic import (
     write_file,
     write_json,
 )
-from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.plan import Choices
 from firstlight.from_texts.request import Request
 from firstlight.from_texts.scan import SHOWN_FILES
 from firstlight.planner.advise.law import Length
@@ -59,6 +59,10 @@ _MEASURED = "new models learned best with it: docs/learning.md"
 _WIDTH = 100
 
 
+#: Function that is called with each step's metrics; see `train`.
+OnStep = Callable[[Mapping[str, Any]], None]
+
+
 class RunCall:
     """One call of `train_texts`: its run folder, its time, and its messages.
 
@@ -82,7 +86,7 @@ class RunCall:
         tell: Callable[[str], None],
         *,
         progress: bool,
-        on_step: Callable[[Mapping[str, Any]], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self.folder = folder
         self.began = began
