@@ -33,6 +33,7 @@ from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts import new_model, preparation
+from firstlight.from_texts import scan as scan_module
 from firstlight.from_texts.choices import choose
 from firstlight.from_texts.new_model import TextPlan, counted_text
 from firstlight.from_texts.request import Request, request_of
@@ -189,7 +190,6 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert second.run_folder == first.run_folder
     assert second.training is not None
     assert second.training.step == steps[-1] == 3
-    assert "--resume" not in second.next_commands[0][0]
     assert second.expected_bits_per_byte is not None
     third = trained(texts, steps=None, overrides={}, resume=True)
     assert (third.run_folder, third.training) == (first.run_folder, None)
@@ -230,8 +230,6 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     with pytest.raises(ConfigError, match="set --optimizer"):
         trained(texts, overrides={"optimizer.name": "sgd"}, progress=True)
     assert "this one is in" not in capsys.readouterr().err
-    go_on = f"firstlight train {texts} --resume --run.dir {first.run_folder}"
-    assert first.next_commands[0][0] == go_on
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
     with pytest.raises(ConfigError, match="no run of these inputs and options"):
@@ -539,12 +537,29 @@ def test_a_run_that_has_begun_is_not_forgotten(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
-    with pytest.raises(ConfigError, match="hidden_size 96 is no multiple"):
-        trained(texts, overrides={"model.hidden_size": 96})
+    with pytest.raises(ConfigError, match=r"^--size 1T: "):
+        trained(texts, size="1T")
     assert not Path("runs").exists()
-    with pytest.raises(TokenizerError, match="vocab_size 200 is too small"):
-        trained(texts, overrides={"model.vocab_size": 200})
     assert trained(texts, steps=1).run_folder == Path("runs/texts")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optimizer.learning_rat": 1}, "unknown key optimizer.learning_rat"),
+        ({"batch.global_batch_tokens": 1000}, "take 1024"),
+        ({"model.hidden_size": 96}, "hidden_size 96 is no multiple"),
+        ({"model.vocab_size": 200}, "vocab_size 200 is too small"),
+        ({"optimizer.name": "sgd"}, "no learning rate is known"),
+    ],
+)
+def test_overrides_that_fit_no_model_are_refused_before_texts_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(scan_module, "scan_corpus", Mock(side_effect=AssertionError("read")))
+    with pytest.raises((ConfigError, TokenizerError), match=message):
+        trained(write_texts(tmp_path / "texts", count=12), overrides=overrides)
+    assert not Path("runs").exists()
 
 
 def test_run_that_could_not_begin_leaves_no_folder_of_linked_shards(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 import sys
 
+#: Advice after a run was stopped.
+CONTINUE = "continue with the same command and --resume"
+
 _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
 _NEW_ROWS = "mean"
@@ -224,7 +227,7 @@ def _train_on_texts(
     if of_run is not None:
         say_findings(of_run.findings)
         if of_run.stopped_by is not None or of_run.diverged:
-            _end_stopped(of_run, "the same command and --resume")
+            _end_stopped(of_run)
     return found
 
 
@@ -266,16 +269,18 @@ def _train_recipe(
     if find_world().is_main:
         _show(result)
     if result.stopped_by is not None or result.diverged:
-        again = f"firstlight train {shlex.quote(str(result.run_folder / 'recipe.yaml'))}"
-        command = again if cooldown is not None else "the same command and"
-        _end_stopped(result, f"{command} --resume")
+        saved = shlex.quote(str(result.run_folder / "recipe.yaml"))
+        # A cooldown's own command could branch off a newer checkpoint.
+        again = f"continue with firstlight train {saved} --resume"
+        _end_stopped(result, CONTINUE if cooldown is None else again)
     return _as_json(result)
 
 
-def _end_stopped(result: TrainResult, command: str) -> None:
-    """Set the exit code of a stopped run, which `command` resumes, or of a diverged run."""
+def _end_stopped(result: TrainResult, advice: str = CONTINUE) -> None:
+    """Set the exit code of a stopped run, which is resumed as `advice` says, or of a diverged
+    run."""
     if result.stopped_by is not None:
-        say(f"stopped by {result.stopped_by} and saved: continue with {command}")
+        say(f"stopped by {result.stopped_by} and saved: {advice}")
         end_with(STOPPED_EXIT_CODE)
     else:
         end_with(DIVERGED_EXIT_CODE)

@@ -17,6 +17,7 @@ from firstlight.from_texts.plan import (
     given_unit,
     known_rate,
 )
+from firstlight.from_texts.request import Request
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 
@@ -221,18 +222,33 @@ def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
     return f"tokens of a step: about {max(round(share), 1):,} conversations"
 
 
+def check_given(request: Request, *, conversations: bool = False) -> None:
+    """Refuse invalid given values before any data is prepared.
+
+    Raises:
+        ConfigError: see `Request.check`; or no learning rate is known for the given optimizer.
+    """
+    request.check(conversations=conversations)
+    _rate_multiple(request.fixed)
+
+
+def _rate_multiple(fixed: Mapping[str, Any]) -> float:
+    """The learning rate of the optimizer as a multiple of AdamW's; 1 if the user gives a rate for
+    an optimizer without a known one."""
+    name = str(fixed.get("optimizer.name") or "adamw")
+    return known_rate(defaults.TUNING_RATES, name, fixed) or 1.0
+
+
 def _optimizer_choices(
     model: StartingModel, method: Method, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
-    name = str(fixed.get("optimizer.name", "adamw"))
-    multiple = known_rate(defaults.TUNING_RATES, name, fixed) or 1.0
     ratio = defaults.TUNING_WIDTH / model.hidden_size
     rate = defaults.TUNING_RATE * ratio
     reason = f"of all weights; the narrower the model ({model.hidden_size:,}), the higher"
     if method.adapters:
         rate = defaults.ADAPTER_MULTIPLE * defaults.TUNING_RATE * ratio**defaults.ADAPTER_POWER
         reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
-    rate *= multiple
+    rate *= _rate_multiple(fixed)
     yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
     yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
     yield Choice(

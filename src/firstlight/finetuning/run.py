@@ -20,6 +20,7 @@ from firstlight.finetuning.choices import (
     Method,
     StartingModel,
     TuningData,
+    check_given,
     choose_tuning,
     row_of,
 )
@@ -150,7 +151,7 @@ class FineTuning:
             tell(reading_line(request.inputs, found))
             if others := other_files_line(request.inputs, found):
                 tell(others)
-            request.check(conversations=True)
+            check_given(request, conversations=True)
         from firstlight.checkpoint.selection import read_model_folder, resolve_tokenizer
         from firstlight.lora.files import config_folder
         from firstlight.models.accounting import count_parameters, meta_model
@@ -183,7 +184,7 @@ class FineTuning:
             )
             self._data, key = self._chats.facts, self._chats.train.folder.name
         else:
-            self._scan = scan_texts(request, tell, progress=progress)
+            self._scan = scan_texts(request, tell, check_given, progress=progress)
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
         place = str(self._folder.resolve())

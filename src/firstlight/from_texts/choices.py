@@ -23,7 +23,7 @@ from firstlight.from_texts.plan import (
     given_unit,
     known_rate,
 )
-from firstlight.from_texts.request import HEADS, parameters_of
+from firstlight.from_texts.request import HEADS, Request, parameters_of
 from firstlight.from_texts.scan import CorpusFacts
 from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.planner.advise import defaults
@@ -41,6 +41,7 @@ from firstlight.planner.advise.model import (
     batch_tokens,
     best_model,
     tokens_in_time,
+    usual_text,
 )
 
 
@@ -61,6 +62,27 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
         reason = f"the text has {facts.common_characters:,} common characters"
     return Choice("model.vocab_size", size, reason)
+
+
+def check_given(request: Request) -> None:
+    """Refuse invalid given values before any text is read, also those that go with no model.
+
+    Raises:
+        ConfigError: see `Request.check` and `choose`.
+        TokenizerError: the given vocabulary size is too small.
+    """
+    from firstlight.tokenizer import require_vocab_size
+
+    request.check()
+    fixed = request.fixed
+    vocab_size = int(fixed.get("model.vocab_size") or defaults.VOCABULARIES[0][1])
+    require_vocab_size(vocab_size)
+    # The choice for a usual text, by a machine on which every model fits. A number of parameters
+    # (--size 10M) may be possible only with the text's own vocabulary.
+    machine = MachineFacts("this machine", "cpu", [(1e9, 1e3)], usable_bytes=1 << 62)
+    size = request.size if request.size in defaults.SIZES else None
+    text = usual_text(vocab_size, None)
+    choose(text, machine, request.training_length(), fixed, size=size)
 
 
 @dataclass(frozen=True)

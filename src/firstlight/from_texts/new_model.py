@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstlight.console import rounded, time_text
 from firstlight.errors import ConfigError, RunReplacedError
-from firstlight.from_texts.choices import choose, choose_vocabulary
+from firstlight.from_texts.choices import check_given, choose, choose_vocabulary
 from firstlight.from_texts.plan import Choices, Row, RunPlan
 from firstlight.from_texts.preparation import (
     Preparation,
@@ -144,7 +144,7 @@ class NewModel:
     """
 
     def __init__(self, request: Request, tell: Callable[[str], None], *, progress: bool) -> None:
-        self._scan = scan_texts(request, tell, progress=progress)
+        self._scan = scan_texts(request, tell, check_given, progress=progress)
         self.content_key = self._scan.facts.content_key
 
     def plan(self, request: Request, gpu: str | None = None) -> RunPlan:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.progress import TextColumn
@@ -54,10 +53,8 @@ from firstlight.from_texts.held_out import (
     hold_out_given,
 )
 from firstlight.from_texts.ngrams import TextSample
+from firstlight.from_texts.request import Request
 from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_token
-
-if TYPE_CHECKING:
-    from firstlight.from_texts.request import Request
 
 #: Largest number of file names in a message.
 SHOWN_FILES = 5
@@ -559,12 +556,19 @@ def other_files_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> st
 LEAST_BYTES = 1000
 
 
-def scan_texts(request: Request, tell: Callable[[str], None], *, progress: bool) -> Scan:
+def scan_texts(
+    request: Request,
+    tell: Callable[[str], None],
+    check: Callable[[Request], None] = Request.check,
+    *,
+    progress: bool,
+) -> Scan:
     """Scan the texts of a request. The first message comes before reading begins.
 
     Args:
         request: inputs, length and overrides of the run.
         tell: function that is called with each message for the user.
+        check: function that refuses invalid overrides.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -580,7 +584,7 @@ def scan_texts(request: Request, tell: Callable[[str], None], *, progress: bool)
     if note := note_on_inputs(named):
         tell(note)
     # After the first message, because it imports torch, which takes seconds.
-    request.check()
+    check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
     trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
     trained -= scan.split.left_out_bytes
