@@ -23,6 +23,7 @@ from firstlight.finetuning.choices import (
     Method,
     StartingModel,
     TuningData,
+    TuningFacts,
     choose_tuning,
     row_of,
 )
@@ -86,9 +87,10 @@ def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
 def chosen(
     length: Length, method: Method = FULL, fixed: Mapping[str, Any] | None = None, **changes: Any
 ) -> Any:
-    data, facts = dataclasses.replace(CHATS, **changes), (MACHINE, 100_000.0, 10_000.0)
+    data = dataclasses.replace(CHATS, **changes)
     row = row_of(data, MODEL, {})
-    return choose_tuning(data, MODEL, method, *facts, row, length, fixed or {})
+    facts = TuningFacts(data, MODEL, method, MACHINE, 100_000.0, 10_000.0, row)
+    return choose_tuning(facts, length, fixed or {})
 
 
 def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> None:
@@ -335,8 +337,8 @@ def test_steps_of_a_gpu_that_starts_kernels_slowly_fill_the_budget() -> None:
 
     def run(machine: MachineFacts) -> Choices:
         texts = dataclasses.replace(CHATS, count=1_000_000)
-        facts = (machine, 1e9, 10_000.0)
-        return choose_tuning(texts, MODEL, FULL, *facts, row, Length(30.0), {})
+        facts = TuningFacts(texts, MODEL, FULL, machine, 1e9, 10_000.0, row)
+        return choose_tuning(facts, Length(30.0), {})
 
     fast, found = run(dataclasses.replace(slow, steps=[])), run(slow)
     assert found["batch.global_batch_tokens"] == fast["batch.global_batch_tokens"]

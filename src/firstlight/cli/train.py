@@ -335,10 +335,9 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
     """The result of a run as a JSON object."""
     from firstlight.run_log.reader import last_start
 
-    best_folder = result.best_checkpoint
     return {
-        "run_folder": str(result.run_folder),
-        "checkpoint": str(result.checkpoint),
+        "run_folder": result.run_folder,
+        "checkpoint": result.checkpoint,
         "step": result.step,
         "tokens_seen": result.tokens_seen,
         "train/loss": result.train_loss,
@@ -348,7 +347,7 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
         "stopped_by": result.stopped_by,
         "diverged": result.diverged,
         "findings": [finding.as_json() for finding in result.findings],
-        "best_checkpoint": None if best_folder is None else str(best_folder),
+        "best_checkpoint": result.best_checkpoint,
     }
 
 

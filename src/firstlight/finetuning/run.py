@@ -20,6 +20,7 @@ from firstlight.finetuning.choices import (
     Method,
     StartingModel,
     TuningData,
+    TuningFacts,
     check_given,
     choose_tuning,
     row_of,
@@ -52,51 +53,30 @@ class TuningPlan(RunPlan):
     """The plan of a fine-tuning run.
 
     Attributes:
-        data: facts about the data.
-        model: facts about the starting model.
-        method: the method.
-        epoch_tokens, val_tokens: tokens of a pass over the training split, and over the validation
-            split.
-        row: the choice of a training row's tokens.
+        facts: the facts from which the settings are chosen.
         template: name of the chat template and the reason for it; None for texts.
         recipe: the recipe by which the method was chosen, with one sequence at a time.
     """
 
-    data: TuningData
-    model: StartingModel
-    method: Method
-    epoch_tokens: float
-    val_tokens: float
-    row: Choice
+    facts: TuningFacts
     template: tuple[str, str] | None
     recipe: ResolvedRecipe
 
     @property
     def data_name(self) -> str:
-        return self.data.name
+        return self.facts.data.name
 
     @property
     def held_out_tokens(self) -> float:
-        return self.val_tokens
+        return self.facts.val_tokens
 
     @property
-    def facts(self) -> dict[str, Any]:
-        return {"data": asdict(self.data), "method": asdict(self.method)}
+    def recorded(self) -> dict[str, Any]:
+        return {"data": asdict(self.facts.data), "method": asdict(self.facts.method)}
 
     def choose_again(self, length: Length) -> TuningPlan:
         """See `RunPlan.choose_again`."""
-        choices = choose_tuning(
-            self.data,
-            self.model,
-            self.method,
-            self.speed,
-            epoch_tokens=self.epoch_tokens,
-            val_tokens=self.val_tokens,
-            row=self.row,
-            length=length,
-            fixed=self.request.fixed,
-        )
-        return replace(self, choices=choices)
+        return replace(self, choices=choose_tuning(self.facts, length, self.request.fixed))
 
     def with_memory(self) -> TuningPlan:
         """The plan with the expected memory of the chosen micro-batch, halved until it fits."""
@@ -112,7 +92,8 @@ class TuningPlan(RunPlan):
         return replace(self, choices=choices, memory_bytes=memory or self.memory_bytes)
 
     def first_rows(self) -> list[Row]:
-        rows = [("method", self.method.name, self.method.reason)]
+        method = self.facts.method
+        rows = [("method", method.name, method.reason)]
         return rows if self.template is None else [*rows, ("template", *self.template)]
 
 
@@ -214,9 +195,7 @@ class FineTuning:
         recipe, method = self._fitting_method(request, machine, row)
         speed = facts_for_model(recipe, machine)
         epoch, held = self._tokens(row.value)
-        size = 0.0 if self._scan is None else self._scan.facts.total_bytes
-        length = request.training_length(size)
-        choices = choose_tuning(
+        facts = TuningFacts(
             self._data,
             self._model,
             method,
@@ -224,21 +203,15 @@ class FineTuning:
             epoch_tokens=epoch,
             val_tokens=held,
             row=row,
-            length=length,
-            fixed=fixed,
         )
+        size = 0.0 if self._scan is None else self._scan.facts.total_bytes
         return TuningPlan(
             request=request,
             machine=machine,
             speed=speed,
-            data=self._data,
-            model=self._model,
-            method=method,
-            epoch_tokens=epoch,
-            val_tokens=held,
-            row=row,
+            facts=facts,
             template=None if self._chats is None else self._chats.template,
-            choices=choices,
+            choices=choose_tuning(facts, request.training_length(size), fixed),
             recipe=recipe,
             memory_bytes=method.memory_bytes,
         )
@@ -345,15 +318,15 @@ class FineTuning:
         data = prepared_texts(texts, call)
         splits = read_manifest(data)["splits"]
         held = splits.get("val", {"tokens": 0})["tokens"]
-        plan = replace(plan, epoch_tokens=splits["train"]["tokens"], val_tokens=held)
-        return plan, {"dir": str(data)}
+        facts = replace(plan.facts, epoch_tokens=splits["train"]["tokens"], val_tokens=held)
+        return replace(plan, facts=facts), {"dir": str(data)}
 
     def _prompts(self, plan: TuningPlan) -> list[str]:
         """Sample prompts that leave at least half of the context for the answer."""
         if self._chats is not None:
-            return self._chats.prompts(plan.model.context // 2)
+            return self._chats.prompts(self._model.context // 2)
         assert self._scan is not None
-        return fitting_prompts(self._scan.prompts, self._tokenizer, plan.row.value // 2)
+        return fitting_prompts(self._scan.prompts, self._tokenizer, plan.facts.row.value // 2)
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:

@@ -56,7 +56,7 @@ class TextPlan(RunPlan):
         return self.text.val_tokens
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def recorded(self) -> dict[str, Any]:
         return {"corpus": asdict(self.scan.facts)}
 
     def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:

@@ -318,7 +318,7 @@ class RunPlan(ABC):
 
     @property
     @abstractmethod
-    def facts(self) -> dict[str, Any]:
+    def recorded(self) -> dict[str, Any]:
         """Facts from which the settings follow, for `record`."""
 
     @abstractmethod
@@ -359,7 +359,7 @@ class RunPlan(ABC):
         """The plan as a JSON object."""
         return {
             "machine": self.speed.name,
-            **self.facts,
+            **self.recorded,
             "memory_bytes": self.memory_bytes,
             **asdict(self.choices),
         }

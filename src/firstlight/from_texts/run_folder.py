@@ -28,7 +28,7 @@ from firstlight.files.atomic import (
 )
 from firstlight.from_texts.plan import Choices
 from firstlight.from_texts.request import Request
-from firstlight.from_texts.scan import SHOWN_FILES
+from firstlight.from_texts.scan import first_names
 from firstlight.planner.advise.law import Length
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _changes_since(
         "new": [name for name in now if name not in before] if before else [],
         "missing": [name for name in before if name not in now],
     }
-    shown = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    shown = [f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names]
     if shown:
         yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
     elif "files" not in state:  # a run of a version that read fewer kinds of files, all unchanged
@@ -305,10 +305,6 @@ def _changes_since(
         start = [] if model is None else ["--init-from", model]
         command = ["firstlight", "train", str(folder / RECIPE_NAME), "--resume", *start]
         yield f"{shlex.join(command)} continues it with the texts as they were"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import TextColumn
 
-from firstlight.console import progress_bar, size_text
+from firstlight.console import counted, progress_bar, size_text
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
 from firstlight.data.kinds import START_FROM
 from firstlight.data.opening import compress
@@ -403,34 +403,31 @@ def described(scan: Scan) -> Iterator[str]:
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
-        f"{facts.documents:,} document{'s' if facts.documents != 1 else ''}, "
+        f"{counted(facts.documents, 'document')}, "
         f"{size_text(facts.text_bytes)} of text, letters: {scripts}; "
         f"gzip -9 makes it {facts.gzip_bits_per_byte:.2f} bits for a byte"
     )
     yield from change_lines(facts.changes, facts.changed_files)
     if count := scan.val_documents:
         yield (
-            f"validation: {count:,} document{'s' if count != 1 else ''} of --val-input; nothing of "
+            f"validation: {counted(count, 'document')} of --val-input; nothing of "
             "the other texts is held out"
         )
         if left_out := len(scan.split.left_out):
-            yield (
-                f"{left_out:,} near-duplicate{'s' if left_out != 1 else ''} of the validation text "
-                "left out"
-            )
+            yield (f"{counted(left_out, 'near-duplicate')} of the validation text left out")
     if facts.is_sampled:
         yield (
             f"a sample: some of the files, and the first part of long ones, of "
             f"{size_text(facts.total_bytes)} in all (about)"
         )
     if count := facts.duplicates:
-        yield f"{count:,} duplicate{'s' if count != 1 else ''} left out"
+        yield f"{counted(count, 'duplicate')} left out"
     if count := facts.near_duplicates - len(scan.split.left_out):
         is_split = scan.split.digests is None and not scan.split.whole
         sides = "trained on or held out together with the similar documents"
         if is_split:
             sides = "parts of which may be both trained on and held out"
-        yield f"{count:,} near-duplicate{'s' if count != 1 else ''}, {sides}"
+        yield f"{counted(count, 'near-duplicate')}, {sides}"
         if similar := scan.split.similar:
             yield (
                 f"{similar:,} held-out document{'s are' if similar != 1 else ' is'} similar to an "
@@ -445,7 +442,7 @@ def described(scan: Scan) -> Iterator[str]:
     elif facts.is_sampled:
         yield "near-duplicates were looked for in the sample alone"
     for reason, count in facts.rejected.items():
-        yield f"{count:,} document{'s' if count != 1 else ''} left out: {REASONS[reason]}"
+        yield f"{counted(count, 'document')} left out: {REASONS[reason]}"
     yield from (f"  {place}" for place in facts.first_rejected)
     if (more := sum(facts.rejected.values()) - len(facts.first_rejected)) > 0:
         yield f"  ... and {more:,} more"
@@ -547,9 +544,8 @@ def other_files_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> st
             continue
     if not others:
         return ""
-    shown = ", ".join(others[:SHOWN_FILES]) + (", ..." if len(others) > SHOWN_FILES else "")
-    count = f"{len(others):,} file{'s' if len(others) != 1 else ''}"
-    return f"{count} beside the conversations not read: {shown}"
+    count = counted(len(others), "file")
+    return f"{count} beside the conversations not read: {first_names(others)}"
 
 
 #: Fewest bytes of text: less leaves no validation text.
@@ -603,16 +599,22 @@ def scan_texts(
 
 def _unread_line(files: Sequence[Path]) -> str:
     """A message with the files that are not read because they are no texts."""
-    names = ", ".join(map(str, files[:SHOWN_FILES])) + (", ..." if len(files) > SHOWN_FILES else "")
-    count = f"{len(files):,} file{'s' if len(files) != 1 else ''}"
-    return f"{count} not read, being of other kinds: {listed(by_ending(files))}: {names}"
+    kinds = listed(by_ending(files))
+    return f"{counted(len(files), 'file')} not read, being of other kinds: {kinds}: " + first_names(
+        [str(file) for file in files]
+    )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names of files as text."""
+    return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 
 def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
     """The first message of a run, with its inputs."""
     named = shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
     files = [source for source in sources if source.dataset is None]
-    parts = [f"{len(files):,} file{'s' if len(files) != 1 else ''}"] if files else []
+    parts = [counted(len(files), "file")] if files else []
     if files:
         parts.append(size_text(sum(source.size for source in files)))
     if len(files) < len(sources):
