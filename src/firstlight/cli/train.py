@@ -1,4 +1,4 @@
-"""`firstlight train`."""
+"""`firstlight train`, and the start of several processes for it."""
 
 from __future__ import annotations
 

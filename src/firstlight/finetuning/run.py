@@ -1,4 +1,4 @@
-"""Fine-tunes an existing model on conversations or texts.
+"""Fine-tunes an existing model on conversations or texts: the plan and its run.
 
 Conversations are prepared in the cache, as for any recipe with `data.files`; texts are prepared in
 the run folder with the model's own tokenizer.

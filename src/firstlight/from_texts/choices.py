@@ -1,5 +1,5 @@
 """Chooses the settings of a new model's run from facts about the text, the machine, and the length
-of the run.
+of the run: the vocabulary, the model among candidate sizes, its batch, rates and schedule.
 
 Each choice is a key of the recipe, its value, and a sentence with the reason. Values given by the
 user are kept, and the other choices take them into account.

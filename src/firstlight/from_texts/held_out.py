@@ -1,5 +1,11 @@
 """Chooses the documents of a corpus that are held out, so that near-duplicates don't straddle the
-split."""
+split.
+
+Near-duplicates are found by a sketch of each document: a bottom-k MinHash of its shingles. A
+shingle is a window of bytes of the text, after normalising white space and lower-casing. The
+smallest hashes in the union of two sketches are a random sample of both documents' shingles. The
+fraction of them that is in both sketches estimates the documents' Jaccard similarity (Broder 1997).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The memory of runs on a machine, the micro-batch that fits into it, and the speed of fine-tuning,
-which is timed on this machine's CPU and predicted for GPUs."""
+"""A plan on its machine: the micro-batch that fits into memory, the speed of fine-tuning, which is
+timed on this machine's CPU and predicted for GPUs, and the training by the fitted recipe."""
 
 from __future__ import annotations
 

@@ -96,38 +96,6 @@ class TextPlan(RunPlan):
         return [("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)]
 
 
-def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan:
-    """Choose settings for scanned texts.
-
-    Args:
-        request: inputs and overrides, and the length of the run, by default `DEFAULT_SECONDS`.
-        scan: the scan of its texts.
-        gpu: name of a GPU to plan for; None plans for this machine.
-
-    Raises:
-        ConfigError: an option is invalid, or the GPU is unknown.
-    """
-    from firstlight.planner.advise.speed import new_model_speed
-    from firstlight.planner.plan.machine import find_machine
-
-    fixed = request.fixed
-    machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
-    speed = new_model_speed(machine)
-    vocabulary = choose_vocabulary(scan.facts, fixed)
-    text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
-    length = request.training_length(scan.facts.total_bytes)
-    choices = choose(text, speed, length, fixed, size=request.size)
-    return TextPlan(
-        request=request,
-        scan=scan,
-        machine=machine,
-        speed=speed,
-        text=text,
-        vocabulary=vocabulary.reason,
-        choices=choices,
-    )
-
-
 class NewModel:
     """The training of a new model on texts; implements `run.Work`.
 
@@ -147,9 +115,34 @@ class NewModel:
         self._scan = scan_texts(request, tell, check_given, progress=progress)
         self.content_key = self._scan.facts.content_key
 
-    def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
-        """The plan from estimated facts about the texts; see `plan_texts`."""
-        return plan_texts(request, self._scan, gpu)
+    def plan(self, request: Request, gpu: str | None = None) -> TextPlan:
+        """Choose settings from estimated facts about the texts.
+
+        Args:
+            request: inputs and overrides, and the length of the run, by default `DEFAULT_SECONDS`.
+            gpu: name of a GPU to plan for; None plans for this machine.
+
+        Raises:
+            ConfigError: an option is invalid, or the GPU is unknown.
+        """
+        from firstlight.planner.advise.speed import new_model_speed
+        from firstlight.planner.plan.machine import find_machine
+
+        fixed, scan = request.fixed, self._scan
+        machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
+        speed = new_model_speed(machine)
+        vocabulary = choose_vocabulary(scan.facts, fixed)
+        text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
+        length = request.training_length(scan.facts.total_bytes)
+        return TextPlan(
+            request=request,
+            scan=scan,
+            machine=machine,
+            speed=speed,
+            text=text,
+            vocabulary=vocabulary.reason,
+            choices=choose(text, speed, length, fixed, size=request.size),
+        )
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare the texts, choose settings again from the counted tokens and the remaining time,

@@ -1,4 +1,5 @@
-"""The user's request for a run on texts or conversations: inputs, length and given settings."""
+"""The user's request for a run on texts or conversations: inputs, length and given settings, and
+checks of them before anything is read."""
 
 from __future__ import annotations
 

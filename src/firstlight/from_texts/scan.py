@@ -1,4 +1,5 @@
-"""Reads texts once before settings are chosen: text, scripts, duplicates, held-out documents."""
+"""Reads inputs once before settings are chosen: which of them are conversations, and of texts the
+scripts, duplicates and held-out documents."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`firstlight tune`: hyperparameter search over keys of a recipe by short training runs.
 
-Every trial is a shortened run of the recipe (see `tuning_space`) in a process of its own, with the
+Every trial is a shortened run of the recipe (see `space`) in a process of its own, with the
 same seed and number of tokens. The objective is its loss on the held-out text. Optuna proposes the
 values and prunes trials that are among the worst.
 
@@ -65,6 +65,13 @@ STUDY_NAME = "study.json"
 BEST_NAME = "best.yaml"
 PICTURE_NAME = "tuning.png"
 
+#: Steps of the run that measures the time of steps and evaluations ("pace").
+_PACE_STEPS = 12
+#: Steps between the evaluations of this run.
+PACE_EVERY = 3
+#: Seconds after which this run ends, though not before its first evaluation.
+_PACE_SECONDS = 20.0
+
 #: Minimum steps of a trial whose length follows from the budget: two steps between evaluations.
 _FEWEST_STEPS = 2 * POINTS
 
@@ -81,7 +88,7 @@ class TuneResult:
         study: searched keys, objective and length of a trial.
         trials: lines of trials.jsonl: "trial" (number), "values", "state" ("complete", "pruned" or
             "failed"), "objective" (the last loss; None if it failed), "step" (last evaluated
-            step), "steps", "curve" (see `tuning_once.measure`), "seconds", "message".
+            step), "steps", "curve" (see `measure`), "seconds", "message".
         best: line of the best complete trial; None if no trial is complete.
         best_recipe: file of the recipe with the best values; None if no trial is complete.
         importance: importance of each key for the loss, as fractions, the most important first;
@@ -240,7 +247,9 @@ def _begin_study(
         ConfigError: there is no held-out text, or the budget is too short.
     """
     say("tune: measuring the pace of the recipe")
-    values = changed_recipe(recipe, {"evaluation": _pace_evaluation(question.recipe)})
+    rows = question.recipe.evaluation.max_rows
+    evaluation = {"every_steps": PACE_EVERY, "max_rows": rows, "sample_prompts": []}
+    values = changed_recipe(recipe, {"evaluation": evaluation})
     try:
         found = ask_trial(asker, folder / "pace", values, question.init_from, ends=ends, pace=True)
     finally:
@@ -277,11 +286,6 @@ def _begin_study(
         seconds=_RESERVE * (beside + steps * found["step_seconds"]),
         machine=machine_facts(find_hardware(question.recipe.run.device)),
     )
-
-
-def _pace_evaluation(recipe: Recipe) -> dict[str, Any]:
-    rows = recipe.evaluation.max_rows
-    return {"every_steps": PACE_EVERY, "max_rows": rows, "sample_prompts": []}
 
 
 def _refuse(error: Mapping[str, Any]) -> None:
@@ -415,15 +419,8 @@ def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int
     return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
-#: Steps of the run that measures the time of steps and evaluations ("pace").
-_PACE_STEPS = 12
-#: Steps between the evaluations of this run.
-PACE_EVERY = 3
-#: Seconds after which this run ends, though not before its first evaluation.
-_PACE_SECONDS = 20.0
-
-
-#: Function from a request and a time limit in seconds to the result of a trial; see `process.ask`.
+#: Function from a request and a time limit in seconds to the result of a trial: see
+#: `fresh_process.ask`.
 Asker = Callable[[Mapping[str, Any], float | None], dict[str, Any]]
 
 
