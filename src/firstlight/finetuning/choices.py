@@ -175,7 +175,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         ConfigError: given values of the batch disagree, or no learning rate is known for the
             given optimizer.
     """
-    data, machine, row = facts.data, facts.machine, facts.row
+    data, machine = facts.data, facts.machine
+    row = facts.row
     flops, rate = machine.rates[0]
     fixed = {key: value for key, value in fixed.items() if value is not None}
     most: float = fixed.get("schedule.epochs", data.most_epochs) * facts.epoch_tokens
