@@ -170,6 +170,11 @@ def rounded(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: '2 shards' for 2 and "shard"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def time_text(seconds: float) -> str:
     """95 -> '1 min 35 s'."""
     if seconds < 60:

@@ -22,14 +22,15 @@ from firstlight.finetuning.choices import (
     Method,
     StartingModel,
     TuningData,
+    TuningFacts,
     choose_tuning,
     row_of,
 )
 from firstlight.from_texts import machine as machine_module
-from firstlight.from_texts.chosen import Choice, Choices
-from firstlight.from_texts.inputs import conversations_in, require_texts
+from firstlight.from_texts.plan import Choice, Choices
 from firstlight.from_texts.result import TextRun, result_lines
 from firstlight.from_texts.run import train_texts
+from firstlight.from_texts.scan import conversations_in, require_texts
 from firstlight.models import empty_model
 from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
@@ -85,9 +86,10 @@ def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
 def chosen(
     length: Length, method: Method = FULL, fixed: Mapping[str, Any] | None = None, **changes: Any
 ) -> Any:
-    data, facts = dataclasses.replace(CHATS, **changes), (MACHINE, 100_000.0, 10_000.0)
+    data = dataclasses.replace(CHATS, **changes)
     row = row_of(data, MODEL, {})
-    return choose_tuning(data, MODEL, method, *facts, row, length, fixed or {})
+    facts = TuningFacts(data, MODEL, method, MACHINE, 100_000.0, 10_000.0, row)
+    return choose_tuning(facts, length, fixed or {})
 
 
 def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> None:
@@ -334,8 +336,8 @@ def test_steps_of_a_gpu_that_starts_kernels_slowly_fill_the_budget() -> None:
 
     def run(machine: MachineFacts) -> Choices:
         texts = dataclasses.replace(CHATS, count=1_000_000)
-        facts = (machine, 1e9, 10_000.0)
-        return choose_tuning(texts, MODEL, FULL, *facts, row, Length(30.0), {})
+        facts = TuningFacts(texts, MODEL, FULL, machine, 1e9, 10_000.0, row)
+        return choose_tuning(facts, Length(30.0), {})
 
     fast, found = run(dataclasses.replace(slow, steps=[])), run(slow)
     assert found["batch.global_batch_tokens"] == fast["batch.global_batch_tokens"]

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
-from firstlight.from_texts.choices import choose, choose_vocabulary
-from firstlight.from_texts.chosen import Choices, expected_range
+from firstlight.from_texts.choices import candidate_shapes, choose, choose_vocabulary
+from firstlight.from_texts.plan import Choices, expected_range
 from firstlight.from_texts.request import request_of
 from firstlight.from_texts.run_folder import commented_yaml
 from firstlight.from_texts.scan import CorpusFacts, estimated_text
-from firstlight.from_texts.shapes import candidate_shapes
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     Hardness,

@@ -34,19 +34,20 @@ from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts import new_model, preparation
+from firstlight.from_texts import scan as scan_module
 from firstlight.from_texts.choices import choose
-from firstlight.from_texts.new_model import counted_text
-from firstlight.from_texts.plan import TextPlan, scan_texts, validation_rows
+from firstlight.from_texts.new_model import TextPlan, counted_text
 from firstlight.from_texts.request import Request, request_of
 from firstlight.from_texts.result import TextRun, first_words, result_lines
 from firstlight.from_texts.run import train_texts, work_of
 from firstlight.from_texts.run_folder import RunCall, command_of, run_name
-from firstlight.from_texts.scan import scan_corpus
+from firstlight.from_texts.scan import scan_corpus, scan_texts
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.planner.plan import machine as planned_machine
+from firstlight.planner.plan.estimate import estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
 from firstlight.run_log.reader import read_json_lines
@@ -178,7 +179,6 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert second.run_folder == first.run_folder
     assert second.training is not None
     assert second.training.step == steps[-1] == 3
-    assert "--resume" not in second.next_commands[0][0]
     assert second.expected_bits_per_byte is not None
     third = trained(texts, steps=None, overrides={}, resume=True)
     assert (third.run_folder, third.training) == (first.run_folder, None)
@@ -219,8 +219,6 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     with pytest.raises(ConfigError, match="set --optimizer"):
         trained(texts, overrides={"optimizer.name": "sgd"}, progress=True)
     assert "this one is in" not in capsys.readouterr().err
-    go_on = f"firstlight train {texts} --resume --run.dir {first.run_folder}"
-    assert first.next_commands[0][0] == go_on
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
     with pytest.raises(ConfigError, match="no run of these inputs and options"):
@@ -471,7 +469,15 @@ def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open
     request = replace(Request(("texts",), 60.0), **other)
     speed = MachineFacts("two cores", "cpu", [(9e6, 1000.0)], 8 << 30)
     choices = choose(text, speed, Length(45.0))
-    plan: Any = TextPlan(request, Mock(), Mock(), speed, text, "", choices)
+    plan: Any = TextPlan(
+        request=request,
+        scan=Mock(),
+        machine=Mock(),
+        speed=speed,
+        text=text,
+        vocabulary="",
+        choices=choices,
+    )
     call = RunCall(tmp_path, time.time(), lines.append, progress=False)
     watch = new_model._FirstSteps(plan, call)
     rate = choices.tokens_per_second
@@ -520,12 +526,29 @@ def test_a_run_that_has_begun_is_not_forgotten(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
-    with pytest.raises(ConfigError, match="hidden_size 96 is no multiple"):
-        trained(texts, overrides={"model.hidden_size": 96})
+    with pytest.raises(ConfigError, match=r"^--size 1T: "):
+        trained(texts, size="1T")
     assert not Path("runs").exists()
-    with pytest.raises(TokenizerError, match="vocab_size 200 is too small"):
-        trained(texts, overrides={"model.vocab_size": 200})
     assert trained(texts, steps=1).run_folder == Path("runs/texts")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optimizer.learning_rat": 1}, "unknown key optimizer.learning_rat"),
+        ({"batch.global_batch_tokens": 1000}, "take 1024"),
+        ({"model.hidden_size": 96}, "hidden_size 96 is no multiple"),
+        ({"model.vocab_size": 200}, "vocab_size 200 is too small"),
+        ({"optimizer.name": "sgd"}, "no learning rate is known"),
+    ],
+)
+def test_overrides_that_fit_no_model_are_refused_before_texts_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(scan_module, "scan_corpus", Mock(side_effect=AssertionError("read")))
+    with pytest.raises((ConfigError, TokenizerError), match=message):
+        trained(write_texts(tmp_path / "texts", count=12), overrides=overrides)
+    assert not Path("runs").exists()
 
 
 def test_run_that_could_not_begin_leaves_no_folder_of_linked_shards(
@@ -533,7 +556,7 @@ def test_run_that_could_not_begin_leaves_no_folder_of_linked_shards(
 ) -> None:
     texts = write_texts(tmp_path / "texts")
     first = trained(texts)
-    monkeypatch.setattr(new_model.NewModel, "_fitted", Mock(side_effect=ConfigError("too short")))
+    monkeypatch.setattr(machine_module, "fitted_recipe", Mock(side_effect=ConfigError("too short")))
     with pytest.raises(ConfigError, match="too short"):
         trained(texts, steps=5)
     assert [path.name for path in Path("runs").iterdir()] == ["texts"]
@@ -678,7 +701,7 @@ def test_the_plan_alone_expects_the_memory_of_the_run(
     expected = json.loads(capsys.readouterr().out)["memory_bytes"]
     run = trained(texts, overrides=given)
     machine, recipe = find_machine(), load_recipe(run.run_folder / "recipe.yaml")
-    needed = machine_module.estimate_run(resolve_for(recipe, machine), machine).needed_bytes
+    needed = estimate(resolve_for(recipe, machine), machine).needed_bytes
     assert expected == pytest.approx(needed, rel=0.05)
 
 
@@ -869,8 +892,6 @@ def test_names_and_times() -> None:
     request = request_of("a", None, None, 1, None, {}, "text", None, "v.txt", as_is=True)
     command = "firstlight train a --steps 1 --val-input v.txt --as-is"
     assert command_of(request, ["--steps", "1"]) == command
-    row = ("validation", "1,234 tokens", "of v.txt, instead of a part of the texts")
-    assert validation_rows(request, 1234) == [row]
     with pytest.raises(
         ConfigError, match=r"^--budget: 'soon' is not a time: write for instance 90s"
     ):

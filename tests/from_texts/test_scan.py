@@ -19,8 +19,14 @@ from firstlight.data.prepare import prepare
 from firstlight.data.records import read_documents
 from firstlight.data.sources import DataSource, find_sources, limited_sources
 from firstlight.errors import InputError
-from firstlight.from_texts.duplicates import NearDuplicates, similarity, sketch
-from firstlight.from_texts.held_out import HELD_OUT_BYTES, held_out_groups, hold_out
+from firstlight.from_texts.held_out import (
+    HELD_OUT_BYTES,
+    NearDuplicates,
+    held_out_groups,
+    hold_out,
+    similarity,
+    sketch,
+)
 from firstlight.from_texts.preparation import train_tokenizer_on
 from firstlight.from_texts.scan import Scan, described, opening_of, scan_corpus
 from firstlight.tokenizer import train_tokenizer

@@ -231,7 +231,7 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.M
 
 
 def _no_kernels_yet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(cache))
     monkeypatch.setattr(few_rows, "_products", functools.cache(few_rows._products.__wrapped__))
     # On busy cores the compiler takes minutes; these kernels need not be fast.
     monkeypatch.setattr(few_rows, "_COMPILER_SECONDS", 550.0)
@@ -242,12 +242,12 @@ def _no_kernels_yet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 def test_the_kernels_are_compiled_once_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _no_kernels_yet(monkeypatch, tmp_path)
+    _no_kernels_yet(monkeypatch, tmp_path / "own")
     assert few_rows._products()
-    (library,) = (tmp_path / "firstlight").iterdir()
+    (library,) = (tmp_path / "own").iterdir()
     before = library.stat().st_mtime_ns
-    assert (tmp_path / "firstlight").stat().st_mode & 0o077 == 0
-    _no_kernels_yet(monkeypatch, tmp_path)
+    assert (tmp_path / "own").stat().st_mode & 0o077 == 0
+    _no_kernels_yet(monkeypatch, tmp_path / "own")
     assert few_rows._products()
     assert library.stat().st_mtime_ns == before
 
@@ -256,9 +256,7 @@ def test_the_kernels_are_compiled_once_and_kept(
 def test_a_cache_that_others_may_write_into_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "firstlight"
-    folder.mkdir()
-    os.chmod(folder, 0o777)
+    os.chmod(tmp_path, 0o777)
     _no_kernels_yet(monkeypatch, tmp_path)
     assert not few_rows._products()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.choices import choose
 from firstlight.from_texts.machine import fitted_recipe
 from firstlight.from_texts.plan import run_lines
+from firstlight.from_texts.request import Request
 from firstlight.hardware.device import Hardware
 from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
@@ -150,7 +152,8 @@ def test_a_compiled_run_is_not_forecast_by_the_speed_without_compiling(
     assert choices["efficiency.compile"] is compiles
     values = choices.values
     values["data"] |= {"dir": "unused"}
-    found = fitted_recipe(values, [], choices, H100, speed, lambda: Length(seconds))
+    plan = Mock(request=Request(("texts",)), choices=choices, machine=H100, speed=speed)
+    found = fitted_recipe(plan, values, lambda: Length(seconds))
     assert found.forecast is not None
     assert found.forecast.tokens_per_second is not None
     assert found.forecast.tokens_per_second[1] == pytest.approx(rate)

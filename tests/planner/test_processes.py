@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -138,6 +139,17 @@ def test_processes_are_started_when_they_are_asked_the_first_time() -> None:
         list(some.map(squared, [(1,), (2,)]))
         assert len(set(multiprocessing.active_children()) - before) == 2
     assert set(multiprocessing.active_children()) == before
+
+
+def test_interruption_while_a_process_starts_is_raised_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(process: BaseProcess) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BaseProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), workers.started() as some:
+        list(some.map(squared, [(1,)]))
 
 
 def end_by(number: int) -> None:

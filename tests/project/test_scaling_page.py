@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.cli.launch import LAUNCH_OPTIONS
+from firstlight.cli.train import LAUNCH_OPTIONS
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.recipe import known_keys
 from scaling_table import BEGIN, END, MODELS, PAGE, WAYS, gib, table

@@ -23,7 +23,8 @@ from firstlight.errors import CheckpointError, ConfigError, FirstlightError, Tra
 from firstlight.hardware.fresh_process import error_of
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.tuning.page import in_order, table
-from firstlight.tuning.search import TuneResult, tune
+from firstlight.tuning.search import TuneResult, trial_processes, tune
+from firstlight.tuning.search import measure as tuning_once
 from firstlight.tuning.space import (
     POINTS,
     SearchKey,
@@ -34,8 +35,6 @@ from firstlight.tuning.space import (
     with_values,
 )
 from firstlight.tuning.study import pruning_trial
-from firstlight.tuning.trial import measure as tuning_once
-from firstlight.tuning.trial import trial_processes
 
 optuna = pytest.importorskip("optuna", reason="optuna is not installed")
 
@@ -375,11 +374,11 @@ def test_a_budget_that_ends_within_the_first_steps_is_refused(
 
 def test_trials_on_a_gpu_are_processes_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("firstlight.tuning.trial.ask", lambda *given: asked.append(given))
+    monkeypatch.setattr("firstlight.tuning.search.ask", lambda *given: asked.append(given))
     with trial_processes(torch.device("cuda")) as asker:
         asker({"pace": True}, 5.0)
     ((module, request, environment, seconds),) = asked
-    assert module == "firstlight.tuning.trial"
+    assert module == "firstlight.tuning.search"
     assert (request, seconds) == ({"pace": True}, 5.0)
     assert "PATH" in environment
 

@@ -109,7 +109,7 @@ def eval_command(
     from firstlight.evaluation.perplexity import evaluate
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
-    result: dict[str, Any] = {"checkpoint": checkpoint, "folder": str(loaded.folder)}
+    result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
     # Tasks come first: their errors show at once, while a loss may take long.
     if tasks:
         result["tasks"] = _scored(
