@@ -14,11 +14,12 @@ from firstlight.from_texts.chosen import (
     Choices,
     RunFacts,
     given_batch,
+    given_keys,
     given_unit,
-    known_rate,
 )
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
+from firstlight.planner.advise.learning_rates import finetuning_rate
 
 
 @dataclass(frozen=True)
@@ -225,16 +226,12 @@ def _optimizer_choices(
     model: StartingModel, method: Method, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
     name = str(fixed.get("optimizer.name", "adamw"))
-    multiple = known_rate(defaults.TUNING_RATES, name, fixed) or 1.0
-    ratio = defaults.TUNING_WIDTH / model.hidden_size
-    rate = defaults.TUNING_RATE * ratio
-    reason = f"of all weights; the narrower the model ({model.hidden_size:,}), the higher"
-    if method.adapters:
-        rate = defaults.ADAPTER_MULTIPLE * defaults.TUNING_RATE * ratio**defaults.ADAPTER_POWER
-        reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
-    rate *= multiple
+    own = given_keys("optimizer", fixed)
+    rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters)
+    trained = "adapters" if method.adapters else "all weights"
+    reason = f"of {trained}; the narrower the model ({model.hidden_size:,}), the higher"
     yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
-    yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
+    yield Choice("optimizer.learning_rate", rate, reason)
     yield Choice(
         "optimizer.weight_decay",
         0.0,

@@ -13,10 +13,11 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.optim.config import OPTIMIZERS
+from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 from firstlight.parallel.selection import named_engine
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import MachineFacts, TextFacts
+from firstlight.planner.advise.learning_rates import NEW_MODEL_RATES, new_model_rates
 from firstlight.planner.advise.model import (
     Suggestion,
     model_ladder,
@@ -235,8 +236,7 @@ def make_plan(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods, run=run
         )
     if budget.is_given:
-        compiles_by_itself = recipe.efficiency.compile == "auto"
-        found = _for_budget(plan, budget, estimator, compiles_by_itself=compiles_by_itself)
+        found = _for_budget(plan, budget, estimator, recipe)
         plan = dataclasses.replace(plan, **found)
         assert plan.suggested is not None
         changed = _replacements(recipe, resolved, plan.suggested.recipe)
@@ -291,7 +291,7 @@ _STATE_BYTES = 16
 
 
 def _for_budget(
-    plan: Plan, budget: Budget, estimator: Estimator, *, compiles_by_itself: bool
+    plan: Plan, budget: Budget, estimator: Estimator, written: Recipe
 ) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`.
 
@@ -299,8 +299,8 @@ def _for_budget(
         plan: the plan of the recipe as it stands.
         budget: the time or tokens.
         estimator: makes the estimates.
-        compiles_by_itself: True if the recipe leaves `efficiency.compile` open, which then follows
-            the length of the suggested run.
+        written: the recipe as written. Where it leaves `efficiency.compile` or the learning rates
+            open, they follow the suggested run and model.
 
     The models of the first try are compared by the machine's speed for new models. Where the
     suggested one has quite another speed with the recipe's methods, they are compared again, at a
@@ -342,8 +342,8 @@ def _for_budget(
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
-        suggestion = _suggested_recipe(plan, found)
-        if compiles_by_itself:
+        suggestion = _suggested_recipe(plan, found, written)
+        if written.efficiency.compile == "auto":
             efficiency = suggestion.efficiency.model_copy(update={"compile": "auto"})
             suggestion = suggestion.model_copy(update={"efficiency": efficiency})
             suggestion = resolve(suggestion, facts_of(suggestion, machine))
@@ -415,15 +415,11 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
     )
 
 
-def _suggested_recipe(plan: Plan, found: Suggestion) -> ResolvedRecipe:
+def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> ResolvedRecipe:
     """The recipe with the suggestion's model, batch and number of steps, and with the learning
     rates of its width."""
-    recipe, optimizer = plan.recipe, plan.recipe.optimizer
-    if has_width_rule(recipe):
-        # Without a tuned_width, the rates are those of the recipe's own model.
-        width = optimizer.tuned_width or recipe.model.hidden_size
-        optimizer = optimizer.model_copy(update={"tuned_width": width})
-        optimizer = optimizer.for_width(found.config.hidden_size)
+    recipe = plan.recipe
+    optimizer = optimizer_of_width(recipe, written, found.config.hidden_size)
     schedule = _kept_schedule(plan)
     if recipe.schedule.initial_learning_rate is not None:
         # The warm-up begins at the same share of the peak.
@@ -440,6 +436,26 @@ def _suggested_recipe(plan: Plan, found: Suggestion) -> ResolvedRecipe:
             "schedule": {**schedule, "max_steps": found.max_steps},
         },
     )
+
+
+def optimizer_of_width(
+    recipe: ResolvedRecipe, written: Recipe, hidden_size: int
+) -> OptimizerConfig:
+    """The recipe's optimizer with the learning rates of a model of this width: those that the
+    recipe gives, converted from its own width, or those of new models."""
+    optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
+    # Muon's rates of new models were measured together with their initial weights and betas, which
+    # only a recipe without an optimizer section gets.
+    is_open = not given if optimizer.name == "muon" else "learning_rate" not in given
+    if is_open and optimizer.name in NEW_MODEL_RATES:
+        rates = new_model_rates(optimizer.name, hidden_size)
+        kept = {key: value for key, value in rates.items() if key not in given - {"tuned_width"}}
+        return optimizer.model_copy(update=kept)
+    if has_width_rule(recipe):
+        # Without a tuned_width, the rates are those of the recipe's own model.
+        width = optimizer.tuned_width or recipe.model.hidden_size
+        optimizer = optimizer.model_copy(update={"tuned_width": width}).for_width(hidden_size)
+    return optimizer
 
 
 def has_width_rule(recipe: Recipe) -> bool:

@@ -235,8 +235,8 @@ def _suggestion(plan: Plan) -> Iterator[str]:
         yield f"      {key:<{width}}  {before} -> {_written(new)}"
     if not has_width_rule(plan.recipe):
         yield (
-            f"    note: the learning rates are the recipe's: for {plan.recipe.optimizer.name}, no "
-            "rule is known by which they follow the width"
+            f"    note: for {plan.recipe.optimizer.name}, no rule is known by which learning rates "
+            "follow the width"
         )
 
 
