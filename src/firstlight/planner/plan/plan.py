@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.errors import ConfigError
+from firstlight.hardware.environment import cores_are_busy
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
@@ -48,7 +49,7 @@ from firstlight.planner.plan.search import best_estimate, nearest_estimates, ope
 from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.planner.speed.timed import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
-from firstlight.recipe.resolve import resolve
+from firstlight.recipe.resolve import WORTH_COMPILING_SECONDS, ideal_seconds, resolve
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Plan:
         nearest: changed settings that would fit, if no candidate fits.
         budget: the time or the tokens to train with, and the price.
         warnings: warnings of sizes of the model that the machine computes slowly.
+        notes: assumptions of the plan about this machine and the run.
         suggestion: the model and the schedule for the budget.
         suggested: the estimate for `suggestion`.
         replacements: old and new value of each key (`section.key`) whose value in the suggested
@@ -110,6 +112,7 @@ class Plan:
     nearest: list[Estimate] = field(default_factory=list)
     budget: Budget = Budget()
     warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
     suggestion: Suggestion | None = None
     suggested: Estimate | None = None
     replacements: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -169,6 +172,7 @@ class Plan:
             "reasons": self.reasons,
             "methods": [one.to_json() for one in self.methods],
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "nearest": [one.to_json() for one in self.nearest],
             "suggestion": suggestion,
             "suggested": None if self.suggested is None else self.suggested.to_json(),
@@ -213,6 +217,7 @@ def make_plan(
     estimator = estimator or Estimator()
     estimator.tell("as it stands")
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
+    notes = _notes(recipe, resolved, machine)
     first = estimator.timed(first, machine)
     if first.problem:
         raise ConfigError(first.problem)
@@ -224,7 +229,7 @@ def make_plan(
         )
     here = machine.hardware.device if machine.is_here else None
     warnings = list(alignment_warnings(resolved, here, machine.hardware.capability))
-    plan = Plan(machine, resolved, first, run, budget=budget, warnings=warnings)
+    plan = Plan(machine, resolved, first, run, budget=budget, warnings=warnings, notes=notes)
     if searches:
         best = best_estimate(open_micro_batch(resolved), machine, estimator, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
@@ -242,6 +247,32 @@ def make_plan(
         changed = _replacements(recipe, resolved, plan.suggested.recipe)
         plan = dataclasses.replace(plan, replacements=changed)
     return plan
+
+
+def _notes(written: Recipe, resolved: ResolvedRecipe, machine: Machine) -> list[str]:
+    """See `Plan.notes`. The speed of this machine's CPU has to be measured next, because other
+    programs may use its cores only for a while."""
+    notes = []
+    if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
+        notes.append("other programs keep this machine busy: it may be faster than measured")
+    if written.efficiency.compile != "auto":
+        return notes
+    precision, facts = resolved.efficiency.precision, facts_of(written, machine)
+    seconds = ideal_seconds(
+        written, resolved.model, resolved.data.seq_len, precision=precision, facts=facts
+    )
+    if math.isinf(seconds) and written.schedule.max_steps is None:
+        notes.append(
+            "without the data the length of the run is not known: efficiency.compile auto is "
+            "planned as for a long run"
+        )
+    elif machine.is_here and 0.5 < seconds / WORTH_COMPILING_SECONDS < 2:
+        notes.append(
+            f"efficiency.compile auto compiles from {WORTH_COMPILING_SECONDS:.0f} s of matrix "
+            f"products on, and this run has about {seconds:.0f} s at the rate measured here: "
+            "train measures again and may decide otherwise"
+        )
+    return notes
 
 
 def _starting_weights(recipe: Recipe, init_from: str | None) -> str:

@@ -34,7 +34,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     if plan.as_it_stands.speed is not None:
         yield f"speed of {machine.name}: {plan.as_it_stands.speed.source}"
     found = plan.as_it_stands.training
-    for note in (*machine.notes, *(found.notes if found else ())):
+    for note in (*machine.notes, *plan.notes, *(found.notes if found else ())):
         yield f"note: {note}"
     for warning in plan.warnings:
         yield f"warning: {warning}"
