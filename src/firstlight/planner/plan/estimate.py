@@ -20,8 +20,7 @@ from firstlight.planner.memory.recipe import evaluation_job, run_jobs, training_
 from firstlight.planner.plan.machine import Machine, facts_of, with_changes
 from firstlight.planner.plan.processes import WorkerProcesses
 from firstlight.planner.speed.gpu import Range
-from firstlight.planner.speed.recipe import estimate_speed
-from firstlight.planner.speed.throughput import SpeedPrediction
+from firstlight.planner.speed.throughput import SpeedPrediction, estimate_speed
 from firstlight.planner.speed.timed import StepTime, time_step, timed_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
