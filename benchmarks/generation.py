@@ -37,7 +37,7 @@ from firstlight.generation.engine import load
 from firstlight.hardware.device import find_hardware, machine_facts, synchronize
 from firstlight.hardware.environment import for_generation
 from firstlight.hardware.fresh_process import ask, plain_environment
-from firstlight.hardware.resident import begin_peak, peak_resident_bytes
+from firstlight.hardware.process_memory import begin_peak, peak_resident_bytes
 from firstlight.lora.files import config_folder
 from firstlight.models import Model, ModelConfig, empty_model
 from firstlight.models.accounting import count_parameters, meta_model

@@ -62,8 +62,7 @@ from benchmarks.programs import run_trainer
 from firstlight.bench.display import cells
 from firstlight.bench.steps import StepClock
 from firstlight.planner.memory.module import plan_module
-from firstlight.planner.speed.recipe import all_micro_batches
-from firstlight.planner.speed.throughput import Workload, predict_speed
+from firstlight.planner.speed.throughput import Workload, all_micro_batches, predict_speed
 
 NAME = "guide"
 _MODULE = "benchmarks.gpu_guide"

@@ -35,7 +35,7 @@ from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, find_hardware, machine_facts, synchronize
 from firstlight.hardware.fresh_process import ask_ranks, training_environment
-from firstlight.hardware.resident import begin_peak, peaks
+from firstlight.hardware.process_memory import begin_peak, peaks
 from firstlight.models import empty_model
 from firstlight.models.accounting import meta_model
 from firstlight.parallel import barrier, find_world, gather_objects

@@ -91,7 +91,7 @@ from firstlight.hardware.device import (
     synchronize,
 )
 from firstlight.hardware.fresh_process import ask, plain_environment, training_environment
-from firstlight.hardware.resident import begin_peak, peaks
+from firstlight.hardware.process_memory import begin_peak, peaks
 from firstlight.models import GPT2Config, LlamaConfig
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe
 from firstlight.recipe.conflicts import require_combination

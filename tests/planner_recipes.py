@@ -75,7 +75,7 @@ class FixedEstimator(Estimator):
         speed = SpeedPrediction(rate, rate, rate, {})
         return Estimate(candidate.name, candidate.changes, recipe, speed=speed)
 
-    def timed(self, estimate: Estimate, machine: Machine) -> Estimate:
+    def timed(self, estimate: Estimate, machine: Machine, most_seconds: float = 0.0) -> Estimate:
         return estimate
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:

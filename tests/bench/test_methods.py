@@ -60,7 +60,7 @@ from firstlight.errors import ConfigError, InputError
 from firstlight.hardware import fresh_process
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.fresh_process import ForkServer, ask, ask_ranks, error_of, signals_waiting
-from firstlight.hardware.resident import peak_resident_bytes, reset_peak, resident_bytes
+from firstlight.hardware.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.models import GPT2Config, empty_model
 from firstlight.models.gpt2 import GPT2Attention
 from firstlight.models.language_model import InitConfig

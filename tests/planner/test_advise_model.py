@@ -23,6 +23,7 @@ from firstlight.planner.advise.law import (
     least_bits,
     worth_of_bytes,
 )
+from firstlight.planner.advise.learning_rates import new_model_rates
 from firstlight.planner.advise.model import (
     Suggestion,
     _without_run,
@@ -32,6 +33,9 @@ from firstlight.planner.advise.model import (
     tokens_in_time,
     usual_text,
 )
+from firstlight.planner.plan.machine import find_machine, resolve_for
+from firstlight.planner.plan.plan import optimizer_of_width
+from firstlight.recipe import parse_recipe
 
 _VOCAB, _ROW = 32000, 1024
 _LLAMA = LlamaConfig(
@@ -97,9 +101,10 @@ def test_batches_grow_with_the_root_of_the_tokens_and_leave_a_hundred_steps() ->
     assert batch_tokens(1.0, 1024) == 1024
 
 
-def test_plan_and_training_on_texts_choose_the_same_model_on_100_machines_and_corpora() -> None:
+def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_texts() -> None:
     draws = random.Random(0)
-    chosen = set()
+    chosen: set[tuple[int, int]] = set()
+    target = find_machine("H100")
     for _ in range(100):
         vocab_size = draws.choice((512, 8192))
         seconds = 10 ** draws.uniform(1.5, 5.5)
@@ -127,9 +132,19 @@ def test_plan_and_training_on_texts_choose_the_same_model_on_100_machines_and_co
             num_hidden_layers=8,
             max_position_embeddings=512,
         )
-        seq_len = {"data.seq_len": 512}
+        name = draws.choice(("muon", "adamw", "adamw8bit", "lion", "adafactor"))
+        own_optimizer = {} if name == "muon" else {"optimizer.name": name}
+        written = parse_recipe(
+            {
+                "model": model.model_dump() | {"tie_word_embeddings": False},
+                "data": {"dir": "none", "seq_len": 512},
+                **({"optimizer": {"name": name}} if own_optimizer else {}),
+            }
+        )
+        resolved = resolve_for(written, target)
+        fixed = {"data.seq_len": 512, **own_optimizer}
         for length in (Length(seconds), Length(tokens=round(tokens / 65536 + 1) * 65536)):
-            texts = choose(text, machine, length, seq_len)
+            texts = choose(text, machine, length, fixed)
             plan: Any = suggest(
                 rate,
                 model_ladder(model),
@@ -142,6 +157,10 @@ def test_plan_and_training_on_texts_choose_the_same_model_on_100_machines_and_co
             assert own == (plan.config.hidden_size, plan.config.num_hidden_layers)
             assert texts["batch.global_batch_tokens"] == plan.global_batch_tokens
             assert texts.tokens == plan.tokens
+            optimizer = optimizer_of_width(resolved, written, plan.config.hidden_size)
+            expected = new_model_rates(name, plan.config.hidden_size)
+            assert {key: texts[f"optimizer.{key}"] for key in expected} == expected
+            assert {key: getattr(optimizer, key) for key in expected} == expected
             chosen.add(own)
     assert len(chosen) > 10
 

@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 
 from benchmarks.memory import measured_memory
 from firstlight.planner.memory import recipe as recipes
-from firstlight.planner.memory.emulation import graphs_kept, stubbed_compiler
 from firstlight.planner.memory.kernels import cuda_target, this_cpu
 from firstlight.planner.memory.layers import (
     few_compiled_layers,
@@ -27,7 +26,12 @@ from firstlight.planner.memory.prediction import (
     MemoryPrediction,
     PhasePeak,
 )
-from firstlight.planner.memory.program import equivalent, fake_tensors
+from firstlight.planner.memory.program import (
+    equivalent,
+    fake_tensors,
+    graphs_kept,
+    stubbed_compiler,
+)
 from firstlight.planner.memory.recipe import trace_memory
 from firstlight.planner.memory.trace import Tracer
 from planner_recipes import GPT2, LLAMA, real_steps, recipe

@@ -16,9 +16,13 @@ import firstlight
 from benchmarks.memory import measured_memory
 from firstlight.checkpoint.saver import Snapshot
 from firstlight.errors import ConfigError, TrainingError
-from firstlight.hardware.allocator import AllocatedPeak, allocated_bytes
 from firstlight.hardware.device import Hardware, find_hardware
-from firstlight.hardware.resident import peak_resident_bytes, resident_bytes
+from firstlight.hardware.process_memory import (
+    AllocatedPeak,
+    allocated_bytes,
+    peak_resident_bytes,
+    resident_bytes,
+)
 from firstlight.models.moe import kept_code_bytes
 from firstlight.planner.plan import automatic
 from firstlight.planner.plan import processes as forecasting
@@ -161,7 +165,7 @@ def test_the_peak_is_above_what_was_there_at_the_start(monkeypatch: pytest.Monke
     # At the start, 40 of them counted; of three looks; where 30 are counted; of two looks.
     seen = [100, 300, 250, 200, 180, 400, 390]
     watch = AllocatedPeak()
-    monkeypatch.setattr("firstlight.hardware.allocator.allocated_bytes", lambda: seen.pop(0))
+    monkeypatch.setattr("firstlight.hardware.process_memory.allocated_bytes", lambda: seen.pop(0))
     monkeypatch.setattr(AllocatedPeak, "_look", lambda _: None)
     with watch:
         watch.start(40)
@@ -177,7 +181,7 @@ def test_the_peak_is_above_what_was_there_at_the_start(monkeypatch: pytest.Monke
 
 
 def test_nothing_is_measured_where_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstlight.hardware.allocator.allocated_bytes", lambda: None)
+    monkeypatch.setattr("firstlight.hardware.process_memory.allocated_bytes", lambda: None)
     with AllocatedPeak() as watch:
         watch.start(0)
         watch.look_less()

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.memory import measured_memory
 from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
-from firstlight.planner.memory.emulation import CudaKernels
 from firstlight.planner.memory.kernels import (
     Operator,
     Target,
@@ -27,7 +26,7 @@ from firstlight.planner.memory.kernels import (
     workspace_bytes,
 )
 from firstlight.planner.memory.prediction import CachingAllocator, predict, reserved_bytes, rounded
-from firstlight.planner.memory.program import fake_tensors
+from firstlight.planner.memory.program import CudaKernels, fake_tensors
 from firstlight.planner.memory.trace import Trace, Tracer
 
 _MIB = 2**20

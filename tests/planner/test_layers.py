@@ -34,7 +34,7 @@ from firstlight.planner.memory.recipe import (
     trace_memory,
 )
 from firstlight.planner.memory.trace import ALIVE, Storage, Trace
-from firstlight.planner.speed.operators import streamed_bytes
+from firstlight.planner.speed.gpu import streamed_bytes
 from firstlight.recipe import ResolvedRecipe
 from planner_recipes import GPT2, LLAMA, recipe
 

@@ -35,13 +35,14 @@ from firstlight.planner.speed.gpu import (
     shares_for,
     shares_of,
 )
-from firstlight.planner.speed.recipe import (
+from firstlight.planner.speed.throughput import (
     TimedStep,
+    Workload,
     fit_constants,
+    predict_speed,
     relative_errors,
     workload_of,
 )
-from firstlight.planner.speed.throughput import Workload, predict_speed
 
 H200 = find_gpu("H200")
 CONSTANTS = {

@@ -798,7 +798,7 @@ def test_passes_over_the_text_in_a_budget_of_time_are_at_most_the_recipes_epochs
         **values,
         model={**_MODEL, "vocab_size": 320},
         efficiency={"compile": False},
-        optimizer={"name": "adafactor"},
+        optimizer={"name": "adafactor", "learning_rate": 0.02},
     )
     plan = make_plan(
         written,

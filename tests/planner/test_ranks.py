@@ -13,8 +13,7 @@ from firstlight.models import LlamaConfig
 from firstlight.models.accounting import meta_model
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import of_one_rank, own_part, with_own_tables
-from firstlight.planner.speed.exchange import bubble, waiting_bytes
-from firstlight.planner.speed.recipe import exchange_of
+from firstlight.planner.speed.throughput import bubble, exchange_of, waiting_bytes
 from firstlight.recipe import PreferenceConfig, ResolvedRecipe
 
 _MIB = 2**20

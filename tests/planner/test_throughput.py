@@ -31,34 +31,31 @@ from firstlight.planner.memory.kernels import (
 from firstlight.planner.memory.layers import at_depth
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.recipe import trace_memory
-from firstlight.planner.speed.exchange import (
-    Exchange,
-    exchange_seconds,
-    overlapping_bytes,
-    waiting_bytes,
-)
 from firstlight.planner.speed.gpu import (
     DEFAULT_SHARES,
+    KINDS,
+    MatrixProduct,
     Range,
     Shares,
     attention_flops,
     kernel_seconds,
-    multiprocessors,
-    tile_share,
-)
-from firstlight.planner.speed.operators import (
-    KINDS,
-    MatrixProduct,
     kind_of,
+    multiprocessors,
     product_of,
     streamed_bytes,
+    tile_share,
 )
-from firstlight.planner.speed.recipe import all_micro_batches, workload_of
 from firstlight.planner.speed.throughput import (
+    Exchange,
     SpeedPrediction,
     Workload,
+    all_micro_batches,
+    exchange_seconds,
     fused_bytes,
+    overlapping_bytes,
     predict_speed,
+    waiting_bytes,
+    workload_of,
 )
 from firstlight.recipe import parse_resolved_recipe
 

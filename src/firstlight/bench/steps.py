@@ -74,7 +74,7 @@ from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import Hardware, find_hardware, machine_facts, synchronize
-from firstlight.hardware.resident import begin_peak, peaks
+from firstlight.hardware.process_memory import begin_peak, peaks
 from firstlight.models import Model, ModelConfig, empty_model
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.models.gpt2 import GPT2MLP, GPT2Attention

@@ -14,12 +14,13 @@ from firstlight.from_texts.plan import (
     Choices,
     RunFacts,
     given_batch,
+    given_keys,
     given_unit,
-    known_rate,
 )
 from firstlight.from_texts.request import Request
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
+from firstlight.planner.advise.learning_rates import finetuning_rate
 
 
 @dataclass(frozen=True)
@@ -238,28 +239,20 @@ def check_given(request: Request, *, conversations: bool = False) -> None:
         ConfigError: see `Request.check`; or no learning rate is known for the given optimizer.
     """
     request.check(conversations=conversations)
-    _rate_multiple(request.fixed)
-
-
-def _rate_multiple(fixed: Mapping[str, Any]) -> float:
-    """The learning rate of the optimizer as a multiple of AdamW's; 1 if the user gives a rate for
-    an optimizer without a known one."""
-    name = str(fixed.get("optimizer.name") or "adamw")
-    return known_rate(defaults.TUNING_RATES, name, fixed) or 1.0
+    name = str(request.fixed.get("optimizer.name") or "adamw")
+    finetuning_rate(name, 1, given_keys("optimizer", request.fixed), adapters=False)
 
 
 def _optimizer_choices(
     model: StartingModel, method: Method, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
-    ratio = defaults.TUNING_WIDTH / model.hidden_size
-    rate = defaults.TUNING_RATE * ratio
-    reason = f"of all weights; the narrower the model ({model.hidden_size:,}), the higher"
-    if method.adapters:
-        rate = defaults.ADAPTER_MULTIPLE * defaults.TUNING_RATE * ratio**defaults.ADAPTER_POWER
-        reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
-    rate *= _rate_multiple(fixed)
+    name = str(fixed.get("optimizer.name", "adamw"))
+    own = given_keys("optimizer", fixed)
+    rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters)
+    trained = "adapters" if method.adapters else "all weights"
+    reason = f"of {trained}; the narrower the model ({model.hidden_size:,}), the higher"
     yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
-    yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
+    yield Choice("optimizer.learning_rate", rate, reason)
     yield Choice(
         "optimizer.weight_decay",
         0.0,

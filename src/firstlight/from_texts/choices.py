@@ -20,12 +20,11 @@ from firstlight.from_texts.plan import (
     RunFacts,
     expected_range,
     given_batch,
+    given_keys,
     given_unit,
-    known_rate,
 )
 from firstlight.from_texts.request import HEADS, Request, parameters_of
 from firstlight.from_texts.scan import CorpusFacts
-from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     Length,
@@ -36,6 +35,7 @@ from firstlight.planner.advise.law import (
     longer_text,
     vocabulary_for,
 )
+from firstlight.planner.advise.learning_rates import new_model_rates
 from firstlight.planner.advise.model import (
     batch_and_rate,
     batch_tokens,
@@ -278,31 +278,18 @@ def _step_choices(
     tokens = rounded(best.run.tokens)
     reason = f"tokens of a step: grows with the root of the {tokens} tokens of the run"
     yield Choice("batch.global_batch_tokens", best.run.batch_tokens, reason)
+    name = str(fixed.get("optimizer.name", "muon"))
+    rates = new_model_rates(name, shape.hidden_size, given_keys("optimizer", fixed))
     for key, value in _layout(fixed).items():
-        if key.startswith(("optimizer.", "init.")) and key not in _FOLLOWING_RATES:
-            yield Choice(key, value, _RATE_REASONS.get(key, ""))
-    if _uses_muon(fixed):
-        yield from _rates_of_width(shape.hidden_size, fixed)
-        return
-    yield from _rates_of_others(shape.hidden_size, fixed)
-
-
-def _rates_of_others(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
-    """The learning rate of another optimizer than Muon, and what goes with it.
-
-    Raises:
-        ConfigError: no rate is known for the optimizer, and none is given.
-    """
-    from firstlight.optim.config import OPTIMIZERS
-
-    name, is_given = str(fixed["optimizer.name"]), "optimizer.learning_rate" in fixed
-    rate = known_rate(defaults.RATES, name, fixed)
-    yield Choice("optimizer.learning_rate", rate, f"usual for {name} and a small model")
+        if key.startswith(("optimizer.", "init.")) and key.partition(".")[2] not in rates:
+            yield Choice(key, value, _OPTIMIZER_REASONS.get(key, ""))
     if name == "lion":
         yield Choice("optimizer.betas", [0.9, 0.99], "Lion's")
-    if "tuned_width" in OPTIMIZERS[name].options:
-        width = hidden_size if is_given else RATE_WIDTH
-        yield Choice("optimizer.tuned_width", width, "the rate is for this width")
+    reasons = dict(_RATE_REASONS)
+    if name != "muon":
+        reasons["learning_rate"] = f"usual for {name} and a model of this width"
+    for key, value in rates.items():
+        yield Choice(f"optimizer.{key}", value, reasons.get(key, ""))
 
 
 def _uses_muon(fixed: Mapping[str, Any]) -> bool:
@@ -322,41 +309,17 @@ def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in defaults.LAYOUT.items() if key not in unfit}
 
 
-def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
-    """The learning rates that depend on the width, and `optimizer.tuned_width`, the width to which
-    they apply.
-
-    By default they are the measured rates with their width, and the optimizer converts them to the
-    model's width. If the user has given one of them, it is meant for this model: then all are
-    converted here, and tuned_width is the model's width.
-    """
-    rates = {key: defaults.LAYOUT[key] for key in _FOLLOWING_RATES}
-    reason = "the rates are for this width, and follow that of the model"
-    width = RATE_WIDTH
-    if not rates.keys().isdisjoint(fixed):
-        from firstlight.optim.config import OptimizerConfig
-
-        own = {key.removeprefix("optimizer."): value for key, value in rates.items()}
-        config = OptimizerConfig(name="muon", tuned_width=width, **own).for_width(hidden_size)
-        for key in rates:
-            value = getattr(config, key.removeprefix("optimizer."))
-            yield Choice(key, float(f"{value:.3g}"), _RATE_REASONS[key])
-        width, reason = hidden_size, "the rates are for the width of this model"
-    else:
-        for key, value in rates.items():
-            yield Choice(key, value, _RATE_REASONS[key])
-    yield Choice("optimizer.tuned_width", width, reason)
-
-
-_RATE_REASONS = {
+_OPTIMIZER_REASONS = {
     "init.residual_projections": "each layer begins as the identity",
     "optimizer.name": "Muon for the layers' matrices, AdamW for the rest: fewer steps than AdamW",
-    "optimizer.muon_learning_rate": "of the layers' matrices; falls with the root of the width",
-    "optimizer.learning_rate": "of the embedding",
-    "optimizer.head_lr_multiple": "the head's rate is this part of it; falls with the width",
 }
-#: Learning rates that are converted from `optimizer.tuned_width` to the model's width.
-_FOLLOWING_RATES = ("optimizer.muon_learning_rate", "optimizer.head_lr_multiple")
+#: Reasons of Muon's learning rates.
+_RATE_REASONS = {
+    "learning_rate": "of the embedding",
+    "muon_learning_rate": "of the layers' matrices; falls with the root of the width",
+    "head_lr_multiple": "the head's rate as a multiple; falls with the width",
+    "tuned_width": "the rates are for the width of this model",
+}
 
 
 def _length_choices(

@@ -129,24 +129,6 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
     return int(tokens)
 
 
-def known_rate(rates: Mapping[str, float], name: str, fixed: Mapping[str, Any]) -> float | None:
-    """The rate of an optimizer; None if it is unknown and the user gives a learning rate.
-
-    Args:
-        rates: learning rates, or multiples of AdamW's, by the optimizer's name.
-        name: name of the optimizer.
-        fixed: values given by the user, by `section.key`.
-
-    Raises:
-        ConfigError: the rate is unknown, and no learning rate is given.
-    """
-    if name not in rates and "optimizer.learning_rate" not in fixed:
-        raise ConfigError(
-            f"no learning rate is known for --optimizer.name {name}: set --optimizer.learning_rate"
-        )
-    return rates.get(name)
-
-
 def expected_range(
     bits: float, text: TextFacts, fixed: Mapping[str, Any]
 ) -> tuple[float, float] | None:
@@ -166,6 +148,14 @@ def expected_range(
     lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
     # Guessing a byte costs 8 bits.
     return lowest, min(high * bits, 8.0)
+
+
+def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a section that the user gives, from `fixed` by `section.key`."""
+    prefix = f"{section}."
+    return {
+        key.removeprefix(prefix): value for key, value in fixed.items() if key.startswith(prefix)
+    }
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:

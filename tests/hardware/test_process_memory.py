@@ -12,7 +12,7 @@ import pytest
 _PROGRAM = """
 import json, sys
 import torch
-from firstlight.hardware.resident import resident_bytes
+from firstlight.hardware.process_memory import resident_bytes
 from firstlight.methods import give_back_unused, keep_memory
 from firstlight.hardware.device import find_hardware
 
