@@ -18,13 +18,21 @@ from firstlight.checkpoint.selection import checkpoint_before
 from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.errors import CheckpointError, FirstlightError, ModelError
 from firstlight.files.atomic import new_folder, remove_file, write_json
+from firstlight.lora.files import adapter_files
+from firstlight.lora.layers import adapter_tensors
 from firstlight.parallel import barrier
 from firstlight.training.guard import DivergedError
 from firstlight.training.processes import SAVE_NOW_NAME, on_main, wait_for_main
 from firstlight.training.run import Run
-from firstlight.training.state import capture, set_weights
+from firstlight.training.state import (
+    python_random_states,
+    set_weights,
+    states_of_ranks,
+    states_to_write,
+)
 from firstlight.training.validation import evaluate_dataset
 from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import file_tensors
 from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, save_tensors
 
 
@@ -187,29 +195,49 @@ class RunCheckpoints:
 
 
 def captured(run: Run) -> Checkpoint:
-    """The checkpoint of a run in its current state."""
+    """The checkpoint of a run in its current state; with `checkpoint.sharded`, this process' part
+    of it. A collective."""
+    program, recipe = run.program, run.recipe
+    model, engine = program.model, run.engine
+    engine.reshard()
+    words, rest = python_random_states()
+    if recipe.checkpoint.sharded:
+        found = engine.own_tensors(model, program.optimizer)
+        randoms = states_to_write(engine, words)
+    else:
+        tensors_of = file_tensors if run.base is None else adapter_tensors
+        found = engine.state_tensors(model, program.optimizer, tensors_of)
+        randoms = {**states_of_ranks(engine), **words}
+    files = model_files(model.config, run.tokenizer)
+    if run.base is not None:
+        assert recipe.lora is not None
+        files |= adapter_files(model, recipe.lora, run.base.name)
     # Not the loader's count, which includes batches that were read but not used.
     rows_seen = run.state.rows_seen
-    return capture(
-        run.state,
-        run.program,
-        run.tokenizer,
-        run.base,
-        origin={
-            "init_from": run.init_from,
-            "recipe": run.recipe.model_dump(),
-            "data": run.data_identity,
-            "threads": torch.get_num_threads(),
+    return Checkpoint(
+        files=files,
+        model=found.weights,
+        optimizer={**found.moments, **randoms},
+        trainer_state={
+            **{k: v for k, v in dataclasses.asdict(run.state).items() if k != "rows_seen"},
             "loader": {
                 "rows_seen": rows_seen,
                 "epoch": rows_seen // run.loader.rows_per_epoch,
-                "seed": run.recipe.run.seed,
+                "seed": recipe.run.seed,
                 "rows_per_epoch": run.loader.rows_per_epoch,
             },
+            "random": rest,
+            "loss_scale": None if program.scaler is None else program.scaler.state_dict(),
+            "lora_base": None if run.base is None else dataclasses.asdict(run.base),
+            "init_from": run.init_from,
+            "recipe": recipe.model_dump(),
+            "data": run.data_identity,
+            "threads": torch.get_num_threads(),
             "guard": run.guard.state_dict(),
             "schedule": dataclasses.asdict(run.schedule),
             **({} if run.budget is None else {"length": run.budget.record}),
         },
+        is_copy=found.is_copy,
     )
 
 

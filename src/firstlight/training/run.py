@@ -23,7 +23,7 @@ from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.run_log.writer import RunLogs, SilentLogs
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.datasets import origin
+from firstlight.training.datasets import data_identity
 from firstlight.training.guard import Guard
 from firstlight.training.processes import on_main, wait_for_main
 from firstlight.training.program import TrainingProgram
@@ -31,7 +31,6 @@ from firstlight.training.progress import TrainingProgress
 from firstlight.training.starting_model import ModelIdentity
 from firstlight.training.state import (
     TrainState,
-    data_identity,
     restore,
 )
 from firstlight.training.step import StepResult
@@ -80,7 +79,7 @@ class Run:
             `open_run`.
         schedule: learning-rate schedule of the whole run.
         batch: sequences of each optimizer step, all processes together.
-        data_identity: see `state.data_identity`.
+        data_identity: see `datasets.data_identity`.
     """
 
     recipe: ResolvedRecipe
@@ -115,12 +114,7 @@ class Run:
         if self.budget is not None:
             self.times = self.budget.times
         self.schedule = self._resolved_schedule()
-        self.data_identity = data_identity(
-            self.dataset,
-            self.tokenizer,
-            self.seq_len,
-            document_masking=recipe.data.document_masking,
-        ) | origin(recipe.data, self.dataset)
+        self.data_identity = data_identity(recipe, self.dataset, self.tokenizer)
         # Of the full model, since a process may hold only a shard or a stage of it.
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
@@ -430,7 +424,9 @@ class Run:
         router = program.router_metrics(result.tokens)
         # Without the routers' loss, so that train/loss can be compared with val/loss. A z-loss
         # stays in it.
-        auxiliary = router.get("moe/router_loss", 0.0) * program.router_loss_coefficient
+        auxiliary = (
+            router.get("moe/router_loss", 0.0) * program.model.config.router_loss_coefficient
+        )
         epochs = self.dataset.epochs_by_corpus(state.rows_seen, self.seq_len)
         return {
             "step": state.step,

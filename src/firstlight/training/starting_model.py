@@ -482,12 +482,11 @@ def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
     """The id of the token in `new_rows`, which is "copy:TOKEN" or "mean"; None for the mean.
 
     Raises:
-        ConfigError: `new_rows` is neither, or there is no such token.
+        ConfigError: there is no such token.
     """
     if new_rows == "mean":
         return None
-    kind, _, token = new_rows.partition(":")
-    token_id = tokenizer.backend.token_to_id(token) if kind == "copy" else None
+    token_id = tokenizer.backend.token_to_id(new_rows.removeprefix("copy:"))
     if token_id is None:
         raise ConfigError(
             f"new rows '{new_rows}': give mean, or copy:TOKEN with a token of the old tokenizer"

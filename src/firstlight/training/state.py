@@ -3,12 +3,10 @@ uninterrupted one."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,18 +15,13 @@ from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint
 from firstlight.checkpoint.sharded import restore_shards
-from firstlight.data.corpus import Corpus
 from firstlight.errors import CheckpointError, ModelError
-from firstlight.lora.files import adapter_files
-from firstlight.lora.layers import adapter_tensors, fill_adapter
+from firstlight.lora.layers import fill_adapter
 from firstlight.models import Model
 from firstlight.optim.dtensors import full_parameters
 from firstlight.parallel import gather_objects
 from firstlight.parallel.engine import Engine
-from firstlight.tokenizer import Tokenizer
 from firstlight.training.program import TrainingProgram
-from firstlight.training.starting_model import ModelIdentity
-from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import file_name, file_tensors
 
 #: Prefix of the names of generator states among a checkpoint's tensors.
@@ -211,82 +204,6 @@ class TrainState:
     best_val_loss: float | None = None
     pending: dict[str, Any] | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
-
-
-def capture(
-    state: TrainState,
-    program: TrainingProgram,
-    tokenizer: Tokenizer,
-    base: ModelIdentity | None,
-    origin: dict[str, Any],
-) -> Checkpoint:
-    """The checkpoint of a run in its current state; with `checkpoint.sharded`, this process' part
-    of it. A collective.
-
-    Args:
-        state: progress of the run.
-        program: program of the run.
-        tokenizer: tokenizer of the data, whose files are part of the checkpoint.
-        base: frozen base model of a run with `lora`; None without adapters.
-        origin: further entries of the trainer state as JSON values: recipe, data, init_from,
-            loader, guard. They replace entries of the same name.
-    """
-    model = program.model
-    scaler = program.scaler
-    engine = program.engine
-    engine.reshard()
-    files = model_files(model.config, tokenizer)
-    words, rest = python_random_states()
-    if program.recipe.checkpoint.sharded:
-        found = engine.own_tensors(model, program.optimizer)
-        randoms = states_to_write(engine, words)
-    else:
-        tensors_of = file_tensors if base is None else adapter_tensors
-        found = engine.state_tensors(model, program.optimizer, tensors_of)
-        randoms = {**states_of_ranks(engine), **words}
-    if base is not None:
-        assert program.recipe.lora is not None
-        files |= adapter_files(model, program.recipe.lora, base.name)
-    return Checkpoint(
-        files=files,
-        model=found.weights,
-        optimizer={**found.moments, **randoms},
-        trainer_state={
-            **{k: v for k, v in asdict(state).items() if k != "rows_seen"},
-            "loader": {"rows_seen": state.rows_seen},
-            "random": rest,
-            "loss_scale": None if scaler is None else scaler.state_dict(),
-            "lora_base": None if base is None else asdict(base),
-            **origin,
-        },
-        is_copy=found.is_copy,
-    )
-
-
-def data_identity(
-    dataset: Corpus,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    *,
-    document_masking: bool,
-) -> dict[str, Any]:
-    """Identity of a run's data as JSON values, by which resuming on other data is refused.
-
-    Args:
-        dataset: training split.
-        tokenizer: tokenizer of the data.
-        seq_len: tokens of a row.
-        document_masking: True if attention stays within documents.
-    """
-    # Sorted, since the order of keys in the manifest's file is not part of the data.
-    manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
-    return {
-        "dir": str(dataset.folder.resolve()),
-        "seq_len": seq_len,
-        "document_masking": document_masking,
-        "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
-        "tokenizer_sha256": tokenizer.fingerprint,
-    }
 
 
 def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
