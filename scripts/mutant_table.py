@@ -624,9 +624,9 @@ MUTANTS = [
     ),
     Mutant(
         "wrong step saved",
-        "firstlight/training/state.py",
+        "firstlight/training/checkpoints.py",
         '            "random": rest,\n',
-        '            "random": rest,\n            "step": state.step + 1,\n',
+        '            "random": rest,\n            "step": run.state.step + 1,\n',
         (_CHECKPOINTS + "the_wrong_step_is_saved",),
     ),
     Mutant(
