@@ -52,7 +52,7 @@ _ORDER = (
 _LOADER = "firstlight/data/loader.py"
 _SHARDS = "firstlight/data/shards.py"
 _CORPUS = "firstlight/data/corpus.py"
-_EXAMPLES = "firstlight/data/examples.py"
+_EXAMPLES = "firstlight/data/packing.py"
 _PACKED = "tests/data/test_packed_examples.py::test_"
 _LABELS = "tests/tokenizer/test_chat_labels.py::test_"
 _LOST = "tests/faults/test_lost_writes.py::test_"
@@ -467,7 +467,7 @@ MUTANTS = [
     Mutant(
         "end of document dropped",
         "firstlight/data/prepare.py",
-        "after = [self.tokenizer.eos_token_id]",
+        "after = [tokenizer.eos_token_id]",
         "after = [][:0]",
         (_DATA + "the_end_of_document_token_is_dropped",),
     ),
@@ -488,8 +488,8 @@ MUTANTS = [
     Mutant(
         "examples see each other",
         _EXAMPLES,
-        "document_ids[position:end] = number",
-        "document_ids[position:end] = 0",
+        "loss_mask[1:]]\n            document_ids[position:end] = number",
+        "loss_mask[1:]]\n            document_ids[position:end] = 0",
         (_PACKED + "a_packed_batch_has_the_gradient_of_the_examples_one_by_one",),
     ),
     Mutant(

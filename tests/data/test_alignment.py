@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import firstlight
-from firstlight.data.alignment import AlignedDataset, align_rows, open_training_split
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader, rows_to_batch
-from firstlight.data.writer import ShardWriter
+from firstlight.data.packing import AlignedDataset, align_rows, open_training_split
+from firstlight.data.shards import ShardWriter
 from firstlight.errors import CheckpointError
 from firstlight.files.atomic import write_json
 

@@ -94,3 +94,27 @@ def test_changes_are_counted_by_document_and_file() -> None:
         "2 files: CRLF line ends became LF (--as-is keeps them)",
         f"c: {_END} that is not between documents is learned as characters",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "1\r\n00:00:01,000 --> 00:00:02,500\r\nHello,\r\n42\r\n\r\n"
+            "2\r\n00:00:03,000 --> 01:00:04,000\r\nBye.\r\n",
+            "Hello,\n42\nBye.\n",
+        ),
+        (
+            "WEBVTT\nKind: captions\n\n00:01.000 --> 00:02.000 align:start\nHi.\n\n"
+            "last\n100:00:02.000 --> 100:00:03.500\nBye.",
+            "Hi.\nBye.\n",
+        ),
+        ("1\n00:00:01,000 --> 00:00:02,500\n\n", ""),
+    ],
+)
+def test_subtitles_cleaned_lose_numbers_and_times(text: str, expected: str) -> None:
+    found, changes = cleaned(text, is_subtitles=True)
+    assert (found, changes[-1]) == (expected, "subtitles")
+    assert "-->" in cleaned(text)[0]
+    (line,) = change_lines({"subtitles": {"documents": 1, "files": 1}}, {"subtitles": "a.srt"})
+    assert line == "a.srt: numbers and times of subtitles left out (--as-is keeps them)"

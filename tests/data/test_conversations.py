@@ -18,7 +18,7 @@ from firstlight.data.conversations import (
     BadRecordError,
     to_conversation,
 )
-from firstlight.data.examples import ExampleDataset
+from firstlight.data.packing import ExampleDataset
 from firstlight.data.records import find_records, kind_of_records, read_records
 from firstlight.errors import DataError, InputError
 from firstlight.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from firstlight.data.corpus import TokenDataset, num_rows, row_span, shuffled_index
 from firstlight.data.loader import Batch, TokenLoader, rows_to_batch
-from firstlight.data.writer import ShardWriter
+from firstlight.data.shards import ShardWriter
 from firstlight.errors import DataError
 from firstlight.files.atomic import write_json
 from waiting import PATIENCE_SECONDS

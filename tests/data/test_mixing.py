@@ -22,7 +22,7 @@ from firstlight.data.mixing import (
     Turns,
     whole_weights,
 )
-from firstlight.data.writer import ShardWriter
+from firstlight.data.shards import ShardWriter
 from firstlight.errors import ConfigError, DataError
 from firstlight.files.atomic import write_json
 

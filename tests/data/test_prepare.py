@@ -25,15 +25,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers
 
+from dying_worker import work_or_die
 from firstlight.cli.main import main
 from firstlight.data import encoding
 from firstlight.data import prepare as module
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import cut_tail, prepare
 from firstlight.data.records import Record, read_documents, read_records
-from firstlight.data.shards import Shard
+from firstlight.data.shards import CorpusWriter, Shard, ShardWriter
 from firstlight.data.sources import SOURCES_NAME, find_sources
-from firstlight.data.writer import CorpusWriter, ShardWriter
 from firstlight.errors import (
     ConfigError,
     DataError,
@@ -375,50 +375,6 @@ def test_killed_workers_change_no_byte(
     assert multiprocessing.active_children() == []
 
 
-def test_a_stopped_worker_is_named_and_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
-) -> None:
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 1)
-    monkeypatch.setattr(encoding, "_SECONDS_TO_ANSWER", 0.01)
-    stopped: list[int] = []
-    said: list[str] = []
-
-    def documents(*arguments: Any) -> Iterator[Any]:
-        for number, entry in enumerate(read_documents(*arguments), start=1):
-            if number == 20:
-                process = multiprocessing.active_children()[0].pid
-                assert process is not None
-                os.kill(process, signal.SIGSTOP)
-                stopped.append(process)
-            yield entry
-
-    def say(message: str) -> None:
-        said.append(message)
-        os.kill(stopped[0], signal.SIGCONT)
-
-    prepare([corpus], TOKENIZER, tmp_path / "one", workers=1)
-    monkeypatch.setattr(module, "read_documents", documents)
-    monkeypatch.setattr(encoding, "say", say)
-    prepare([corpus], TOKENIZER, tmp_path / "two", workers=2)
-    assert len(said) == 1
-    assert f"process {stopped[0]} is stopped" in said[0]
-    assert f"kill -CONT {stopped[0]}" in said[0]
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
-
-
-def work_or_die(end: Any) -> None:
-    """What a process does that has no memory for one document of the corpus."""
-    real = encoding.encode
-
-    def encode(texts: list[str], tokenizer: Any) -> list[Any]:
-        if any("fatal" in text for text in texts):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(texts, tokenizer)
-
-    encoding.encode = encode  # type: ignore[assignment]
-    encoding._work(end)
-
-
 def test_a_batch_that_kills_each_worker_is_one_clear_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -674,7 +630,7 @@ def test_a_document_too_short_to_share_goes_to_one_split_only(tmp_path: Path) ->
 
 def _preparation(fraction: Fraction) -> Any:
     writer = CorpusWriter(Path(), TOKENIZER, 1000)
-    return module._Preparation(writer, module._Selection(float(fraction)))
+    return module._Preparation(writer, fraction, None, max_documents=None, max_tokens=None)
 
 
 @pytest.mark.parametrize(

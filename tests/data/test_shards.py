@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.data.corpus import TokenDataset
-from firstlight.data.shards import Shard, read_manifest, token_dtype
-from firstlight.data.writer import ShardWriter
+from firstlight.data.shards import Shard, ShardWriter, read_manifest, token_dtype
 from firstlight.errors import DataError
 from firstlight.files.atomic import sha256_of, write_json
 from firstlight.tokenizer import Tokenizer

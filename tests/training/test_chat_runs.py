@@ -14,7 +14,7 @@ from builders import draw_records, say, with_template, write_lines
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.cli.main import main
 from firstlight.data.chat import prepare_chat
-from firstlight.data.examples import ExampleDataset
+from firstlight.data.packing import ExampleDataset
 from firstlight.errors import CheckpointError, ConfigError, DataError, TokenizerError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.generation.chat import ChatSession

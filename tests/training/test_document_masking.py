@@ -21,7 +21,7 @@ from torch import Tensor
 from firstlight.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from firstlight.data.corpus import TokenDataset, num_rows
 from firstlight.data.loader import Batch, rows_to_batch
-from firstlight.data.writer import ShardWriter
+from firstlight.data.shards import ShardWriter
 from firstlight.errors import DataError
 from firstlight.evaluation.perplexity import evaluate, evaluate_split
 from firstlight.files.atomic import write_json

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from firstlight.data.examples import open_split
 from firstlight.data.loader import TokenLoader
+from firstlight.data.packing import open_split
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import read_json
 from firstlight.lora.loading import load_model

@@ -17,8 +17,8 @@ from builders import draw_text, say, with_template, write_lines
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.conversations import BadRecordError, to_pair
-from firstlight.data.examples import PreferenceDataset, open_split
 from firstlight.data.loader import Batch, rows_to_batch
+from firstlight.data.packing import PreferenceDataset, open_split
 from firstlight.errors import CheckpointError, ConfigError, DataError
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.lora.loading import LoadedModel, base_identity, load_model

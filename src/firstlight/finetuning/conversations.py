@@ -11,7 +11,7 @@ import numpy as np
 
 from firstlight.data.conversations import BadRecordError, to_conversation
 from firstlight.data.corpus import Corpus
-from firstlight.data.examples import ExampleDataset
+from firstlight.data.packing import ExampleDataset
 from firstlight.data.records import find_records, read_records
 from firstlight.data.sources import DataSource
 from firstlight.errors import FirstlightError

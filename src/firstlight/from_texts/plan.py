@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from firstlight.console import plain, rounded, size_text, time_text
+from firstlight.console import human_bytes, plain, rounded, time_text
 from firstlight.data.sources import (
     DataSource,
     by_ending,
@@ -321,7 +321,7 @@ def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
     files = [source for source in sources if source.dataset is None]
     parts = [f"{len(files):,} file{'s' if len(files) != 1 else ''}"] if files else []
     if files:
-        parts.append(size_text(sum(source.size for source in files)))
+        parts.append(human_bytes(sum(source.size for source in files)))
     if len(files) < len(sources):
         parts.append(f"{len(sources) - len(files)} dataset(s)")
     return f"reading {named}: {', '.join(parts)}"

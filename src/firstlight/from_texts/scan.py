@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from rich.progress import TextColumn
 
-from firstlight.console import progress_bar, size_text
+from firstlight.console import human_bytes, progress_bar
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
 from firstlight.data.opening import compress
 from firstlight.data.records import (
@@ -380,7 +380,7 @@ def described(scan: Scan) -> Iterator[str]:
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
         f"{facts.documents:,} document{'s' if facts.documents != 1 else ''}, "
-        f"{size_text(facts.text_bytes)} of text, letters: {scripts}; "
+        f"{human_bytes(facts.text_bytes)} of text, letters: {scripts}; "
         f"gzip -9 makes it {facts.gzip_bits_per_byte:.2f} bits for a byte"
     )
     yield from change_lines(facts.changes, facts.changed_files)
@@ -397,7 +397,7 @@ def described(scan: Scan) -> Iterator[str]:
     if facts.is_sampled:
         yield (
             f"a sample: some of the files, and the first part of long ones, of "
-            f"{size_text(facts.total_bytes)} in all (about)"
+            f"{human_bytes(facts.total_bytes)} in all (about)"
         )
     if count := facts.duplicates:
         yield f"{count:,} duplicate{'s' if count != 1 else ''} left out"
