@@ -301,7 +301,7 @@ MUTANTS = [
     ),
     Mutant(
         "batches that were read and not used are skipped on resume",
-        "firstlight/training/saving.py",
+        "firstlight/training/checkpoints.py",
         "rows_seen = run.state.rows_seen\n",
         'rows_seen = run.loader.state_dict()["rows_seen"]\n',
         (
@@ -624,9 +624,9 @@ MUTANTS = [
     ),
     Mutant(
         "wrong step saved",
-        "firstlight/training/state.py",
+        "firstlight/training/checkpoints.py",
         '            "random": rest,\n',
-        '            "random": rest,\n            "step": state.step + 1,\n',
+        '            "random": rest,\n            "step": run.state.step + 1,\n',
         (_CHECKPOINTS + "the_wrong_step_is_saved",),
     ),
     Mutant(
@@ -886,7 +886,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed run decides its number of steps anew",
-        "firstlight/training/minutes.py",
+        "firstlight/training/time_budget.py",
         '(record.get("max_minutes"), record.get("most_steps")) == (minutes, most)',
         '(record.get("max_minutes"), record.get("most_steps")) == (-minutes, most)',
         (_MINUTES + "a_killed_run_is_the_whole_run_with_its_decision",),
@@ -1148,14 +1148,14 @@ MUTANTS = [
     ),
     Mutant(
         "random numbers of the first GPU alone",
-        "firstlight/training/random_states.py",
+        "firstlight/training/state.py",
         "enumerate(torch.cuda.get_rng_state_all())",
         "enumerate([torch.cuda.get_rng_state()])",
         (_FAKE_RANKS + "random_numbers_of_every_gpu_are_saved_and_put_back",),
     ),
     Mutant(
         "random numbers put into another GPU",
-        "firstlight/training/random_states.py",
+        "firstlight/training/state.py",
         "torch.cuda.set_rng_state(tensor, int(index[0]))",
         "torch.cuda.set_rng_state(tensor)",
         (_FAKE_RANKS + "random_numbers_of_every_gpu_are_saved_and_put_back",),

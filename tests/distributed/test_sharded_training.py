@@ -28,8 +28,8 @@ from firstlight.lora.loading import load_model
 from firstlight.recipe.conflicts import require_combination
 from firstlight.tokenizer import Tokenizer
 from firstlight.training import loop
+from firstlight.training.checkpoints import captured
 from firstlight.training.run import Run
-from firstlight.training.saving import captured
 from firstlight.training.start import open_run
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -18,8 +18,8 @@ import firstlight
 import firstlight.training.loop
 from firstlight.report.report import draw_report
 from firstlight.training import loop
+from firstlight.training.checkpoints import captured
 from firstlight.training.run import Run
-from firstlight.training.saving import captured
 from firstlight.training.start import open_run
 
 

@@ -49,10 +49,10 @@ from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.cli.main import main
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.run_log.reader import read_json_lines
+from firstlight.training.checkpoints import RunCheckpoints
 from firstlight.training.loop import train
 from firstlight.training.processes import SAVE_NOW_NAME
 from firstlight.training.run import Run
-from firstlight.training.saving import RunCheckpoints
 from firstlight.training.validation import evaluate
 
 _AT_ONCE = 2

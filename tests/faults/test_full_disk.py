@@ -197,7 +197,7 @@ _FILLING = """
 import shutil, sys
 from pathlib import Path
 from firstlight.cli.main import main
-from firstlight.training.saving import RunCheckpoints
+from firstlight.training.checkpoints import RunCheckpoints
 
 disk, room = Path(sys.argv[1]), int(sys.argv[2])
 save = RunCheckpoints.save

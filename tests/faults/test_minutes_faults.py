@@ -15,7 +15,7 @@ from scale import cases
 from firstlight.optim.schedule import DecidedLength
 from firstlight.recipe import load_recipe
 from firstlight.run_log.reader import read_json_lines, read_length
-from firstlight.training import loop, minutes
+from firstlight.training import loop, time_budget
 from firstlight.training.loop import train
 from firstlight.training.step import train_step
 from firstlight.training.time_budget import LoopTimes, TimeBudget
@@ -62,8 +62,8 @@ def test_no_call_that_changes_the_disk_is_a_bad_moment_for_a_run_in_minutes(
         return train_step(*args, **options)
 
     monkeypatch.setattr(loop, "train_step", slow_step)
-    monkeypatch.setattr(minutes, "LoopTimes", lambda: LoopTimes(lambda: now[0]))
-    monkeypatch.setattr(minutes, "_usual_tokens_per_second", lambda *_: 51.2)
+    monkeypatch.setattr(time_budget, "LoopTimes", lambda: LoopTimes(lambda: now[0]))
+    monkeypatch.setattr(time_budget, "_usual_tokens_per_second", lambda *_: 51.2)
     sections: dict[str, Any] = {
         "schedule": {"kind": "wsd", "max_steps": None, "max_minutes": 3.0, "warmup_steps": 2},
         "checkpoint": {"every_steps": 6, "asynchronous": False},

@@ -22,7 +22,7 @@ from firstlight.parallel.group import _open_group
 from firstlight.parallel.rendezvous import own_info
 from firstlight.parallel.sharding import FSDPEngine
 from firstlight.training import processes
-from firstlight.training.random_states import restore_torch_random_states, torch_random_states
+from firstlight.training.state import restore_torch_random_states, torch_random_states
 
 from .no_gpu import H100, needs_no_gpu, torch_cuda
 from .test_fake_steps import recipe_of

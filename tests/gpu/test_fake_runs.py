@@ -15,7 +15,7 @@ from firstlight.data.loader import Batch
 from firstlight.evaluation.perplexity import evaluate_split
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.optimizer import Optimizer
-from firstlight.training.micro_batch import try_step
+from firstlight.training.micro_batch_trials import try_step
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.run import Run
 from firstlight.training.state import TrainState

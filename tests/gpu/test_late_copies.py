@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from firstlight.methods.memory import offloaded_activations
 from firstlight.models import empty_model
 from firstlight.recipe import CheckpointConfig
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.checkpoints import captured
 from firstlight.training.program import TrainingProgram
-from firstlight.training.state import TrainState, capture
+from firstlight.training.state import TrainState
 from firstlight.weights.loading import weights_to_save
 
 from .late_copies import Stream, late_copies
@@ -99,6 +101,19 @@ def test_a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on(tmp_pa
     """Its page-locked memory is taken again only when the checkpoint before is on the disk."""
     tensors = numbers()
     expected = {}
+    run: Any = SimpleNamespace(
+        program=program,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        base=None,
+        state=TrainState(step=1),
+        loader=SimpleNamespace(rows_per_epoch=1),
+        init_from=None,
+        data_identity={},
+        guard=SimpleNamespace(state_dict=dict),
+        schedule=TrainState(),
+        budget=None,
+    )
     with late_copies() as gpu:
         saver = CheckpointSaver(tmp_path, CheckpointConfig(asynchronous=True, keep_last=9))
         saver._executor = LastMoment()  # type: ignore[assignment]
@@ -167,10 +182,23 @@ def test_a_run_stands_still_for_one_copy_of_its_state(
     with program.optimizer.master_weights():
         weights = {name: t.clone() for name, t in weights_to_save(program.model).items()}
     moments = {name: t.clone() for name, t in program.optimizer.state_tensors().items()}
+    run: Any = SimpleNamespace(
+        program=program,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        base=None,
+        state=TrainState(step=1),
+        loader=SimpleNamespace(rows_per_epoch=1),
+        init_from=None,
+        data_identity={},
+        guard=SimpleNamespace(state_dict=dict),
+        schedule=TrainState(),
+        budget=None,
+    )
     with late_copies() as gpu:
         saver = CheckpointSaver(tmp_path, CheckpointConfig(asynchronous=True))
         saver._executor = LastMoment()  # type: ignore[assignment]
-        saver.save(1, lambda: capture(TrainState(step=1), program, tokenizer, None, {}))
+        saver.save(1, lambda: captured(run))
         assert gpu.waits == []
         program.step([batch_of(recipe)], lr_scale=1.0)
         saver.close()

@@ -38,9 +38,9 @@ from firstlight.planner.plan.machine import _CPU_SHARE, find_machine, resolve_fo
 from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.run_log.names import FORECAST_NAME
-from firstlight.training.averaging import write_average
+from firstlight.training.checkpoints import write_average
 from firstlight.training.forecast import Forecast, ForecastComparison
-from firstlight.training.micro_batch import Trial
+from firstlight.training.micro_batch_trials import Trial
 from firstlight.training.run import Run
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -23,7 +23,7 @@ from firstlight.recipe import (
     parse_recipe,
     recipe_fields,
 )
-from firstlight.recipe.load import OTHER_NAMES, _override
+from firstlight.recipe.load import _override, other_names
 
 _RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 _SECTIONS = {section: kind for section, kind, _ in recipe_fields() if section != "model"}
@@ -563,14 +563,14 @@ def test_another_programs_key_as_an_override_leads_to_ours(tmp_path: Path) -> No
 
 def test_each_own_key_in_the_table_of_other_names_exists() -> None:
     sections = "|".join(Recipe.model_fields)
-    for name, text in OTHER_NAMES.items():
+    for name, text in other_names().items():
         named = re.findall(rf"\b(?:{sections})\.\w+", text.replace("metrics.jsonl", ""))
         assert set(named) <= set(known_keys()), name
         assert named or "firstlight " in text or hint_for_other_name(name).startswith(": ")
 
 
 def test_values_in_the_table_of_other_names_are_valid() -> None:
-    for name, text in OTHER_NAMES.items():
+    for name, text in other_names().items():
         match = re.fullmatch(r"(\w+)\.(\w+): ([^;]+)(?:;.*)?", text)
         if match and match[1] != "data":
             parse_recipe({"data": {"dir": "x"}}, overrides=[(f"{match[1]}.{match[2]}", match[3])])

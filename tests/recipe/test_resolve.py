@@ -15,11 +15,25 @@ from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
+from firstlight.methods import precision
 from firstlight.planner.plan import machine as machines
 from firstlight.planner.plan.machine import resolve_for
-from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
-from firstlight.recipe.resolve import Facts, facts_here, for_new_model, resolve
-from firstlight.recipe.schema import BatchConfig
+from firstlight.recipe import (
+    BatchConfig,
+    PreferenceConfig,
+    Recipe,
+    ResolvedRecipe,
+    parse_recipe,
+    parse_resolved_recipe,
+)
+from firstlight.recipe import resolve as resolving
+from firstlight.recipe.resolve import (
+    Facts,
+    facts_here,
+    for_new_model,
+    require_fitting_data,
+    resolve,
+)
 
 
 def recipe_of(**sections: Any) -> Recipe:
@@ -51,6 +65,8 @@ class Place:
     tokens: int | None = 10**6
     tries: int = 0
     processes: int = 1
+    new_model: bool = False
+    kind: Any = None
     told: list[str] = field(default_factory=list)
 
     def resolve(self, recipe: Recipe, earlier: Mapping[str, Any] | None = None) -> ResolvedRecipe:
@@ -65,6 +81,8 @@ class Place:
             lambda _: self.rate,
             processes=self.processes,
             epoch_tokens=self.tokens,
+            new_model=self.new_model,
+            kind=self.kind,
             earlier=earlier or {},
             largest_micro_batch=largest,
         )
@@ -407,15 +425,14 @@ def test_train_and_plan_resolve_alike(
     cpu = Hardware(torch.device("cpu"), "the CPU of a test", 2**33, bf16=bf16)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(machines, "find_hardware", lambda _: cpu)
-        for module in ("planner.plan.machine", "efficiency.precision"):
-            patched.setattr(f"firstlight.{module}.bf16_is_faster", lambda _: True)
-        patched.setattr("firstlight.recipe.resolve.peak_flops", lambda *_: rate)
-        patched.setattr("firstlight.recipe.resolve.can_compile", lambda _: compiler)
+        for module in (machines, precision):
+            patched.setattr(module, "bf16_is_faster", lambda _: True)
+        patched.setattr(resolving, "peak_flops", lambda *_: rate)
+        patched.setattr(resolving, "can_compile", lambda _: compiler)
         planned = resolve_for(recipe, machines.find_machine())
-        facts = facts_here(cpu, epoch_tokens=tokens)
-        trained = resolve(for_new_model(recipe, {}), facts)
+        trained = resolve(recipe, facts_here(cpu, epoch_tokens=tokens, new_model=True))
         # As before there were settings of new models.
-        before = resolve(recipe, facts)
+        before = resolve(recipe, facts_here(cpu, epoch_tokens=tokens))
     assert planned == trained
     has_layout = drawn["model_type"] == "qwen3" and not drawn["tie_word_embeddings"]
     names_none = (drawn["optimizer"], drawn["kind"], drawn["lora"]) == (None, None, None)
@@ -430,11 +447,11 @@ _NEW = {"model_type": "qwen3", "tie_word_embeddings": False, "hidden_size": 48}
 
 def test_a_new_model_whose_recipe_names_no_settings_has_those_of_new_models() -> None:
     recipe = recipe_of(model=_NEW, schedule={"max_steps": 300})
-    told: list[str] = []
-    found = Place().resolve(for_new_model(recipe, {}, told.append))
-    assert told == [
+    place = Place(new_model=True)
+    found = place.resolve(recipe)
+    assert place.told[0] == (
         "the recipe names no optimizer, schedule or initial weights: those of new models"
-    ]
+    )
     rates = found.optimizer
     # Those of a width of 192, for a quarter of it.
     assert (rates.name, rates.muon_learning_rate) == ("muon", 0.024)
@@ -476,13 +493,13 @@ def test_a_resumed_run_keeps_the_settings_it_began_with(named_before: bool) -> N
     own = {"optimizer": {"learning_rate": 2e-3}, "schedule": {"kind": "linear", "max_steps": 200}}
     began = recipe_of(model=_NEW, **(own if named_before else {}))
     earlier = Place().resolve(began).model_dump(mode="json")
-    found = Place().resolve(for_new_model(recipe, earlier), earlier)
+    found = Place().resolve(recipe, earlier)
     assert found.optimizer == began.optimizer
     assert found.schedule == began.schedule.model_copy(update={"max_steps": 300})
     assert found.init == began.init
     # And a run that began with them goes on with them.
-    new = Place().resolve(for_new_model(recipe, {}))
-    again = Place().resolve(for_new_model(recipe, new.model_dump(mode="json")))
+    new = Place(new_model=True).resolve(recipe)
+    again = Place().resolve(recipe, new.model_dump(mode="json"))
     assert again == new
 
 
@@ -496,6 +513,39 @@ def test_a_plan_sees_that_a_prepared_folder_holds_conversations_or_pairs(
     assert planned.data.document_masking
     assert planned.efficiency.attention == "flex"
     assert (planned.preference is not None) is pairs
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "preference"])
+def test_kind_of_data_decides_masking_and_preference_section(kind: str) -> None:
+    found = Place(kind=kind).resolve(recipe_of())
+    assert found.data.document_masking is (kind != "text")
+    assert (found.data.kind, found.preference) == (
+        ("preference", PreferenceConfig()) if kind == "preference" else (None, None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "message"),
+    [
+        ("chat", {"data": {"dir": "data", "document_masking": False}}, "can't be off with"),
+        ("text", {"preference": {"beta": 0.2}}, "set data.kind preference, or leave it out"),
+        ("preference", {}, "need a model that answers already"),
+    ],
+)
+def test_recipe_that_contradicts_its_data_is_refused(
+    kind: Any, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_fitting_data(recipe_of(**sections), kind, from_weights=False)
+
+
+def test_facts_of_run_set_model_and_folder() -> None:
+    recipe = recipe_of(data={"dir": "data"})
+    assert recipe.model is not None
+    model = recipe.model.model_copy(update={"vocab_size": 77, "max_position_embeddings": 48})
+    cpu = Hardware(torch.device("cpu"), "the CPU of a test", 2**33, bf16=True)
+    found = resolve(recipe, facts_here(cpu, model=model, run_folder=Path("runs/a")))
+    assert (found.model, found.data.seq_len, found.run.dir) == (model, 48, "runs/a")
 
 
 @pytest.mark.parametrize("size", [None, "auto", 0])

@@ -18,8 +18,7 @@ from firstlight.cli.main import main
 from firstlight.errors import MissingDependencyError
 from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
-from firstlight.training.tracker_libraries import TENSORBOARD_NAME, TensorboardTracker
-from firstlight.training.trackers import Trackers
+from firstlight.training.trackers import TENSORBOARD_NAME, TensorboardTracker, Trackers
 
 pytest.importorskip("tensorboard")
 

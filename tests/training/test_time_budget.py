@@ -35,7 +35,7 @@ from firstlight.recipe import parse_recipe
 from firstlight.report.report import run_page
 from firstlight.run_log.reader import read_json_lines, read_length, read_run
 from firstlight.tokenizer import Tokenizer
-from firstlight.training import loop, minutes, saving, start, validation
+from firstlight.training import checkpoints, loop, start, time_budget, validation
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.guard import DivergedError
 from firstlight.training.loop import TrainResult, train
@@ -85,12 +85,12 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A machine that is expected to take 2 s a step."""
     found = Machine()
-    monkeypatch.setattr(minutes, "LoopTimes", lambda: LoopTimes(lambda: found.now))
-    monkeypatch.setattr(minutes, "_usual_tokens_per_second", lambda *_: 64.0)
+    monkeypatch.setattr(time_budget, "LoopTimes", lambda: LoopTimes(lambda: found.now))
+    monkeypatch.setattr(time_budget, "_usual_tokens_per_second", lambda *_: 64.0)
     monkeypatch.setattr(loop, "train_step", found.takes(train_step, "step"))
     evaluate = found.takes(validation.evaluate_dataset, "evaluation")
     monkeypatch.setattr(validation, "evaluate_dataset", evaluate)
-    monkeypatch.setattr(saving, "captured", found.takes(saving.captured, "save"))
+    monkeypatch.setattr(checkpoints, "captured", found.takes(checkpoints.captured, "save"))
     return found
 
 

@@ -24,8 +24,7 @@ from firstlight.recipe import parse_recipe
 from firstlight.run_log.reader import read_json_lines
 from firstlight.training import trackers
 from firstlight.training.loop import train
-from firstlight.training.tracker_libraries import LIBRARIES, Step
-from firstlight.training.trackers import TrackerProgress, Trackers, read_progress
+from firstlight.training.trackers import LIBRARIES, Step, TrackerProgress, Trackers, read_progress
 
 _TIMES = ("seconds", "per_second", "mfu", "memory_bytes")
 

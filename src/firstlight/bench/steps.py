@@ -83,7 +83,7 @@ from firstlight.parallel import barrier, gather_objects
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.recipe.resolve import facts_here, resolve
-from firstlight.training.micro_batch import largest_micro_batch
+from firstlight.training.micro_batch_trials import largest_micro_batch
 from firstlight.training.processes import run_processes
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach

@@ -15,7 +15,7 @@ from firstlight.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from firstlight.training.progress import RunProgress, TrainingProgress
-    from firstlight.training.tracker_libraries import Step
+    from firstlight.training.trackers import Step
 
 #: Seconds between two readings of the run folder.
 _SECONDS_BETWEEN = 0.5

@@ -11,9 +11,8 @@ from firstlight.recipe.load import (
     parse_resolved_recipe,
     recipe_fields,
 )
+from firstlight.recipe.micro_batch import DEFAULT_ROWS, BatchConfig
 from firstlight.recipe.schema import (
-    DEFAULT_ROWS,
-    BatchConfig,
     EvaluationConfig,
     GuardConfig,
     PlanningConfig,

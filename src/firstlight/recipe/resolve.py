@@ -1,8 +1,10 @@
-"""Resolves the keys that a recipe leaves open, in the same way for train, plan and bench.
+"""Resolves a recipe, once and in the same way for train, plan and bench: every key that it leaves
+open is decided from facts about the machine, the data and the run.
 
-The steps are `with_deepspeed_file` (recipe/deepspeed.py), which takes values from a DeepSpeed file;
-`for_new_model`, which sets optimizer, schedule and initial weights of a new model whose recipe
-names none of them; and `resolve`, which decides the remaining open keys.
+The facts are gathered first: the kind of the data, the config of the model that is trained, the
+number of processes, the rates of the device. `resolve` decides by them: document masking and the
+`preference` section, the settings of new models, the length of a row, the micro-batch size,
+precision, attention, compilation, and the variant of the optimizer.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from firstlight.data.corpus import Kind
+from firstlight.data.loader import NO_MASKING
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.methods import (
@@ -32,7 +37,8 @@ from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.parallel.engine_choice import named_engine
-from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
+from firstlight.recipe.micro_batch import resolve_micro_batch
+from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
 
 #: torch.compile pays if the run's matrix products would take at least this number of seconds at the
 #: device's peak rate: the real run takes several times as long, and compiling up to a minute.
@@ -40,9 +46,6 @@ WORTH_COMPILING_SECONDS = 240.0
 
 #: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
 USUAL_MFU = 0.4
-
-#: Tokens of a forward pass from which a CPU computes matrix products at its full rate.
-_BUSY_TOKENS = 1024
 
 #: Vocabulary size from which computing the loss in chunks saves much memory.
 _LARGE_VOCABULARY = 16384
@@ -57,7 +60,7 @@ AutoPrecision = Literal["bf16", "fp16", "fp32"]
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about machine, data and earlier run with which a recipe is resolved.
+    """Facts about machine, data and run with which a recipe is resolved.
 
     Attributes:
         device: type of the device: "cpu", "cuda" or "mps".
@@ -67,6 +70,10 @@ class Facts:
         processes: number of processes that share each optimizer step.
         epoch_tokens: number of tokens of the training split; None if the data is not on this
             machine.
+        kind: kind of the data; "chat" also for a mix that has conversations; None if unknown.
+        model: config of the model that is trained; None for the recipe's `model` section.
+        new_model: True if the model starts from new weights.
+        run_folder: the run folder; None keeps the recipe's `run.dir`.
         earlier: resolved recipe of the run that is resumed; {} for a new run.
         largest_micro_batch: function that finds the largest micro-batch size that fits in memory,
             by trial; None takes the default size.
@@ -78,6 +85,10 @@ class Facts:
     flops: Callable[[torch.dtype], float | None]
     processes: int = 1
     epoch_tokens: int | None = None
+    kind: Kind | None = None
+    model: ModelConfig | None = None
+    new_model: bool = False
+    run_folder: Path | None = None
     earlier: Mapping[str, Any] = field(default_factory=dict)
     largest_micro_batch: Callable[[ResolvedRecipe], int] | None = None
 
@@ -154,6 +165,33 @@ def _names_no_settings(recipe: Recipe) -> bool:
     )
 
 
+def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> None:
+    """Refuse a recipe that contradicts its data.
+
+    Args:
+        recipe: the recipe as written.
+        kind: see `Facts`.
+        from_weights: True if the run starts from an existing model or a checkpoint.
+
+    Raises:
+        ConfigError: document masking is off although the data are conversations or pairs; there is
+            a `preference` section, but the data are no pairs; or there are pairs, but no model.
+    """
+    is_off = "document_masking" in recipe.data.model_fields_set and not recipe.data.document_masking
+    if kind in ("chat", "preference") and is_off:
+        raise ConfigError(f"data.{NO_MASKING}")
+    if kind != "preference" and recipe.preference is not None:
+        raise ConfigError(
+            "the preference section is for pairs of answers: set data.kind preference, or leave it "
+            "out"
+        )
+    if kind == "preference" and not from_weights:
+        raise ConfigError(
+            "preference pairs need a model that answers already: fine-tune one on conversations "
+            "(data.kind chat), and name it with --init-from"
+        )
+
+
 def resolve(
     recipe: Recipe, facts: Facts, tell: Callable[[str], None] = lambda _: None
 ) -> ResolvedRecipe:
@@ -163,44 +201,72 @@ def resolve(
     differ: so choices of the resumed run (`facts.earlier`) have precedence.
 
     Args:
-        recipe: recipe with its model, whose vocabulary size is known.
-        facts: see `Facts`.
+        recipe: the recipe as written.
+        facts: see `Facts`. The vocabulary size of the model is known.
         tell: function that is called with a message about each important choice.
 
     Raises:
         ConfigError: `data.seq_len` is longer than the model's context, or no micro-batch size fits.
     """
-    assert recipe.model is not None
-    seq_len = sequence_length(recipe, recipe.model)
-    values: dict[str, Any] = dict(recipe)
-    values["data"] = {**dict(recipe.data), "seq_len": seq_len}
-    efficiency = _resolve_efficiency(recipe, recipe.model, seq_len, facts)
-    if efficiency != recipe.efficiency:
+    model = facts.model or recipe.model
+    assert model is not None
+    seq_len = sequence_length(recipe, model)
+    known = _with_known(recipe, facts, {"seq_len": seq_len}, tell)
+    efficiency = _resolve_efficiency(known, model, seq_len, facts)
+    if efficiency != known.efficiency:
         compiling = "compiled" if efficiency.compile is True else "not compiled"
         tell(
             f"chosen for this machine: {efficiency.precision}, attention {efficiency.attention}, "
             f"{compiling}"
         )
-    values["efficiency"] = dict(efficiency)
-    earlier = facts.earlier.get("optimizer", {})
-    optimizer = recipe.optimizer.for_width(recipe.model.hidden_size)
-    values["optimizer"] = _resolve_optimizer(optimizer, earlier, tell)
-    rows, is_chosen = recipe.batch.micro_batch_size, recipe.batch.divide_micro_batch
-    if rows in (None, "auto"):
-        rows, is_chosen = facts.earlier.get("batch", {}).get("micro_batch_size"), True
-    if isinstance(rows, int) and is_chosen:
-        rows = _divided(recipe, seq_len, rows, facts.processes, tell=tell)
-    # 1 is a placeholder for a size that is found below.
-    chosen = {"micro_batch_size": rows or 1, "divide_micro_batch": is_chosen}
-    values["batch"] = {**dict(recipe.batch), **chosen}
-    resolved = ResolvedRecipe.model_validate(values)
-    if rows is not None:
+    optimizer = known.optimizer.for_width(model.hidden_size)
+    batch = resolve_micro_batch(
+        known.batch,
+        seq_len,
+        device=facts.device,
+        processes=facts.processes,
+        earlier=facts.earlier.get("batch", {}).get("micro_batch_size"),
+        is_tried=facts.largest_micro_batch is not None,
+        tell=tell,
+    )
+    is_tried = batch.micro_batch_size == "auto"
+    resolved = ResolvedRecipe.model_validate(
+        {
+            **dict(known),
+            "model": model,
+            "data": dict(known.data),
+            "efficiency": dict(efficiency),
+            "optimizer": _resolve_optimizer(optimizer, facts.earlier.get("optimizer", {}), tell),
+            # 1 is a placeholder for a size that trials find below.
+            "batch": {**dict(batch), **({"micro_batch_size": 1} if is_tried else {})},
+        }
+    )
+    if not is_tried or facts.largest_micro_batch is None:
         return resolved
-    if recipe.batch.micro_batch_size is None or facts.largest_micro_batch is None:
-        rows = default_micro_batch_size(recipe, seq_len, facts)
-    else:
-        rows = _largest_micro_batch(resolved, facts.largest_micro_batch)
+    rows = _largest_micro_batch(resolved, facts.largest_micro_batch)
     return resolved.with_keys("batch", micro_batch_size=rows)
+
+
+def _with_known(
+    recipe: Recipe, facts: Facts, data: dict[str, Any], tell: Callable[[str], None]
+) -> Recipe:
+    """The recipe with the values that follow from its data and its run without a choice, and with
+    the settings of a new model.
+
+    Args:
+        data: further values of the `data` section.
+    """
+    sections: dict[str, Any] = {}
+    if facts.kind in ("chat", "preference"):
+        data = {**data, "document_masking": True}  # examples never see each other
+    if facts.kind == "preference":
+        data = {**data, "kind": "preference"}
+        sections["preference"] = recipe.preference or PreferenceConfig()
+    if facts.run_folder is not None:
+        sections["run"] = recipe.run.model_copy(update={"dir": str(facts.run_folder)})
+    is_new = facts.new_model or facts.earlier
+    known = for_new_model(recipe, facts.earlier, tell) if is_new else recipe
+    return known.with_keys("data", **data).model_copy(update=sections)
 
 
 def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
@@ -344,35 +410,6 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
                 "gives each process a part: give a number"
             )
     return find(recipe)
-
-
-def _divided(
-    recipe: Recipe, seq_len: int, rows: int, processes: int, tell: Callable[[str], None]
-) -> int:
-    """A chosen micro-batch size, lowered so that the processes share a step evenly; unchanged if
-    the batch of the recipe follows from it, or if they can't."""
-    if recipe.batch.global_batch_tokens is None:
-        return rows
-    fitting = recipe.batch.dividing_rows(seq_len, processes, rows) or rows
-    if fitting != rows:
-        shared = f"{processes} processes share" if processes > 1 else "one process has"
-        tell(
-            f"batch.micro_batch_size {fitting} instead of the chosen {rows}: {shared} a step of "
-            f"{recipe.batch.global_batch_tokens // seq_len} sequences"
-        )
-    return fitting
-
-
-def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
-    """The default micro-batch size: the largest one up to a limit that divides the global batch
-    evenly. The limit is 8 sequences, on a CPU also about 1,024 tokens: these keep it busy, and more
-    sequences would not be faster, but take more memory for activations."""
-    if recipe.batch.global_batch_tokens is None:
-        return DEFAULT_ROWS
-    most = DEFAULT_ROWS
-    if facts.device == "cpu":
-        most = min(max(_BUSY_TOKENS // seq_len, 1), most)
-    return recipe.batch.dividing_rows(seq_len, facts.processes, most) or DEFAULT_ROWS
 
 
 def ideal_seconds(

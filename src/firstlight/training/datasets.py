@@ -3,6 +3,8 @@ of conversations."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from firstlight.data.mixing import MixedDataset, whole_weights
 from firstlight.data.packing import open_split, open_training_split
 from firstlight.data.remote import is_url, local_folder
 from firstlight.errors import ConfigError, DataError
-from firstlight.recipe import DataConfig
+from firstlight.recipe import DataConfig, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 
 
@@ -146,16 +148,34 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
         yield "", data.dir
 
 
-def origin(data: DataConfig, dataset: Corpus) -> dict[str, Any]:
-    """Entries of a run's data identity in addition to `state.data_identity`: weights and folders of
-    a mix, the URL of a corpus at a URL, the treatment of long conversations, the reference model of
-    preference pairs."""
+def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Identity of a run's data as JSON values, by which resuming on other data is refused.
+
+    With a mix, it has the weights and folders of the corpora; with a corpus at a URL, the URL; with
+    conversations, the treatment of long ones; with preference pairs, the reference model.
+
+    Args:
+        recipe: recipe of the run.
+        dataset: training split.
+        tokenizer: tokenizer of the data.
+    """
+    data = recipe.data
+    # Sorted, since the order of keys in the manifest's file is not part of the data.
+    manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
+    identity: dict[str, Any] = {
+        "dir": str(dataset.folder.resolve()),
+        "seq_len": data.seq_len,
+        "document_masking": data.document_masking,
+        "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
+        "tokenizer_sha256": tokenizer.fingerprint,
+    }
     if data.mix is not None:
-        corpora = {
+        identity["dir"] = None
+        identity["corpora"] = {
             name: location if is_url(location) else str(Path(location).expanduser().resolve())
             for name, location in _locations(data)
         }
-        return {"dir": None, "corpora": corpora, **dataset.identity()}
-    # The URL, not the folder in the cache, which is elsewhere on another machine.
-    url = {"dir": data.dir} if data.dir is not None and is_url(data.dir) else {}
-    return url | dataset.identity()
+    elif data.dir is not None and is_url(data.dir):
+        # The URL, not the folder in the cache, which is elsewhere on another machine.
+        identity["dir"] = data.dir
+    return identity | dataset.identity()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -121,7 +121,9 @@ class ForecastComparison:
         self.forecast: Forecast | None = None
         self.label_share, self.seq_len = 1.0, 1
         self._hardware = hardware
-        self._level = _level(hardware)
+        on_gpu = hardware.device.type == "cuda"
+        #: Bytes that are allocated on the GPU before the run; 0 on a CPU.
+        self._level = torch.cuda.memory_allocated(hardware.device) if on_gpu else 0
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
         self._steps = 0
         self._allocated = AllocatedPeak()
@@ -188,15 +190,22 @@ class ForecastComparison:
             "peak_bytes": max(peak - self._level, 0) if on_gpu else None,
             "allocated_bytes": self._allocated.peak_bytes,
             "process_bytes": None if on_gpu else peak,
-            **{name: _median(found[_SLOW_STEPS:]) for name, found in self._rates.items()},
+            **{
+                name: statistics.median(found[_SLOW_STEPS:]) if found[_SLOW_STEPS:] else None
+                for name, found in self._rates.items()
+            },
         }
 
     def _predicted(self, forecast: Forecast) -> dict[str, Any]:
         """The forecast as JSON values, with its speed in learned tokens and in sequences too."""
         rates = forecast.tokens_per_second
+        factors = {
+            "learned_tokens_per_second": self.label_share,
+            "samples_per_second": 1 / self.seq_len,
+        }
         return asdict(forecast) | {
-            "learned_tokens_per_second": _times(rates, self.label_share),
-            "samples_per_second": _times(rates, 1 / self.seq_len),
+            name: None if rates is None else [rate * factor for rate in rates]
+            for name, factor in factors.items()
         }
 
     def write(self, run_folder: Path) -> str | None:
@@ -252,20 +261,6 @@ def _tensor_bytes() -> int:
                 # By address: views and ties share a storage, which counts once.
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
-
-
-def _median(rates: Sequence[float]) -> float | None:
-    return statistics.median(rates) if rates else None
-
-
-def _times(rates: Sequence[float] | None, factor: float) -> list[float] | None:
-    return None if rates is None else [rate * factor for rate in rates]
-
-
-def _level(hardware: Hardware) -> int:
-    """Bytes that are allocated on the GPU now; 0 on a CPU."""
-    on_gpu = hardware.device.type == "cuda"
-    return torch.cuda.memory_allocated(hardware.device) if on_gpu else 0
 
 
 def _size(size: float) -> str:

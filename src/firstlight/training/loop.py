@@ -30,10 +30,9 @@ from firstlight.report.report import draw_report
 from firstlight.report.summary import Finding, best_checkpoint, final_numbers, findings_of
 from firstlight.run_log.names import REPORT_NAME
 from firstlight.run_log.reader import read_run
-from firstlight.training.averaging import write_average
+from firstlight.training.checkpoints import RunCheckpoints, write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
-from firstlight.training.minutes import decide_length
 from firstlight.training.out_of_memory import smaller_micro_batches
 from firstlight.training.processes import (
     Stopping,
@@ -45,7 +44,6 @@ from firstlight.training.processes import (
 )
 from firstlight.training.progress import show_picture
 from firstlight.training.run import Run
-from firstlight.training.saving import RunCheckpoints
 from firstlight.training.start import begin_run, open_run, set_up
 from firstlight.training.step import train_step
 from firstlight.training.validation import evaluate
@@ -211,7 +209,7 @@ def training_loop(
     check = stopping.check if engine.world.size == 1 else lambda: None
     while run.goes_on:
         run.times.begin_step()
-        decide_length(run)  # of a run in minutes
+        run.decide_length()  # of a run in minutes
         batches = run.read_batches()
         run.stopped_by = first_reason(stopping.reason or run.unreadable)
         if run.stopped_by is not None:

@@ -12,9 +12,9 @@ import torch
 from firstlight.errors import TrainingError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.training.guard import DivergedError
-from firstlight.training.micro_batch import fewer_rows
-from firstlight.training.random_states import restore_torch_random_states, torch_random_states
+from firstlight.training.micro_batch_trials import fewer_rows
 from firstlight.training.run import Run
+from firstlight.training.state import restore_torch_random_states, torch_random_states
 from firstlight.training.step import MicroBatchTooLargeError
 
 

@@ -33,7 +33,7 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import rows_to_batch
 from firstlight.data.packing import PreferenceDataset, preference_splits
-from firstlight.errors import CheckpointError, ConfigError, InputError, ModelError
+from firstlight.errors import CheckpointError, InputError, ModelError
 from firstlight.files.atomic import make_folder, read_json, write_json
 from firstlight.files.cache import cache_folder, held
 from firstlight.hardware.device import Hardware
@@ -43,7 +43,7 @@ from firstlight.methods.attention import choose_attention
 from firstlight.models import Model
 from firstlight.models.ops import IGNORE_INDEX, at_least_fp32
 from firstlight.parallel import all_reduce_sum
-from firstlight.recipe import PreferenceConfig, Recipe, ResolvedRecipe
+from firstlight.recipe import PreferenceConfig, ResolvedRecipe
 from firstlight.training.starting_model import ModelIdentity
 
 
@@ -188,36 +188,9 @@ _VERSION = 1
 _MAX_BYTES = 1 << 32
 
 
-def for_pairs(recipe: Recipe, dataset: Corpus, start: str | Path | None) -> Recipe:
-    """The recipe with `data.kind` and a `preference` section if the data are preference pairs; else
-    unchanged.
-
-    Args:
-        start: the model or checkpoint that the run starts from; None for a new model.
-
-    Raises:
-        ConfigError: the recipe has a `preference` section, but the data are no pairs; or the data
-            are pairs, but the run starts from no model.
-    """
-    if dataset.kind != "preference":
-        if recipe.preference is not None:
-            raise ConfigError(
-                "the preference section is for pairs of answers: set data.kind preference, or "
-                "leave it out"
-            )
-        return recipe
-    if start is None:
-        raise ConfigError(
-            "preference pairs need a model that answers already: fine-tune one on conversations "
-            "(data.kind chat), and name it with --init-from"
-        )
-    section = recipe.preference or PreferenceConfig()
-    return recipe.with_keys("data", kind="preference").model_copy(update={"preference": section})
-
-
 def give_references(
     recipe: ResolvedRecipe,
-    splits: Sequence[Corpus | None],
+    splits: Sequence[Corpus],
     model: Model,
     newest: Path | None,
     started_from: ModelIdentity | None,

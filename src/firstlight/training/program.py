@@ -22,7 +22,6 @@ from firstlight.methods import (
     same_bits,
 )
 from firstlight.models import Model
-from firstlight.models.moe import RouterStatistics
 from firstlight.parallel import all_reduce_sum
 from firstlight.parallel.engine import Engine, one_process
 from firstlight.recipe import ResolvedRecipe
@@ -167,7 +166,7 @@ class TrainingProgram:
         Args:
             tokens: valid tokens of the step.
         """
-        statistics = self._router_statistics
+        statistics = self.model.router_statistics
         if statistics is None:
             return {}
         if self.engine.size > 1 and statistics.visits_LE is not None:
@@ -190,15 +189,5 @@ class TrainingProgram:
         """Drop the statistics of preference pairs and routers, because their step is given up."""
         if self.preference is not None:
             self.preference.forget()
-        if self._router_statistics is not None:
-            self._router_statistics.loss_sum = self._router_statistics.visits_LE = None
-
-    @property
-    def router_loss_coefficient(self) -> float:
-        """Coefficient of the routers' load-balancing loss in the training loss; 0 for a dense
-        model."""
-        return self.model.config.router_loss_coefficient
-
-    @property
-    def _router_statistics(self) -> RouterStatistics | None:
-        return self.model.router_statistics
+        if (statistics := self.model.router_statistics) is not None:
+            statistics.loss_sum = statistics.visits_LE = None

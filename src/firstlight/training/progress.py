@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.text import Text
@@ -125,13 +126,9 @@ def _resampled(values: list[float], count: int) -> list[float]:
     if len(values) >= count:
         edges = [round(i * len(values) / count) for i in range(count + 1)]
         return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    found = []
-    for i in range(count):
-        place = i * (len(values) - 1) / max(count - 1, 1)
-        left = min(int(place), max(len(values) - 2, 0))
-        right = min(left + 1, len(values) - 1)
-        found.append(values[left] + (values[right] - values[left]) * (place - left))
-    return found
+    places = np.linspace(0, len(values) - 1, count)
+    interpolated: list[float] = np.interp(places, range(len(values)), values).tolist()
+    return interpolated
 
 
 class RunProgress:
@@ -387,8 +384,9 @@ _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
 _FRAMES_PER_SECOND = 2.0
 
 
-class View(Protocol):
-    """A terminal, notebook or log that shows the progress of a run."""
+class View:
+    """A place that shows the progress of a run: a terminal, notebook or log. This one shows
+    nothing."""
 
     def open(self) -> None:
         """Start drawing."""
@@ -407,19 +405,7 @@ class View(Protocol):
         """Draw the last state, and stop drawing."""
 
 
-class _NoView:
-    """Shows nothing."""
-
-    def open(self) -> None: ...
-
-    def step(self, progress: RunProgress) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _LogView(_NoView):
+class _LogView(View):
     """Writes messages, and a line of the run's figures each minute and after the last step."""
 
     def __init__(self) -> None:
@@ -435,7 +421,7 @@ class _LogView(_NoView):
         say(text)
 
 
-class _TerminalView(_NoView):
+class _TerminalView(View):
     """Draws the progress in the last rows of a terminal, in a thread of rich."""
 
     def __init__(self, progress: RunProgress, target: Console) -> None:
@@ -479,7 +465,7 @@ class TrainingProgress:
         self._progress = progress
         # Terminal and notebook draw the sample text themselves; elsewhere it is a message.
         self._shows_samples = True
-        self._view: View = _NoView()
+        self._view = View()
         if shown:
             self._view = _view(progress)
             self._shows_samples = isinstance(self._view, _LogView)
@@ -525,7 +511,7 @@ _HEIGHT = 150
 _MOST_MESSAGES = 40
 
 
-class NotebookView:
+class NotebookView(View):
     """The progress of a run as one output of a cell, with the messages of the run above it.
 
     Args:
@@ -564,11 +550,7 @@ class NotebookView:
 
     def _content(self) -> dict[str, str]:
         """The output by MIME type, as text and as HTML: a notebook shows the one that it can."""
-        (
-            first,
-            figures,
-            *_,
-        ) = self._progress.lines(_COLUMNS, 3)
+        first, figures, *_ = self._progress.lines(_COLUMNS, 3)
         plain = [*self._messages, first, figures, *self._progress.sample_lines(_COLUMNS)]
         escaped = html.escape("\n".join([*self._messages, first, figures]))
         sample = html.escape("\n".join(self._progress.sample_lines(_COLUMNS)))

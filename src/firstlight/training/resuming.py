@@ -29,10 +29,9 @@ from firstlight.optim.schedule import ScheduleConfig, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, load_recipe
 from firstlight.run_log.names import RECIPE_NAME
-from firstlight.training.model_section import changed_keys
 from firstlight.training.processes import on_main
 from firstlight.training.run import Run
-from firstlight.training.starting_model import read_start
+from firstlight.training.starting_model import changed_keys, read_start
 from firstlight.training.state import TrainState, restore
 from firstlight.training.time_budget import length_of
 

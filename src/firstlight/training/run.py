@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from firstlight.checkpoint.checkpoint import Checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, checkpoint_bytes
 from firstlight.checkpoint.run_folder import HeldFolder
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
@@ -18,25 +18,30 @@ from firstlight.evaluation.perplexity import Evaluation
 from firstlight.evaluation.scores import Task
 from firstlight.hardware.device import GpuMonitor, peak_flops, peak_memory_bytes
 from firstlight.models.accounting import meta_model, train_flops_per_token
-from firstlight.optim.schedule import Schedule, resolve_schedule
+from firstlight.optim.schedule import PredictedLength, Schedule, resolve_schedule
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.run_log.writer import RunLogs, SilentLogs
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.datasets import origin
+from firstlight.training.datasets import data_identity
 from firstlight.training.guard import Guard
-from firstlight.training.processes import wait_for_main
+from firstlight.training.processes import on_main, wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import TrainingProgress
 from firstlight.training.starting_model import ModelIdentity
 from firstlight.training.state import (
     TrainState,
-    data_identity,
     restore,
 )
 from firstlight.training.step import StepResult
-from firstlight.training.time_budget import LoopTimes, TimeBudget
+from firstlight.training.time_budget import LoopTimes, Periodic, TimeBudget, predicted_steps
 from firstlight.training.trackers import Trackers
+
+#: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
+#: share of those in a step, seconds of a generated token, written bytes of a checkpoint a second.
+_FORWARD_SHARE = 0.35
+_SAMPLED_TOKEN_SECONDS = 0.01
+_WRITTEN_PER_SECOND = 150e6
 
 
 @dataclass
@@ -74,7 +79,7 @@ class Run:
             `open_run`.
         schedule: learning-rate schedule of the whole run.
         batch: sequences of each optimizer step, all processes together.
-        data_identity: see `state.data_identity`.
+        data_identity: see `datasets.data_identity`.
     """
 
     recipe: ResolvedRecipe
@@ -109,12 +114,7 @@ class Run:
         if self.budget is not None:
             self.times = self.budget.times
         self.schedule = self._resolved_schedule()
-        self.data_identity = data_identity(
-            self.dataset,
-            self.tokenizer,
-            self.seq_len,
-            document_masking=recipe.data.document_masking,
-        ) | origin(recipe.data, self.dataset)
+        self.data_identity = data_identity(recipe, self.dataset, self.tokenizer)
         # Of the full model, since a process may hold only a shard or a stage of it.
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
@@ -231,6 +231,109 @@ class Run:
             self.require_folder()
             self.budget.write(self.folder)
 
+    def predict_length(self, tokens_per_second: float | None) -> None:
+        """Set the number of steps of a new run in minutes to a prediction. Does nothing for other
+        runs.
+
+        Args:
+            tokens_per_second: predicted speed of all processes together; None keeps the rough
+                prediction.
+        """
+        budget = self.budget
+        if budget is None or not budget.is_new:
+            return
+        # All processes take the main process' speed: with different lengths, some would end while
+        # others wait for them.
+        rate = on_main(self.engine, lambda: tokens_per_second)
+        if rate is not None:
+            steps = predicted_steps(budget.seconds / 60, rate, self.batch, self.seq_len)
+            budget.length = PredictedLength(steps)
+            self.take_length()
+
+    def decide_length(self) -> None:
+        """Decide the number of steps of a run in minutes before its next step, or correct it, if
+        that is due.
+
+        All processes take the main process's number, which is on the disk before any of them
+        continues.
+
+        Raises:
+            StorageError: the decision can't be written.
+        """
+        budget, step = self.budget, self.state.step
+        if budget is None or self.state.pending is not None or not budget.is_due(step):
+            return
+        is_open, before = self.schedule.is_open, self.max_steps
+
+        def decide() -> int | None:
+            if not is_open:
+                return budget.corrected_steps(step, self.batch, self._periodic)
+            warmup_steps = self.schedule.warmup_steps
+            return budget.decided_steps(step, warmup_steps, self.batch, self._periodic)
+
+        steps = on_main(self.engine, decide)
+        if steps is None:
+            return
+        budget.take(steps, step)
+        if not is_open and steps == before:
+            return
+        self.take_length()
+        words = self.schedule.in_words(self.recipe.optimizer.learning_rate)
+        if not is_open:
+            words = f"{before:,} would end too {'late' if steps < before else 'early'}"
+        self.bar.message(
+            f"step {step}: {budget.seconds_used:.0f} of {budget.seconds:.0f} s are used, and the "
+            f"run has {steps:,} steps: {words}"
+        )
+
+    def _periodic(self, sequence_seconds: float) -> list[Periodic]:
+        """Evaluations and saves of the run, each with the time of its last occurrence, or with a
+        guess before the first.
+
+        Args:
+            sequence_seconds: seconds of a sequence in a step, from which the first evaluation is
+                guessed.
+        """
+        evaluation, checkpoint = self.recipe.evaluation, self.recipe.checkpoint
+        found = self.times.seconds
+        tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
+        samples = found.get("samples", _SAMPLED_TOKEN_SECONDS * tokens)
+        seconds = found.get("evaluation")
+        if seconds is None:
+            seconds = _FORWARD_SHARE * sequence_seconds * self._evaluated_sequences
+            seconds += 0.0 if evaluation.samples_at == "epoch" else samples
+        optimizer = self.program.optimizer
+        size = checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
+        writing = size / _WRITTEN_PER_SECOND
+        # A thread writes checkpoints while training goes on; only the last one is waited for.
+        save = last_save = 0.0 if checkpoint.asynchronous is not False else writing
+        if "save" in found:
+            save, last_save = found["save"], found["save"] + self.times.write_seconds
+        elif not save:
+            last_save = writing
+        # With the best checkpoint kept, an evaluation may be followed by a save.
+        keeps_best = self.validation is not None and checkpoint.keep_best and checkpoint.every_steps
+        # The last evaluation and save have times of their own, since the run has to end in time: no
+        # save for the best checkpoint follows this evaluation, and this save is waited for.
+        periodic = [
+            Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
+            Periodic(checkpoint.every_steps, save, last_save),
+        ]
+        if evaluation.samples_at == "epoch":
+            epoch_steps = self.dataset.num_rows(self.seq_len) // self.batch.at(self.state.step)
+            periodic.append(Periodic(max(epoch_steps, 1), samples, samples))
+        if self.tasks:
+            every, tasks = evaluation.tasks_every_steps, found.get("tasks", 0.0)
+            periodic.append(Periodic(every or evaluation.every_steps, tasks, tasks))
+        return periodic
+
+    @property
+    def _evaluated_sequences(self) -> int:
+        """The number of sequences of an evaluation."""
+        config, train_rows = self.recipe.evaluation, self.dataset.num_rows(self.seq_len)
+        held_out = 0 if self.validation is None else self.validation.num_rows(self.seq_len)
+        return min(held_out, config.max_rows or train_rows) + min(train_rows, config.train_rows)
+
     # A step: its batches are read and used, and its metrics are written
 
     def read_batches(self) -> list[Batch]:
@@ -321,7 +424,9 @@ class Run:
         router = program.router_metrics(result.tokens)
         # Without the routers' loss, so that train/loss can be compared with val/loss. A z-loss
         # stays in it.
-        auxiliary = router.get("moe/router_loss", 0.0) * program.router_loss_coefficient
+        auxiliary = (
+            router.get("moe/router_loss", 0.0) * program.model.config.router_loss_coefficient
+        )
         epochs = self.dataset.epochs_by_corpus(state.rows_seen, self.seq_len)
         return {
             "step": state.step,

@@ -13,7 +13,7 @@ import os
 import platform
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,23 +49,27 @@ from firstlight.optim.groups import Kind, decay_counts, describe_groups, paramet
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
     DEFAULT_ROWS,
-    NO_MASKING,
     Recipe,
     ResolvedRecipe,
     load_recipe,
     parse_resolved_recipe,
 )
 from firstlight.recipe.conflicts import ineffective
-from firstlight.recipe.resolve import facts_here, for_new_model, resolve, sequence_length
+from firstlight.recipe.resolve import (
+    Facts,
+    facts_here,
+    require_fitting_data,
+    resolve,
+    sequence_length,
+)
 from firstlight.run_log.names import LENGTH_NAME, RECIPE_NAME, STARTS_NAME
 from firstlight.run_log.reader import sound_json_lines
 from firstlight.run_log.writer import RunLogs, SilentLogs, clear_file_names, json_line
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
 from firstlight.training.forecast import ForecastComparison, Forecaster
-from firstlight.training.micro_batch import largest_micro_batch
-from firstlight.training.minutes import budget_of, predict_length
-from firstlight.training.preference import for_pairs, give_references
+from firstlight.training.micro_batch_trials import largest_micro_batch
+from firstlight.training.preference import give_references
 from firstlight.training.processes import on_main, wait_for_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.progress import RunProgress, TrainingProgress
@@ -76,7 +80,8 @@ from firstlight.training.resuming import (
     take_up,
 )
 from firstlight.training.run import Run
-from firstlight.training.starting_model import attach, first_model
+from firstlight.training.starting_model import attach, first_model, new_model
+from firstlight.training.time_budget import budget_of
 from firstlight.training.trackers import Trackers, require_trackers
 from firstlight.training.validation import tasks_of
 from firstlight.weights.hub import is_hub_id
@@ -117,7 +122,6 @@ def set_up(
         raise ConfigError("branch_from and init_from both give weights: leave out init_from")
     # YAML does not expand ~: without this, ~/runs would be in a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
-    recipe = recipe.with_keys("run", dir=str(folder))
     tell = say if shown and engine.is_main else lambda _: None
     # Lock the folder before looking for a checkpoint: two processes that resume at the same time
     # would otherwise both continue from it.
@@ -129,8 +133,6 @@ def set_up(
         with contextlib.nullcontext() if trunk is None else reading_checkpoint(trunk):
             goes_on = resume or newest is not None
             earlier = decided_before(recipe, newest, folder) if goes_on else {}
-            if init_from is None and (earlier or newest is None):
-                recipe = for_new_model(recipe, earlier, tell)
             run = _assembled(
                 recipe,
                 folder,
@@ -166,32 +168,59 @@ def _assembled(
         tell: called with each message for people.
     """
     require_trackers(recipe.run.trackers)
-    dataset, validation, tokenizer = _open_data(recipe, newest or init_from, engine, tell)
-    recipe = for_pairs(_masked(recipe, dataset), dataset, newest or init_from)
+    start = newest or init_from
+    dataset, validation, tokenizer = _open_data(recipe, start, engine, tell)
+    splits = [dataset] if validation is None else [dataset, validation]
+    kind = "chat" if dataset.kind == "mix" and dataset.has_examples else dataset.kind
+    require_fitting_data(recipe, kind, from_weights=start is not None)
     _seed(recipe)
-    model, start = first_model(
-        recipe, tokenizer, newest, init_from, new_rows=new_rows, engine=engine, tell=tell
+    first = first_model(
+        recipe,
+        tokenizer,
+        newest,
+        init_from,
+        new_rows=new_rows,
+        pairs=kind == "preference",
+        engine=engine,
+        tell=tell,
     )
-    recipe = _with_model(recipe, model.config, dataset, validation, tell=tell)
-    _require_fitting_prompts(recipe, model.config, tokenizer, answered=dataset.has_examples)
-    tasks = tasks_of(recipe, model, tokenizer)
+    _require_rows(recipe, first.config, splits, tell)
+    _require_fitting_prompts(recipe, first.config, tokenizer, answered=dataset.has_examples)
+
+    facts = facts_here(
+        hardware,
+        processes=engine.size,
+        epoch_tokens=dataset.num_tokens,
+        kind=kind,
+        model=first.config,
+        new_model=start is None,
+        run_folder=folder,
+        earlier=earlier,
+        largest_micro_batch=lambda open_recipe: largest_micro_batch(
+            open_recipe, hardware, tell, engine.size
+        ),
+    )
+    resolved = _resolved(recipe, facts, engine, tell)
+    for note in ineffective(resolved, hardware):
+        tell(f"note: {note}")
+    model = first.model or new_model(resolved, engine, has_weights=start is not None)
+    tasks = tasks_of(resolved, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
-    resolved = _resolved(recipe, hardware, dataset, engine, earlier=earlier, tell=tell)
     # Before adapters are added, since references are of the starting model.
     give_references(
         resolved,
-        (dataset, validation),
+        splits,
         model,
         newest,
-        started_from=start,
+        started_from=first.identity,
         hardware=hardware,
         tell=tell,
     )
     attach(model, resolved, hardware)
     for note in peft_notes(model):
         tell(f"warning: {note}")
-    if init_from is None and newest is None:
+    if start is None:
         widths = packet_note(model.config, resolved.efficiency, hardware.capability)
         if widths is not None:
             tell(f"note: {widths}")
@@ -214,7 +243,7 @@ def _assembled(
         dataset=dataset,
         validation=validation,
         init_from=origin,
-        base=None if resolved.lora is None else start,
+        base=None if resolved.lora is None else first.identity,
         tasks=tasks,
         tell=tell,
         budget=budget,
@@ -270,74 +299,29 @@ def _seed(recipe: Recipe) -> None:
 
 
 def _resolved(
-    recipe: Recipe,
-    hardware: Hardware,
-    dataset: Corpus,
-    engine: Engine,
-    *,
-    earlier: Mapping[str, Any],
-    tell: Callable[[str], None],
+    recipe: Recipe, facts: Facts, engine: Engine, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """The recipe with every open key resolved. The main process does it for all, since it may have
-    to measure.
-
-    Args:
-        earlier: the resolved recipe of the run that is resumed; {} for a new run.
-    """
-
-    def decide() -> ResolvedRecipe:
-        facts = facts_here(
-            hardware,
-            processes=engine.size,
-            epoch_tokens=dataset.num_tokens,
-            earlier=earlier,
-            largest_micro_batch=lambda open_recipe: largest_micro_batch(
-                open_recipe, hardware, tell, engine.size
-            ),
-        )
-        return resolve(recipe, facts, tell)
-
-    # Measurements may differ between processes, but their recipes must not.
+    """The recipe with every open key resolved. The main process decides for all, since it may have
+    to measure, and measurements may differ between processes."""
     if engine.world.size == 1:
-        resolved = decide()
-    else:
-        values = on_main(engine, lambda: decide().model_dump(mode="json"))
-        resolved = parse_resolved_recipe(values)
-    for note in ineffective(resolved, hardware):
-        tell(f"note: {note}")
-    return resolved
+        return resolve(recipe, facts, tell)
+    values = on_main(engine, lambda: resolve(recipe, facts, tell).model_dump(mode="json"))
+    return parse_resolved_recipe(values)
 
 
-def _masked(recipe: Recipe, dataset: Corpus) -> Recipe:
-    """The recipe, with document masking if the data are conversations or pairs.
-
-    Raises:
-        ConfigError: the recipe disables document masking.
-    """
-    if not dataset.has_examples or recipe.data.document_masking:
-        return recipe
-    if "document_masking" in recipe.data.model_fields_set:
-        raise ConfigError(f"data.{NO_MASKING}")
-    return recipe.with_keys("data", document_masking=True)
-
-
-def _with_model(
-    recipe: Recipe,
-    config: ModelConfig,
-    dataset: Corpus,
-    validation: Corpus | None,
-    tell: Callable[[str], None],
-) -> Recipe:
-    """The recipe with the config of the model that is trained, and with `data.seq_len` resolved.
+def _require_rows(
+    recipe: Recipe, model: ModelConfig, splits: Sequence[Corpus], tell: Callable[[str], None]
+) -> None:
+    """Refuse data that do not fill a row, and micro-batches that no memory holds; describe the
+    splits, of which the training split is the first.
 
     Raises:
         ConfigError: a micro-batch is larger than the memory of the machine.
         DataError: a split has too few tokens for a row, or a conversation that is too long for one.
     """
-    seq_len = sequence_length(recipe, config)
-    splits = [split for split in (dataset, validation) if split is not None]
+    seq_len = sequence_length(recipe, model)
     for split in splits:
-        if split is dataset or split.has_examples:
+        if split is splits[0] or split.has_examples:
             split.require_row(seq_len)
     rows, memory = recipe.batch.micro_batch_size or DEFAULT_ROWS, psutil.virtual_memory().total
     # By input ids and labels alone, 8 bytes each: reading a batch that can't fit would take long.
@@ -349,7 +333,6 @@ def _with_model(
     for split in splits:
         for line in split.describe(seq_len):
             tell(line)
-    return recipe.with_keys("data", seq_len=seq_len).model_copy(update={"model": config})
 
 
 def _require_fitting_prompts(
@@ -547,7 +530,7 @@ def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastCompa
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
     forecast = comparison.forecast
     rates = None if forecast is None else forecast.tokens_per_second
-    predict_length(run, None if rates is None else rates[1])
+    run.predict_length(None if rates is None else rates[1])
     wait_for_main(run.engine, lambda: _record_start(run))
     for line in _describe_start(run):
         run.tell(line)

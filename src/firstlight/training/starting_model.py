@@ -6,13 +6,14 @@ the base model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
+from pydantic import ValidationError
 
 from firstlight.checkpoint.checkpoint import (
     is_sharded_checkpoint,
@@ -29,13 +30,12 @@ from firstlight.lora.files import base_name, config_folder
 from firstlight.lora.layers import add_lora
 from firstlight.lora.loading import LoadedModel, base_identity, load_model
 from firstlight.lora.quantized import require_nf4
-from firstlight.models import Model, ModelConfig, padded_vocab_size
+from firstlight.models import DEFAULT_FAMILY, Model, ModelConfig, padded_vocab_size
 from firstlight.models.accounting import meta_model
 from firstlight.models.language_model import InitConfig
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.model_section import contradictions, with_positions
 from firstlight.training.processes import on_main
 from firstlight.weights.huggingface import read_config, training_notes, unloaded_model
 from firstlight.weights.loading import (
@@ -44,6 +44,81 @@ from firstlight.weights.loading import (
     grow_vocabulary,
     nonfinite_tensor,
 )
+
+#: Keys of the `model` section that may change the model of --init-from: those of its positions.
+_POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_theta"))
+
+
+def with_positions(
+    recipe: Recipe, config: ModelConfig, init_from: str | Path, tell: Callable[[str], None]
+) -> ModelConfig:
+    """The config of the model of --init-from, with the position keys of the recipe's `model`
+    section if that has no other keys. A section with other keys describes a model of its own, and
+    changes nothing.
+
+    Args:
+        recipe: the recipe.
+        config: config of the model.
+        init_from: name of the model, for messages.
+        tell: called with a message if the config is changed.
+
+    Raises:
+        ConfigError: the model can't have these positions.
+    """
+    # Without model_type: a section that does not name it has the default.
+    names = set() if recipe.model is None else _written_keys(recipe.model) - {"model_type"}
+    changes = {name: getattr(recipe.model, name) for name in sorted(names)}
+    is_same = all(getattr(config, name, None) == value for name, value in changes.items())
+    if is_same or not names <= _POSITION_KEYS:
+        return config
+    if not config.has_rotary:
+        raise ConfigError(
+            f"{init_from} is a {config.model_type} model, whose positions are learned and can't be "
+            "changed: leave out the model section"
+        )
+    if recipe.lora is not None:
+        raise ConfigError(
+            f"checkpoints of lora refer to {init_from} with its own positions: leave out the lora "
+            "section, or the model section"
+        )
+    try:
+        changed = type(config)(**{**config.model_dump(), **changes})
+    except ValidationError as error:
+        first = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"model: {init_from} can't have these positions: {first}") from error
+    tell(f"the positions of {init_from} are changed: {', '.join(f'model.{n}' for n in changes)}")
+    return changed
+
+
+def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
+    """The keys, as `model.KEY`, that the recipe sets to another value than `config` has."""
+    if recipe.model is None:
+        return []
+    # Only keys that the recipe names: a default contradicts nothing.
+    found = changed_keys(recipe.model.model_dump(), config.model_dump())
+    given = _written_keys(recipe.model) - ({"vocab_size"} if not recipe.model.vocab_size else set())
+    if not given <= _POSITION_KEYS | {"model_type"}:
+        given |= {"model_type"}
+    elif recipe.model.model_type == DEFAULT_FAMILY:
+        given -= {"model_type"}  # positions alone name no family
+    return [f"model.{name}" for name in found if name in given]
+
+
+def _written_keys(model: ModelConfig) -> set[str]:
+    """The keys that a recipe's `model` section names, without those that validation filled in."""
+    usual = type(model).model_validate({"model_type": model.model_type})
+    filled = usual.model_fields_set - {"model_type"}
+    return {
+        name
+        for name in model.model_fields_set
+        if name not in filled or getattr(model, name) != getattr(usual, name)
+    }
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, a missing key counting as None; sorted."""
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
 
 T = TypeVar("T")
 
@@ -63,32 +138,47 @@ class ModelIdentity:
     sha256: str
 
 
+@dataclass(frozen=True)
+class FirstModel:
+    """The model at the start of a run.
+
+    Attributes:
+        config: config of the model that is trained.
+        model: the model with the weights of --init-from, or the base of a resumed run with `lora`;
+            None where `new_model` makes it.
+        identity: identity of the model that the run started from; None but with `lora` and in a
+            new run on pairs.
+    """
+
+    config: ModelConfig
+    model: Model | None = None
+    identity: ModelIdentity | None = None
+
+
 def first_model(
     recipe: Recipe,
     tokenizer: Tokenizer,
     newest: Path | None,
     init_from: str | Path | None,
+    *,
     new_rows: str,
+    pairs: bool,
     engine: Engine,
     tell: Callable[[str], None],
-) -> tuple[Model, ModelIdentity | None]:
-    """The model to be trained, and the identity of the model that it started from.
+) -> FirstModel:
+    """The model at the start of a run, as far as it exists before the recipe is resolved.
 
     Args:
         recipe, engine: recipe and engine of the run.
         tokenizer: the tokenizer of the data.
         newest: the checkpoint that the run is resumed from; None for a new run.
         init_from, new_rows: see `train`.
+        pairs: True if the data are preference pairs.
         tell: called with each message for people.
-
-    Returns:
-        (model, identity). A resumed model has the checkpoint's config, and of weights only those of
-        the base with `lora`. The identity is None but with `lora` and in a new run on pairs.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: model, tokenizer and recipe do not fit.
     """
-    multiple = recipe.efficiency.vocab_multiple
     if engine.config.pipeline > 1 and (init_from is not None or recipe.lora is not None):
         raise ConfigError(
             "distributed.pipeline starts from new weights or resumes a run (--resume): "
@@ -108,23 +198,37 @@ def first_model(
             "them out"
         )
     if newest is not None:
-        return engine.new_model(_resumed_config(recipe, newest, tell), multiple), None
-    if init_from is not None:
+        return FirstModel(_resumed_config(recipe, newest, tell))
+    if init_from is None:
+        return FirstModel(_new_config(recipe, tokenizer, engine))
 
-        def starting(folder: Path) -> tuple[Model, ModelIdentity | None]:
-            model = _starting_model(
-                recipe, tokenizer, folder, init_from, new_rows=new_rows, tell=tell
-            )
-            if recipe.lora is None and recipe.preference is None:
-                return model, None
-            # Hashed here, so that the files are those that were read.
-            return model, ModelIdentity(base_name(init_from, folder), base_identity(folder))
+    def starting(folder: Path) -> FirstModel:
+        model = _starting_model(
+            recipe, tokenizer, folder, init_from, new_rows=new_rows, pairs=pairs, tell=tell
+        )
+        if recipe.lora is None and not pairs:
+            return FirstModel(model.config, model)
+        # Hashed here, so that the files are those that were read.
+        identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
+        return FirstModel(model.config, model, identity)
 
-        return read_start(init_from, engine, starting)
+    return read_start(init_from, engine, starting)
+
+
+def new_model(recipe: ResolvedRecipe, engine: Engine, *, has_weights: bool) -> Model:
+    """The model of a resolved recipe, with new weights.
+
+    Args:
+        recipe: recipe of the run.
+        engine: engine of the run.
+        has_weights: True if a checkpoint gives the weights, which are then not initialised.
+    """
+    multiple = recipe.efficiency.vocab_multiple
+    if has_weights:
+        return engine.new_model(recipe.model, multiple)
     # A generator on the CPU, so that all devices start from the same weights.
     generator = torch.Generator().manual_seed(recipe.run.seed)
-    config = _new_config(recipe, tokenizer, engine)
-    return engine.new_model(config, multiple, generator=generator, init=recipe.init), None
+    return engine.new_model(recipe.model, multiple, generator=generator, init=recipe.init)
 
 
 def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T]) -> T:
@@ -150,7 +254,7 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
         return read(folder)
 
 
-def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, ModelIdentity]:
+def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
     """The base model of a resumed run, with its weights.
 
     Raises:
@@ -183,7 +287,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> tuple[Model, ModelIdentity]:
             f"{newest} can't be resumed: its base {base.name} has changed (the weights' sha256 "
             "differs): restore the old one"
         )
-    return model, base
+    return FirstModel(model.config, model, base)
 
 
 def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
@@ -320,6 +424,7 @@ def _starting_model(
     init_from: str | Path,
     *,
     new_rows: str,
+    pairs: bool,
     tell: Callable[[str], None],
 ) -> Model:
     """The model of --init-from in `folder`, with new rows for the tokens that the data's tokenizer
@@ -344,7 +449,7 @@ def _starting_model(
     old = loaded.tokenizer
     if old is not None and old.fingerprint != tokenizer.fingerprint and tokenizer.extends(old):
         now = tokenizer.vocab_size
-        if recipe.preference is not None:
+        if pairs:
             raise ConfigError(
                 f"{init_from} was not trained on {now - old.vocab_size} tokens of the data's "
                 "tokenizer: fine-tune it on conversations with them first (data.kind chat)"
@@ -377,12 +482,11 @@ def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
     """The id of the token in `new_rows`, which is "copy:TOKEN" or "mean"; None for the mean.
 
     Raises:
-        ConfigError: `new_rows` is neither, or there is no such token.
+        ConfigError: there is no such token.
     """
     if new_rows == "mean":
         return None
-    kind, _, token = new_rows.partition(":")
-    token_id = tokenizer.backend.token_to_id(token) if kind == "copy" else None
+    token_id = tokenizer.backend.token_to_id(new_rows.removeprefix("copy:"))
     if token_id is None:
         raise ConfigError(
             f"new rows '{new_rows}': give mean, or copy:TOKEN with a token of the old tokenizer"

@@ -1,8 +1,9 @@
-"""The length of a run in minutes: the number of steps that follows from the times of steps,
+"""Runs whose length is given in minutes: the number of steps follows from the times of steps,
 evaluations and saves.
 
-The number of steps is decided, and corrected if the speed changes afterwards. It is written to the
-disk before a learning rate depends on it, so that a resumed run has the same one.
+It is predicted at the start, decided when the learning rate begins to depend on it, and corrected
+if the speed changes afterwards. A decision is written to the disk before a learning rate depends on
+it, so that a resumed run has the same number of steps.
 """
 
 from __future__ import annotations
@@ -18,11 +19,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.errors import CheckpointError
 from firstlight.files.atomic import write_json
-from firstlight.optim.schedule import BatchSchedule, DecidedLength, PredictedLength, ScheduleConfig
+from firstlight.hardware.device import peak_flops
+from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.optim.schedule import (
+    BatchSchedule,
+    DecidedLength,
+    PredictedLength,
+    ScheduleConfig,
+    most_steps,
+)
+from firstlight.recipe import ResolvedRecipe
+from firstlight.recipe.resolve import USUAL_MFU
 from firstlight.run_log.names import LENGTH_NAME, METRICS_NAME
 from firstlight.run_log.reader import read_length, sound_json_lines
+from firstlight.training.processes import on_main
+from firstlight.training.program import TrainingProgram
 
 #: Parts of the training loop's time other than steps: the first generated text of a process,
 #: evaluations of the loss, scores of tasks, saves.
@@ -444,3 +458,64 @@ def length_of(record: Mapping[str, Any]) -> PredictedLength:
         return PredictedLength(record["predicted_steps"])
     except KeyError as error:
         raise CheckpointError(f"{LENGTH_NAME} is damaged: it lacks {error}") from None
+
+
+def budget_of(
+    recipe: ResolvedRecipe,
+    program: TrainingProgram,
+    folder: Path,
+    newest: Path | None,
+    rows_per_epoch: int,
+    *,
+    resumed: bool,
+) -> TimeBudget | None:
+    """The time budget of a run in minutes, with its recorded number of steps if it is resumed; None
+    for other runs.
+
+    Args:
+        recipe: recipe of the run.
+        program: program of the run.
+        folder: the run folder.
+        newest: checkpoint that the run is resumed from or branches off; None without one.
+        rows_per_epoch: rows of the training split.
+        resumed: False for a new run, whose record in the folder is ignored.
+
+    Raises:
+        CheckpointError: the run's record of its length is damaged.
+    """
+    minutes = recipe.schedule.max_minutes
+    if minutes is None:
+        return None
+    engine = program.engine
+    batch = recipe.batch.schedule(recipe.data.seq_len, engine.size)
+    most = most_steps(recipe.schedule, rows_per_epoch, batch)
+
+    def find() -> dict[str, Any]:
+        record: dict[str, Any] = {"seconds_used": 0.0}
+        if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
+            record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
+        # A recorded number of steps is valid only for the same minutes and upper limit.
+        if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
+            return record
+        # A new run; or a resumed run with other minutes, whose used seconds are kept.
+        rate = _usual_tokens_per_second(recipe, program)
+        steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
+        return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}
+
+    record: Mapping[str, Any] = on_main(engine, find)
+    return TimeBudget(
+        recipe.schedule,
+        length_of(record),
+        record["seconds_used"],
+        LoopTimes(),
+        most_steps=most,
+        is_new=record.get("is_new", False),
+    )
+
+
+def _usual_tokens_per_second(recipe: ResolvedRecipe, program: TrainingProgram) -> float:
+    """A rough prediction of the speed from the usual MFU, for runs without a forecast."""
+    peak = peak_flops(program.hardware.device, program.dtype) * program.engine.world.size
+    model = meta_model(program.model.config)
+    flops = train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)
+    return USUAL_MFU * peak / flops

@@ -1,8 +1,9 @@
 """The trackers of a run. Each has a thread that follows the run's logs and passes the new steps on
-to the client of the tracker's library (`tracker_libraries.py`).
+to the client of the tracker's library: TensorBoard, Weights & Biases, MLflow or trackio.
 
 The logs are the queue between the training loop and the trackers: the loop never waits for a
-tracker, and a slow tracker loses no step. A tracker that fails is reported once and left out.
+tracker, and a slow tracker loses no step. A tracker that fails is reported once and left out. No
+data leave the machine unless environment variables of the library ask for it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
+import math
 import os
+import re
+import secrets
 import sys
 import threading
 import time
@@ -20,12 +25,352 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
+
+import yaml
 
 from firstlight.errors import MissingDependencyError
 from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import LineFollower, StepFollower
-from firstlight.training.tracker_libraries import LIBRARIES, Step, Tracker
+
+#: Name of the project (in MLflow, experiment) of runs if no environment variable names another.
+PROJECT = "firstlight"
+
+#: A step's metrics and the sample texts written after it.
+Step = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
+
+
+class Tracker(Protocol):
+    """A tracker of runs. Each method may raise any error of the tracker's library.
+
+    Attributes:
+        is_mirror: True if the tracker has the run's logs as they are now: it is opened again for
+            each start of the run, and whenever the run went back to an earlier step, and gets all
+            steps of the logs anew. False if it is given each step once.
+    """
+
+    is_mirror: bool
+
+    def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
+        """Begin a run, or resume one.
+
+        Args:
+            run_id: the tracker's id of the run that is resumed; None for a new run.
+            folder: the run folder.
+            config: the resolved recipe.
+
+        Returns:
+            The tracker's id of the run, by which it can be resumed.
+        """
+
+    def write(self, steps: Sequence[Step]) -> None:
+        """Add steps, in rising order."""
+
+    def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
+        """End the run.
+
+        Args:
+            files: files of the reports, to be stored with the run.
+            checkpoint: folder of the checkpoint to be stored with the run; None for none.
+            failed: True if the run ended with an error.
+        """
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a step's metrics, without the step."""
+    return {
+        key: value
+        for key, value in record.items()
+        if key != "step" and type(value) in (int, float) and math.isfinite(value)
+    }
+
+
+def sample_text(sample: Mapping[str, Any]) -> str:
+    """A sample's prompt and continuation, with lone surrogates, which a log may have, replaced."""
+    return f"{sample.get('prompt', '')}{sample.get('text', '')}".encode(errors="replace").decode()
+
+
+def fenced(text: str) -> str:
+    """A text as a code block of Markdown, whose fence is longer than any run of backticks in it."""
+    fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
+    return f"{fence}\n{text}\n{fence}"
+
+
+#: Name of TensorBoard's folder in a run folder.
+TENSORBOARD_NAME = "tensorboard"
+
+
+class TensorboardTracker:
+    """The event file of TensorBoard in the folder `tensorboard/` of the run folder.
+
+    Scalars are fp32; the sample texts of a step have the names `samples/0`, `samples/1` and so on.
+    The wall time of an event is the start of the run plus the training time up to the event,
+    without pauses before a run was resumed.
+    """
+
+    is_mirror = True
+    _file: io.BufferedWriter | None = None
+
+    def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        if self._file is not None:
+            self._file.close()
+        place = folder / TENSORBOARD_NAME
+        place.mkdir(exist_ok=True)
+        earlier = sorted(place.glob("events.out.tfevents.[0-9]*.[0-9]*.firstlight"))
+        for path in earlier:
+            # Emptied, not deleted: an open TensorBoard goes on to the next file at the end of the
+            # file that it reads, but not if that file is deleted.
+            if path.is_file() and not path.is_symlink():
+                os.truncate(path, 0)
+        began, number = str(int(time.time())), 0
+        if earlier:
+            began, last = earlier[-1].name.split(".")[3:5]
+            number = int(last)
+        name = f"events.out.tfevents.{began}.{number + 1:06d}.firstlight"
+        self._file = open(place / name, "wb")  # noqa: SIM115
+        self._records = RecordWriter(self._file)
+        self._seconds = float(began)
+        self._add(Event(file_version="brain.Event:2"))
+        # Makes TensorBoard drop the steps of earlier files of the run.
+        self._add(Event(session_log=SessionLog(status=SessionLog.START)))
+        recipe = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        self._add(Event(summary=text_pb("recipe", fenced(recipe))))
+        self._file.flush()
+        return TENSORBOARD_NAME
+
+    def write(self, steps: Sequence[Step]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        assert self._file is not None
+        for record, samples in steps:
+            for key in ("seconds", "save_stall_seconds"):
+                self._seconds += record.get(key) or 0.0
+            summary = Summary()
+            for key, value in numbers(record).items():
+                summary.value.add(tag=key, simple_value=value)
+            for number, sample in enumerate(samples):
+                summary.MergeFrom(text_pb(f"samples/{number}", fenced(sample_text(sample))))
+            self._add(Event(step=record["step"], summary=summary))
+        self._file.flush()
+
+    def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
+        assert self._file is not None
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = self._seconds
+        self._records.write(event.SerializeToString())
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Context with environment variables that a library reads; afterwards they are as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class WandbTracker:
+    """A run of Weights & Biases, in the folder `wandb/` of the run folder (or of WANDB_DIR).
+
+    It is offline, to be uploaded by `wandb sync`, unless WANDB_MODE is set to another mode.
+    """
+
+    is_mirror = False
+
+    def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        # What is not a setting of a run: else wandb prints messages of artifacts, and sends errors.
+        variables = {"WANDB_SILENT": os.environ.get("WANDB_SILENT", "true")}
+        if mode != "online":
+            variables["WANDB_ERROR_REPORTING"] = "false"
+        with _environment(variables):
+            import wandb
+
+            self._folder = folder
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                id=run_id or secrets.token_hex(4),
+                name=folder.name,
+                dir=os.environ.get("WANDB_DIR", str(folder)),
+                config=dict(config),
+                mode=mode,
+                # Else a run of the caller's own would be ended.
+                reinit="create_new",
+                resume="allow",
+                settings=wandb.Settings(console="off"),
+            )
+        return str(self._run.id)
+
+    def write(self, steps: Sequence[Step]) -> None:
+        import wandb
+
+        for record, samples in steps:
+            values: dict[str, Any] = dict(numbers(record))
+            if samples:
+                rows = [[sample["prompt"], sample_text(sample)] for sample in samples]
+                values["samples"] = wandb.Table(columns=["prompt", "text"], data=rows)
+            self._run.log(values, step=record["step"])
+
+    def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
+        import wandb
+
+        for path in files:
+            self._run.save(str(path), base_path=str(self._folder), policy="now")
+        if checkpoint is not None:
+            artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model")
+            artifact.add_dir(str(checkpoint))
+            self._run.log_artifact(artifact)
+        self._run.finish(exit_code=int(failed))
+
+
+#: Characters that MLflow does not allow in names of metrics; its limits of the metrics and the
+#: parameters in one call, and of the characters of a parameter's value.
+_MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
+_MLFLOW_METRICS = 1000
+_MLFLOW_PARAMETERS = 100
+_MLFLOW_LENGTH = 6000
+
+
+class MlflowTracker:
+    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names, by default the file mlflow.db
+    in the current folder."""
+
+    is_mirror = False
+
+    def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
+        # If there is a folder mlruns/ of an earlier version, MLflow selects that file store, and
+        # refuses it without MLFLOW_ALLOW_FILE_STORE. It reads both variables when it is imported
+        # and makes its store.
+        names = "MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"
+        with _environment({name: os.environ.get(name, "true") for name in names}):
+            from mlflow import MlflowClient
+            from mlflow.entities import Param
+
+            self._client = MlflowClient()
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self._id = run_id
+            return run_id
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        self._id = str(self._client.create_run(number, run_name=folder.name).info.run_id)
+        parameters = [Param(key, text[:_MLFLOW_LENGTH]) for key, text in _leaves(config)]
+        for start in range(0, len(parameters), _MLFLOW_PARAMETERS):
+            part = parameters[start : start + _MLFLOW_PARAMETERS]
+            self._client.log_batch(self._id, params=part, synchronous=True)
+        return self._id
+
+    def write(self, steps: Sequence[Step]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(_MLFLOW_NAME.sub("_", key), value, now, record["step"])
+            for record, _ in steps
+            for key, value in numbers(record).items()
+        ]
+        for start in range(0, len(metrics), _MLFLOW_METRICS):
+            part = metrics[start : start + _MLFLOW_METRICS]
+            self._client.log_batch(self._id, metrics=part, synchronous=True)
+        for record, samples in steps:
+            if samples:
+                text = "\n\n".join(f"# {n}\n{sample_text(s)}" for n, s in enumerate(samples))
+                self._client.log_text(self._id, text, f"samples/step-{record['step']:08}.txt")
+
+    def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
+        for path in files:
+            self._client.log_artifact(self._id, str(path))
+        if checkpoint is not None:
+            self._client.log_artifacts(self._id, str(checkpoint), f"checkpoints/{checkpoint.name}")
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """(`section.key`, value as text) of each key of a recipe."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", str(value)
+
+
+class TrackioTracker:
+    """A run of trackio, in its local store (TRACKIO_DIR, by default in Hugging Face's cache), or on
+    the server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
+
+    is_mirror = False
+
+    def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
+        import trackio
+
+        is_remote = any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
+        # trackio identifies runs by name, which run folders in different places may share.
+        self._name = run_id or f"{folder.name}-{secrets.token_hex(3)}"
+        with contextlib.nullcontext() if is_remote else _hub_offline():
+            self._run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=self._name,
+                config=dict(config),
+                resume="never" if run_id is None else "must",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        return self._name
+
+    def write(self, steps: Sequence[Step]) -> None:
+        import trackio
+
+        for record, samples in steps:
+            values: dict[str, Any] = dict(numbers(record))
+            for number, sample in enumerate(samples):
+                values[f"samples/{number}"] = trackio.Markdown(fenced(sample_text(sample)))
+            self._run.log(values, step=record["step"])
+
+    def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
+        for path in files:
+            self._run.log_artifact(path, name=f"{self._name}-{path.name}", type="report")
+        if checkpoint is not None:
+            self._run.log_artifact(checkpoint, name=f"{self._name}-checkpoint", type="model")
+        self._run.finish()
+
+
+@contextlib.contextmanager
+def _hub_offline() -> Iterator[None]:
+    """Context without requests to the Hugging Face hub, which trackio would ask for the name of the
+    user."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+#: Tracker classes by their names in `run.trackers`.
+LIBRARIES: dict[str, type[Tracker]] = {
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+
 
 TRACKERS_NAME = "trackers"
 

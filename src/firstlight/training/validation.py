@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firstlight.data.corpus import Corpus, TokenDataset
+from firstlight.data.corpus import Corpus
 from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.evaluation.scores import Task, perplexity_of
@@ -205,14 +205,19 @@ def evaluate_dataset(
     key: str,
     max_rows: int,
 ) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """Evaluate a run's model on a split of one corpus or of a mix.
+    """Evaluate a run's model on a split of one corpus or of a mix: on all rows, or on a part that
+    is the same each time.
 
     For a mix, `max_rows` is for each corpus, and the loss is the weighted mean of the corpora's
     losses: see `mixed_evaluation`.
 
     Args:
+        program: the run's program, with its model in evaluation mode.
         dataset: the split.
-        program, seq_len, check, key, max_rows: see `split_loss`.
+        seq_len: tokens of a row.
+        check: called after each batch; may raise an error.
+        key: name of the loss in the metrics, for an error message.
+        max_rows: most rows that are evaluated, spread evenly over the split; 0 for all rows.
 
     Returns:
         (evaluation of the split, evaluation of each corpus of a mix by its name; {} without a mix).
@@ -220,17 +225,31 @@ def evaluate_dataset(
     Raises:
         DivergedError: a loss is not finite.
     """
-    found = {
-        one.name: split_loss(program, one.dataset, seq_len, check, key=key, max_rows=max_rows)
-        for one in dataset.parts
-    }
+    masking = program.recipe.data.document_masking
+    found: dict[str, Evaluation] = {}
+    for part in dataset.parts:
+        one = evaluate_split(
+            program.evaluation_loss,
+            part.dataset,
+            seq_len=seq_len,
+            batch_size=program.recipe.batch.rows,
+            device=program.hardware.device,
+            document_masking=masking,
+            rows=evaluation_rows(part.dataset.num_rows(seq_len), max_rows),
+            # Between batches, so that a stop does not wait for the end of a long evaluation.
+            on_rows=lambda *_: check(),
+            rank=program.engine.rank,
+            processes=program.engine.size,
+        )
+        if not math.isfinite(one.loss):
+            raise DivergedError(f"{key} is {one.loss}; {DIVERGED_REMEDY}")
+        found[part.name] = one
     if dataset.kind != "mix":
         return found[""], {}
-    masking = program.recipe.data.document_masking
     together = mixed_evaluation(
-        [one.weight for one in dataset.parts],
+        [part.weight for part in dataset.parts],
         list(found.values()),
-        [one.dataset.bits_a_nat(document_masking=masking) for one in dataset.parts],
+        [part.dataset.bits_a_nat(document_masking=masking) for part in dataset.parts],
     )
     return together, found
 
@@ -266,47 +285,6 @@ def mixed_evaluation(
         seq_len=found[0].seq_len,
         document_masking=found[0].document_masking,
     )
-
-
-def split_loss(
-    program: TrainingProgram,
-    dataset: TokenDataset,
-    seq_len: int,
-    check: Callable[[], None],
-    *,
-    key: str,
-    max_rows: int,
-) -> Evaluation:
-    """Evaluate a run's model on all rows of a split, or on a part that is the same each time.
-
-    Args:
-        program: the run's program, with its model in evaluation mode.
-        dataset: the split.
-        seq_len: tokens of a row.
-        check: called after each batch; may raise an error.
-        key: name of the loss in the metrics, for an error message.
-        max_rows: most rows that are evaluated, spread evenly over the split; 0 for all rows.
-
-    Raises:
-        DivergedError: the loss is not finite.
-    """
-    recipe = program.recipe
-    found = evaluate_split(
-        program.evaluation_loss,
-        dataset,
-        seq_len=seq_len,
-        batch_size=recipe.batch.rows,
-        device=program.hardware.device,
-        document_masking=recipe.data.document_masking,
-        rows=evaluation_rows(dataset.num_rows(seq_len), max_rows),
-        # Between batches, so that a stop does not wait for the end of a long evaluation.
-        on_rows=lambda *_: check(),
-        rank=program.engine.rank,
-        processes=program.engine.size,
-    )
-    if not math.isfinite(found.loss):
-        raise DivergedError(f"{key} is {found.loss}; {DIVERGED_REMEDY}")
-    return found
 
 
 def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:

@@ -32,7 +32,7 @@ from firstlight.planner.plan.search import (
 from firstlight.planner.speed.timed import BUSY_TOKENS
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.forecast import Forecast
-from firstlight.training.micro_batch import Trial, ask_module, try_rows
+from firstlight.training.micro_batch_trials import Trial, ask_module, try_rows
 
 #: Changes that are tried for advice, in this order: each saves memory of activations or logits.
 _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")

@@ -22,19 +22,21 @@ from firstlight.hardware.gpus import GPU, GPUS, find_gpu
 from firstlight.lora.files import config_folder
 from firstlight.methods.compilation import TRITON_CAPABILITY
 from firstlight.methods.precision import has_only_fp16_units
+from firstlight.models import ModelConfig
 from firstlight.optim.schedule import BatchSchedule, PredictedLength, Schedule, resolve_schedule
 from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.ranks import copies_of
 from firstlight.planner.speed.gpu import measured_gpu
-from firstlight.recipe import (
-    PreferenceConfig,
-    Recipe,
-    ResolvedRecipe,
-    parse_resolved_recipe,
-)
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_resolved_recipe
 from firstlight.recipe.deepspeed import with_deepspeed_file
-from firstlight.recipe.resolve import AutoPrecision, Facts, facts_here, for_new_model, resolve
-from firstlight.training.model_section import with_positions
+from firstlight.recipe.resolve import (
+    AutoPrecision,
+    Facts,
+    facts_here,
+    require_fitting_data,
+    resolve,
+)
+from firstlight.training.starting_model import with_positions
 from firstlight.training.time_budget import predicted_steps
 from firstlight.weights.huggingface import read_config
 
@@ -240,28 +242,31 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
         ConfigError: the recipe has no model, its vocabulary isn't known, or see `resolve`.
         ModelError: `init_from` is not the folder of a model.
     """
-    recipe = with_deepspeed_file(recipe, machine.count)
-    if init_from is None:
-        recipe = for_new_model(recipe, {})
-    recipe = _with_model(recipe, init_from)
-    kind = recipe.data.kind or _prepared_kind(recipe)
-    if kind == "preference" and recipe.preference is None:
-        recipe = recipe.model_copy(update={"preference": PreferenceConfig()})
-    if kind in ("chat", "preference") and not recipe.data.document_masking:
-        # As in a run: examples never see each other.
-        recipe = recipe.with_keys("data", document_masking=True)
-    return resolve(recipe, facts_of(recipe, machine))
+    read = with_deepspeed_file(recipe, machine.count)
+    return resolve(read, facts_of(read, machine, init_from))
 
 
-def facts_of(recipe: Recipe, machine: Machine) -> Facts:
+def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Facts:
     """The facts with which the recipe is resolved on the machine.
 
     Raises:
-        ConfigError: the number of devices is no multiple of tensor_parallel x pipeline.
+        ConfigError: the number of devices is no multiple of tensor_parallel x pipeline; or see
+            `resolve_for`.
+        ModelError: see `resolve_for`.
     """
-    processes, tokens = copies_of(recipe, machine.count), epoch_tokens(recipe)
+    kind = recipe.data.kind or _prepared_kind(recipe)
+    if kind is not None:
+        # Pairs are planned without the model that a run starts from.
+        require_fitting_data(recipe, kind, from_weights=True)
+    known: dict[str, Any] = {
+        "processes": copies_of(recipe, machine.count),
+        "epoch_tokens": epoch_tokens(recipe),
+        "kind": kind,
+        "model": _model_config(recipe, init_from),
+        "new_model": init_from is None,
+    }
     if machine.is_here or machine.target.kind == "cpu":
-        return facts_here(machine.hardware, processes=processes, epoch_tokens=tokens)
+        return facts_here(machine.hardware, **known)
     gpu = machine.gpu
     # With unknown rates (None), `resolve` can't compare them and takes its usual choice.
     rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
@@ -271,8 +276,7 @@ def facts_of(recipe: Recipe, machine: Machine) -> Facts:
         # On another machine triton is assumed to be installed: it comes with torch.
         machine.compiles,
         lambda dtype: rates.get(dtype, 0 if gpu is None else gpu.fp32) or None,
-        processes=processes,
-        epoch_tokens=tokens,
+        **known,
     )
 
 
@@ -287,39 +291,40 @@ def _folders(recipe: Recipe) -> list[str]:
     return [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
 
 
-def _prepared_kind(recipe: Recipe) -> Kind:
-    """Kind of the prepared data; "text" where they are not on this machine."""
+def _prepared_kind(recipe: Recipe) -> Kind | None:
+    """Kind of the prepared data; None where they are not on this machine."""
+    kind: Kind | None = None
     for folder in _folders(recipe):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
             kind = kind_of(json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8")))
             if kind != "text":
-                return kind
-    return "text"
+                break
+    return kind
 
 
-def _with_model(recipe: Recipe, init_from: str | None) -> Recipe:
+def _model_config(recipe: Recipe, init_from: str | None) -> ModelConfig:
+    """The config of the model that a run would train."""
     if init_from is not None:
         config = read_model_folder(init_from, lambda folder: read_config(config_folder(folder)))
         # Only the run tells the user about changed positions, so that it is said once.
-        config = with_positions(recipe, config, init_from, tell=lambda _: None)
-        return recipe.model_copy(update={"model": config})
+        return with_positions(recipe, config, init_from, tell=lambda _: None)
     model = recipe.model or recipe.planning.model
     if model is None:
         raise ConfigError(
             "the recipe has no model: add a `model:` section, or give the folder of the weights "
             "to start from with --init-from"
         )
-    if not model.vocab_size:
-        folder = _folders(recipe)[0]
-        prepared = prepared_vocabulary(folder)
-        tokens = recipe.planning.vocab_size if prepared is None else prepared[0]
-        if tokens is None:
-            raise ConfigError(
-                f"the model's vocabulary is that of the data's tokenizer, and {folder} is not "
-                "prepared here: prepare it, or say --planning.vocab_size 50257"
-            )
-        model = model.model_copy(update={"vocab_size": tokens})
-    return recipe.model_copy(update={"model": model})
+    if model.vocab_size:
+        return model
+    folder = _folders(recipe)[0]
+    prepared = prepared_vocabulary(folder)
+    tokens = recipe.planning.vocab_size if prepared is None else prepared[0]
+    if tokens is None:
+        raise ConfigError(
+            f"the model's vocabulary is that of the data's tokenizer, and {folder} is not "
+            "prepared here: prepare it, or say --planning.vocab_size 50257"
+        )
+    return model.model_copy(update={"vocab_size": tokens})
 
 
 def prepared_vocabulary(folder: str) -> tuple[int, int] | None:

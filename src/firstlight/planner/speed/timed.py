@@ -27,7 +27,7 @@ from firstlight.planner.speed.gpu import Range
 from firstlight.planner.speed.throughput import SpeedPrediction
 from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.resolve import USUAL_MFU
-from firstlight.training.micro_batch import trial_program
+from firstlight.training.micro_batch_trials import trial_program
 
 #: Steps that are timed after a first one, which allocates memory and loads kernels. The faster one
 #: counts: other programs only make a step slower.

@@ -1,23 +1,38 @@
-"""The checkpoints that a run saves and goes back to."""
+"""The checkpoints that a run saves and goes back to, and the average of its last weights."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
+from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint, verify_checkpoint
+from firstlight.checkpoint.manifest import Saved, own_past, saved_checkpoints
+from firstlight.checkpoint.retention import averaged_checkpoints
 from firstlight.checkpoint.saver import CheckpointSaver, Saver, ShardedSaver
 from firstlight.checkpoint.selection import checkpoint_before
-from firstlight.errors import FirstlightError
-from firstlight.files.atomic import remove_file
+from firstlight.errors import CheckpointError, FirstlightError, ModelError
+from firstlight.files.atomic import new_folder, remove_file, write_json
+from firstlight.lora.files import adapter_files
+from firstlight.lora.layers import adapter_tensors
 from firstlight.parallel import barrier
 from firstlight.training.guard import DivergedError
 from firstlight.training.processes import SAVE_NOW_NAME, on_main, wait_for_main
 from firstlight.training.run import Run
-from firstlight.training.state import capture
+from firstlight.training.state import (
+    python_random_states,
+    set_weights,
+    states_of_ranks,
+    states_to_write,
+)
+from firstlight.training.validation import evaluate_dataset
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import file_tensors
+from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, save_tensors
 
 
 class RunCheckpoints:
@@ -179,27 +194,120 @@ class RunCheckpoints:
 
 
 def captured(run: Run) -> Checkpoint:
-    """The checkpoint of a run in its current state."""
+    """The checkpoint of a run in its current state; with `checkpoint.sharded`, this process' part
+    of it. A collective."""
+    program, recipe = run.program, run.recipe
+    model, engine = program.model, run.engine
+    engine.reshard()
+    words, rest = python_random_states()
+    if recipe.checkpoint.sharded:
+        found = engine.own_tensors(model, program.optimizer)
+        randoms = states_to_write(engine, words)
+    else:
+        tensors_of = file_tensors if run.base is None else adapter_tensors
+        found = engine.state_tensors(model, program.optimizer, tensors_of)
+        randoms = {**states_of_ranks(engine), **words}
+    files = model_files(model.config, run.tokenizer)
+    if run.base is not None:
+        assert recipe.lora is not None
+        files |= adapter_files(model, recipe.lora, run.base.name)
     # Not the loader's count, which includes batches that were read but not used.
     rows_seen = run.state.rows_seen
-    return capture(
-        run.state,
-        run.program,
-        run.tokenizer,
-        run.base,
-        origin={
-            "init_from": run.init_from,
-            "recipe": run.recipe.model_dump(),
-            "data": run.data_identity,
-            "threads": torch.get_num_threads(),
+    return Checkpoint(
+        files=files,
+        model=found.weights,
+        optimizer={**found.moments, **randoms},
+        trainer_state={
+            **{k: v for k, v in dataclasses.asdict(run.state).items() if k != "rows_seen"},
             "loader": {
                 "rows_seen": rows_seen,
                 "epoch": rows_seen // run.loader.rows_per_epoch,
-                "seed": run.recipe.run.seed,
+                "seed": recipe.run.seed,
                 "rows_per_epoch": run.loader.rows_per_epoch,
             },
+            "random": rest,
+            "loss_scale": None if program.scaler is None else program.scaler.state_dict(),
+            "lora_base": None if run.base is None else dataclasses.asdict(run.base),
+            "init_from": run.init_from,
+            "recipe": recipe.model_dump(),
+            "data": run.data_identity,
+            "threads": torch.get_num_threads(),
             "guard": run.guard.state_dict(),
             "schedule": dataclasses.asdict(run.schedule),
             **({} if run.budget is None else {"length": run.budget.record}),
         },
+        is_copy=found.is_copy,
     )
+
+
+#: Folder of the averaged weights in a run folder, a Hugging Face model folder.
+AVERAGED_NAME = "averaged"
+_EVALUATION_NAME = "averaged.json"
+
+
+def write_average(run: Run) -> None:
+    """Average the weights of a finished run's last checkpoints, evaluate and write them (Izmailov
+    et al. 2018, arXiv 1803.05407; of checkpoints: Kaddour 2022, arXiv 2209.14981). Afterwards the
+    model has the averaged weights.
+
+    The average is computed from the checkpoints on the disk when the run is complete, so that it
+    takes no memory during training. Checkpoints that a stop or a request saved between two regular
+    ones are left out, so that a resumed run has the same average as one that was not interrupted.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+        StorageError: the averaged weights can't be written.
+    """
+    config = run.recipe.checkpoint
+    if not config.average_last or run.goes_on:
+        return
+    # Every process reads the checkpoints: all see run.dir, which resuming needs too.
+    past = own_past(saved_checkpoints(run.folder))
+    found = averaged_checkpoints(past, config)
+    average = mean_weights(found)
+    set_weights(run.program, average)
+    steps = [saved.step for saved in found]
+    text = f"averaged weights of steps {', '.join(map(str, steps))}"
+    if len(steps) < config.average_last:
+        text += f" (average_last is {config.average_last}, and there are no more)"
+    losses: dict[str, float] = {}
+    if run.validation is not None:
+        run.program.model.eval()
+        evaluation, _ = evaluate_dataset(
+            run.program,
+            run.validation,
+            run.seq_len,
+            lambda: None,
+            key="val/loss",
+            max_rows=run.recipe.evaluation.max_rows,
+        )
+        losses["val/loss"] = evaluation.loss
+        last = "" if run.evaluation is None else f" (the last weights: {run.evaluation.loss:.4f})"
+        text += f": val/loss {evaluation.loss:.4f}{last}"
+    run.tell(text)
+    wait_for_main(run.engine, lambda: _write(run, average, {"steps": steps, **losses}))
+
+
+def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
+    """The mean of each tensor over checkpoints, in the tensor's shape and in fp32, added up in
+    fp64. Tensors are read in parts, so that only the means take memory.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    for saved in checkpoints:
+        verify_checkpoint(saved.folder)
+    try:
+        stored = [read_header(saved.folder / WEIGHTS_NAME) for saved in checkpoints]
+        return {name: StoredTensor.mean([one[name] for one in stored]) for name in stored[0]}
+    except ModelError as error:
+        raise CheckpointError(f"weights can't be averaged: {error}") from error
+
+
+def _write(run: Run, average: dict[str, Tensor], record: dict[str, object]) -> None:
+    run.require_folder()
+    with new_folder(run.folder / AVERAGED_NAME, replace=True) as folder:
+        for name, text in model_files(run.program.model.config, run.tokenizer).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        save_tensors(average, folder / WEIGHTS_NAME)
+        write_json(folder / _EVALUATION_NAME, record)

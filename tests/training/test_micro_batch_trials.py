@@ -18,7 +18,7 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.loop import train
-from firstlight.training.micro_batch import cuts, largest_micro_batch, try_step
+from firstlight.training.micro_batch_trials import cuts, largest_micro_batch, try_step
 from firstlight.training.program import TrainingProgram
 from firstlight.training.step import StepResult
 
@@ -196,11 +196,11 @@ def test_methods_that_cant_work_together_are_refused_by_the_process_itself() -> 
 _LIMIT = """
 import resource, sys
 from pathlib import Path
-import firstlight.training.micro_batch
+import firstlight.training.micro_batch_trials
 lines = dict(l.split(":", 1) for l in Path("/proc/self/status").read_text().splitlines())
 used = int(lines["VmData"].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + {more},) * 2)
-sys.exit(firstlight.training.micro_batch.main())
+sys.exit(firstlight.training.micro_batch_trials.main())
 """
 
 
@@ -227,7 +227,7 @@ def test_where_memory_is_short_a_smaller_micro_batch_is_found(
     run = subprocess.run
 
     def limited(command: list[str], **options: Any) -> Any:
-        assert command[-2:] == ["-m", "firstlight.training.micro_batch"]
+        assert command[-2:] == ["-m", "firstlight.training.micro_batch_trials"]
         program = _LIMIT.format(more=700_000_000)
         return run([sys.executable, "-P", "-c", program], **options)
 

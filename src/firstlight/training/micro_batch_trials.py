@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits into memory, found by trials in separate processes.
+"""Trials of micro-batch sizes in separate processes: the largest one that fits into memory.
 
 A process that runs out of memory may not be able to continue, or may be killed by the system, so
 trials never run in the process that is to train. `recipe/resolve.py` decides if they are needed.
@@ -132,7 +132,7 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     """
     values = recipe.with_keys("batch", micro_batch_size=rows).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
-    done = ask_module("firstlight.training.micro_batch", request)
+    done = ask_module("firstlight.training.micro_batch_trials", request)
     # A negative code is a signal, such as SIGKILL from the system when memory ran out.
     if done.returncode == _REFUSED:
         raise ConfigError(json.loads(done.stdout.splitlines()[-1])["error"])
