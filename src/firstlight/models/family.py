@@ -2,7 +2,8 @@
 
 Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
 Llama-like family is one entry of `llama_families.py`; a family with its own architecture has a
-module with a config class, derived from `FamilyConfig`, and a model class. `registry.py` has all.
+module with a config class, derived from `FamilyConfig`, and a model class. `FAMILIES` of
+`firstlight.models` has all.
 """
 
 from __future__ import annotations
