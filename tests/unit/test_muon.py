@@ -14,7 +14,6 @@ from optimizer_models import GPT2, LLAMA, make, new_model, one_thread, same, ste
 from torch import Tensor, nn
 
 from firstlight.models import MoEConfig
-from firstlight.optim.cautious import decay_cautiously
 from firstlight.optim.muon import (
     COEFFICIENTS,
     Muon,
@@ -23,6 +22,7 @@ from firstlight.optim.muon import (
     orthogonalised,
 )
 from firstlight.optim.optimizer import Optimizer
+from firstlight.optim.spec import decay_cautiously
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 

@@ -105,7 +105,7 @@ class DeepseekConfig(DecoderConfig):
                 "routed_scaling_factor": 1.0,
                 "norm_topk_prob": False,
             },
-            rope=RopeSpec(turns_neighbours=True, in_fp32=True, polar=True),
+            rope=RopeSpec(polar=True),
             divides_width=True,
             experts=QWEN_EXPERTS,
         ),
@@ -134,7 +134,6 @@ class DeepseekConfig(DecoderConfig):
                 "topk_group": 4,
                 "routed_scaling_factor": 2.5,
             },
-            rope=RopeSpec(turns_neighbours=True),
             experts=QWEN_EXPERTS,
             has_buffers=True,
         ),
@@ -311,11 +310,12 @@ class DeepseekAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, H * sum(self.expanded_sizes), bias=False)
         self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
-        self.turns_in_fp32 = config.family.rope.in_fp32
-        self.turn = apply_rope
+        # transformers rotates by complex numbers in fp32 in V2 only.
+        self.rotates_complex = config.family.rope.polar
+        self.rotate = apply_rope
         if config.rope_interleave:
-            is_v3 = config.model_type == "deepseek_v3"
-            self.turn = apply_rope_from_neighbours if is_v3 else apply_rope_as_complex
+            is_complex = self.rotates_complex
+            self.rotate = apply_rope_as_complex if is_complex else apply_rope_from_neighbours
         # torch's fused kernel for CPUs requires value heads of the same size as key heads.
         has_one_size = config.v_head_dim == config.head_dim
         self.attend = attention if has_one_size else blockwise_attention
@@ -330,9 +330,9 @@ class DeepseekAttention(SelfAttention):
         q_nope, q_rope = q_BHTD.split(self.key_sizes, dim=-1)
         latent_BTL, k_BTR = self.kv_a_proj_with_mqa(x_BTC).split(self.latent_sizes, dim=-1)
         latent_B1SL, k_B1SR = self.kv_a_layernorm(latent_BTL)[:, None], k_BTR[:, None]
-        cos, sin = (t if self.turns_in_fp32 else t.to(q_rope.dtype) for t in ropes[0])
+        cos, sin = (t if self.rotates_complex else t.to(q_rope.dtype) for t in ropes[0])
         dtype = q_rope.dtype
-        q_rope, k_B1SR = (self.turn(x, cos, sin).to(dtype) for x in (q_rope, k_B1SR))
+        q_rope, k_B1SR = (self.rotate(x, cos, sin).to(dtype) for x in (q_rope, k_B1SR))
         if cache is not None:
             # The cache holds only L + R elements per token and layer; keys and values of all heads
             # are computed again from the latents in every pass.
@@ -452,7 +452,6 @@ class Deepseek(Llama):
     config: DeepseekConfig  # type: ignore[assignment]
 
     block_class = DeepseekBlock
-    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
         """Draw the initial weights, see `LanguageModel.init_weights`. The routers'

@@ -53,7 +53,6 @@ _GPT_OSS = FamilySpec(
         rope_theta=150_000.0,
         sliding_window=128,
     ),
-    norm_kind="wide",
     rope=RopeSpec(
         default={
             "rope_type": "yarn",
@@ -187,4 +186,3 @@ class GptOss(Llama):
     config: GptOssConfig  # type: ignore[assignment]
 
     block_class = GptOssBlock
-    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}

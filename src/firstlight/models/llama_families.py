@@ -182,8 +182,6 @@ DENSE: dict[str, FamilySpec] = {
         hf_defaults=hf_values(**_SIZES_OF_OLMO, rms_norm_eps=1e-5),
         qk_norm="width",
         norms=_OLMO_NORMS,
-        norm_kind="wide",
-        rope=RopeSpec(in_fp32=True),
         indivisible=_WIDE_QK_NORM,
     ),
     "olmo3": FamilySpec(
@@ -199,8 +197,7 @@ DENSE: dict[str, FamilySpec] = {
         ),
         qk_norm="width",
         norms=_OLMO_NORMS,
-        norm_kind="wide",
-        rope=RopeSpec(nested=True, in_fp32=True),
+        rope=RopeSpec(nested=True),
         full_attention_every=4,
         indivisible=_WIDE_QK_NORM,
     ),
@@ -242,7 +239,7 @@ DENSE: dict[str, FamilySpec] = {
             after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
         ),
         fused="mlp",
-        rope=RopeSpec(turns_neighbours=True, partial_factor=0.5),
+        rope=RopeSpec(partial_factor=0.5),
         indivisible="one matrix holds the MLP's gate and up projection",
     ),
     "gemma2": FamilySpec(
@@ -280,7 +277,6 @@ DENSE: dict[str, FamilySpec] = {
         norm_kind="one_plus",
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
-        scales_embeddings=True,
         full_attention_every=2,
         divides_width=True,
     ),
@@ -320,7 +316,6 @@ DENSE: dict[str, FamilySpec] = {
         norm_kind="one_plus",
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
-        scales_embeddings=True,
         rope=RopeSpec(nested=True, local_theta_key="rope_local_base_freq"),
         full_attention_every=6,
         period_key="sliding_window_pattern",

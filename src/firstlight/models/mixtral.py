@@ -198,4 +198,3 @@ class Mixtral(Llama):
     config: MoEConfig  # type: ignore[assignment]
 
     block_class = RoutedBlock
-    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}

@@ -34,7 +34,6 @@ _NANOCHAT = FamilySpec(
         num_attention_heads=6,
         max_position_embeddings=2048,
     ),
-    norm_kind="bare",
     activation="relu2",
     gated=False,
 )

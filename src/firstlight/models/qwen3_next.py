@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from firstlight.models.cache import Cache, KVCache
+from firstlight.models.cache import Cache
 from firstlight.models.family import (
     GGUF_EXPERTS,
     QWEN_EXPERTS,
@@ -470,7 +470,6 @@ class Qwen3Next(Llama):
 
     block_class = Qwen3NextBlock
     norm_init = 0.0  # see `OnePlusRMSNorm`
-    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
     residual_projections = ("o_proj.", "out_proj.", "down_proj")
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
@@ -484,21 +483,6 @@ class Qwen3Next(Llama):
                     module.norm.weight.fill_(1.0)
                     # Heads begin with slow to fast decays, to remember over short and long ranges.
                     module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
-
-    def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty cache: keys and values for layers with full attention, states for layers with
-        linear attention."""
-        config = self.config
-        return KVCache(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            config.head_dim,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            device=self.embedding.weight.device,
-            states=config.state_shapes,
-        )
 
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
