@@ -37,17 +37,20 @@ INSTALL_TORCH = $(PIP_INSTALL) --no-deps $(TORCH_INDEX:%=--retries 1 --extra-ind
 # wait for each other on the same cores are slower than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
 
-# Left out of the quick tests: files of whole runs, of plans, of benchmarks, of large texts and of trackers,
-# and the longest tests of other files.
-SLOWER := advised_model allocator batch beams bench_* chat_training compiled convert* cooldown \
-	document_masking evaluation evaluation_sample few_rows findings first_evaluation forecast gguf layers \
-	longer_context lora lora_training micro_batch minutes mixed_training moe ngrams optimizer_eight_bit \
-	optimizer_master optimizer_rules parquet pipeline_* plan planner_* preference prepare ray_address \
-	remote report* row_alignment saving scaling_page schedules_in_runs site slurm_example sources stopping \
-	tasks tensorboard text_stream tokenizer_damage tokenizer_parity trackers training tuning vocabulary \
-	waiting weights
-LONGEST := conversations.py::test_the_longest_conversation_that_is_taken_is_prepared \
-	hardware.py::test_a_limit_of_addresses_is_known
+# The rooms whose tests are quick; of them, these files are left out, for whole runs, plans, large texts and
+# trackers, and the longest tests of other files.
+QUICK := cli checkpoint conversion data files finetuning generation hardware lora models optim project recipe \
+	run_log tokenizer training/test_guard.py training/test_loss_scaling.py training/test_progress.py \
+	training/test_step.py weights
+SLOWER := checkpoint/test_saver conversion/test_convert conversion/test_gguf data/test_alignment data/test_parquet \
+	data/test_prepare data/test_ray_address data/test_remote data/test_sources generation/test_batch \
+	generation/test_beams generation/test_compiled generation/test_few_rows hardware/test_allocator \
+	lora/test_layers models/test_moe optim/test_eight_bit optim/test_master_weights optim/test_rules \
+	project/test_layers project/test_scaling_page project/test_site project/test_slurm_example \
+	project/test_waiting run_log/test_series tokenizer/test_damage tokenizer/test_parity \
+	tokenizer/test_text_stream weights/test_stored
+LONGEST := data/test_conversations.py::test_the_longest_conversation_that_is_taken_is_prepared \
+	hardware/test_device.py::test_a_limit_of_addresses_is_known
 
 # A test of each benchmark, which `make test` runs; `make test-benchmarks` runs all.
 SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
@@ -82,7 +85,7 @@ test: .venv/test-ready
 	exit $$((tests || types))
 
 test-quick: .venv/test-ready
-	$(PYTEST) tests/unit $(SLOWER:%='--ignore-glob=*/unit/test_%.py') $(LONGEST:%=--deselect=tests/unit/test_%) \
+	$(PYTEST) $(QUICK:%=tests/%) $(SLOWER:%=--ignore=tests/%.py) $(LONGEST:%=--deselect=tests/%) \
 		tests/e2e/test_cli.py::test_every_verb_of_the_pipeline_says_what_it_made
 
 SEED := 1

@@ -23,8 +23,8 @@ from benchmarks.options import (
     ScalingBench,
     TrainingBench,
 )
+from firstlight.bench.display import cell, cells
 from firstlight.bench.options import Keep, Result
-from firstlight.bench.tables import cell, cells
 from firstlight.cli import main as cli
 from firstlight.cli.bench import (
     STEPS_OPTIONS,
@@ -513,7 +513,7 @@ def show_training(result: Result) -> None:
             show()
             show_cells(
                 f"{row['name']}: operators | share | s/step | calls/step",
-                "{class} | {share:.0%} | {seconds:.3f} | {calls:g}",
+                "{operator} | {share:.0%} | {seconds:.3f} | {calls:g}",
                 row["operators"],
             )
 

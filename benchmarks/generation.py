@@ -23,9 +23,9 @@ import torch
 from benchmarks.memory import copy_rate
 from benchmarks.options import GenerationBench
 from benchmarks.rows import ProgramRow, installed_rows, run_bench
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import Keep, Result, require_known, require_positive
-from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.errors import ConfigError, ModelError
@@ -37,7 +37,7 @@ from firstlight.generation.engine import load
 from firstlight.hardware.device import find_hardware, machine_facts, synchronize
 from firstlight.hardware.environment import for_generation
 from firstlight.hardware.fresh_process import ask, plain_environment
-from firstlight.hardware.resident import begin_peak, peak_resident_bytes
+from firstlight.hardware.process_memory import begin_peak, peak_resident_bytes
 from firstlight.lora.files import config_folder
 from firstlight.models import Model, ModelConfig, empty_model
 from firstlight.models.accounting import count_parameters, meta_model

@@ -29,18 +29,20 @@ from benchmarks.memory import copy_seconds
 from benchmarks.models import PlannerCase
 from benchmarks.pages import markdown_table
 from benchmarks.planner_memory import random_batch
-from firstlight.bench.gemm_products import (
+from firstlight.bench.display import new_figure, png_of
+from firstlight.bench.gemm import (
     DTYPES,
     FP8,
     GemmProduct,
     Layout,
     fp32_products,
     layer_products,
+    make_multiply,
     make_operands,
     measure_product,
-    product_rates,
+    repeats_of,
+    warm_up,
 )
-from firstlight.bench.pictures import new_figure, png_of
 from firstlight.hardware.device import find_hardware, synchronize
 from firstlight.hardware.gpus import GPU
 from firstlight.models import empty_model
@@ -401,3 +403,23 @@ def _training_step(request: Mapping[str, Any]) -> Callable[[], object]:
     program = TrainingProgram(recipe, model, hardware)
     batch = random_batch(recipe).to(hardware.device)
     return lambda: program.step([batch], lr_scale=1.0)
+
+
+def product_rates(
+    products: Sequence[GemmProduct],
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    measure_seconds: float,
+) -> list[list[float]]:
+    """The FLOP/s of each product, one value for each of `rounds` rounds over all products."""
+    operands = make_operands(products, dtype, device)
+    repeats = [
+        repeats_of(warm_up(make_multiply(one, operands), device), measure_seconds)
+        for one in products
+    ]
+    rates: list[list[float]] = [[] for _ in products]
+    for _ in range(rounds):
+        for these, one, times in zip(rates, products, repeats, strict=True):
+            these.append(one.flops / measure_product(one, operands, times, device))
+    return rates

@@ -41,11 +41,11 @@ from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_b
 from benchmarks.memory import copy_rate
 from benchmarks.models import model_values, random_model
 from benchmarks.pages import markdown_table
-from firstlight.bench.tables import cells
+from firstlight.bench.display import cells
+from firstlight.bench.models import config_of
 from firstlight.generation.batch import BatchDecoder
 from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import cache_bytes_per_token
-from firstlight.recipe import parse_recipe
 from firstlight.weights.loading import file_tensors
 
 NAME = "generation"
@@ -235,7 +235,7 @@ GENERATION = Part(
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Measure all programs in turns; the module's docstring describes the request and result."""
-    config = _config(request["model"])
+    config = config_of(request["model"])
     device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
     model = random_model(config, device).to(dtype).eval()
     programs: dict[str, dict[str, Any]] = {
@@ -256,12 +256,6 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         "programs": programs,
         "line": _in_words(programs),
     }
-
-
-def _config(values: Mapping[str, Any]) -> ModelConfig:
-    found = parse_recipe({"data": {"dir": "-"}, "model": values}, "the model").model
-    assert found is not None
-    return found
 
 
 def _attempt(entry: dict[str, Any], call: Callable[[], Any]) -> Any:

@@ -59,11 +59,10 @@ from benchmarks.planner_steps import (
     unpacked,
 )
 from benchmarks.programs import run_trainer
+from firstlight.bench.display import cells
 from firstlight.bench.steps import StepClock
-from firstlight.bench.tables import cells
 from firstlight.planner.memory.module import plan_module
-from firstlight.planner.speed.recipe import all_micro_batches
-from firstlight.planner.speed.throughput import Workload, predict_speed
+from firstlight.planner.speed.throughput import Workload, all_micro_batches, predict_speed
 
 NAME = "guide"
 _MODULE = "benchmarks.gpu_guide"

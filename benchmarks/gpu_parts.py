@@ -63,7 +63,7 @@ from typing import Any
 import psutil
 import torch
 
-from firstlight.bench.pictures import Panel, draw_panels
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.runner import RowOutcome
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError

@@ -1,8 +1,8 @@
 """Part "planner" of `python -m benchmarks gpu`: the planner's predictions against measurements.
 
 Memory is compared for every configuration of `models.gpu_grid`, speed for those that train. The
-constants of the speed model are fitted on some of these (`planner/speed/recipe.py`), and the error
-is reported for the others.
+constants of the speed model are fitted on some of these (`planner/speed/throughput.py`), and the
+error is reported for the others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from benchmarks.planner_memory import (
 )
 from benchmarks.planner_speed import GOAL, percentile
 from benchmarks.planner_steps import STEPS_MODULE, steps_request, unpacked
-from firstlight.bench.pictures import new_figure, png_of
-from firstlight.bench.tables import cells
+from firstlight.bench.display import cells, new_figure, png_of
 from firstlight.files.cache import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu, save_measured
-from firstlight.planner.speed.recipe import (
+from firstlight.planner.speed.throughput import (
     TimedStep,
     exchange_of,
     fit_constants,

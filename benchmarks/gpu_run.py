@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.pages import markdown_table
-from firstlight.bench.pictures import new_figure, png_of
+from firstlight.bench.display import new_figure, png_of
 from firstlight.errors import TrainingError
 from firstlight.files.atomic import read_json
 from firstlight.hardware.fresh_process import last_words

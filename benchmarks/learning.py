@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import statistics
 import sys
 import tempfile
@@ -32,12 +31,11 @@ import torch
 
 from benchmarks.options import LearningBench
 from benchmarks.pages import markdown_table
-from benchmarks.rows import run_bench
+from benchmarks.rows import run_bench, variant_changes
 from benchmarks.training import library_corpus
+from firstlight.bench.display import cell, new_figure, png_of
 from firstlight.bench.options import Keep, Result, require_known, require_positive
-from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.runner import Found, RowOutcome
-from firstlight.bench.tables import cell
 from firstlight.console import say
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
@@ -261,16 +259,8 @@ def find_row(name: str) -> LearningRow:
     if not colon:
         return ROWS[of]
     changes = {}
-    # A comma inside a value, as in betas=[0.9,0.95], is not followed by a key.
-    for part in re.split(r",(?=\s*\w+\.\w+\s*=)", text):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        section, dot, _ = key.partition(".")
-        if not equals or not dot or section not in _VARIABLE:
-            raise ConfigError(
-                f"--set {name}: '{part}' is not section.key=value, such as "
-                f"{BEFORE}:optimizer.learning_rate=0.01, of one of the sections "
-                f"{', '.join(_VARIABLE)}"
-            )
+    example = f"{BEFORE}:optimizer.learning_rate=0.01"
+    for key, value in variant_changes(name, text, _VARIABLE, example):
         try:
             changes[key] = parse_yaml(value)
         except ValueError as error:

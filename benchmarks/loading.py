@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.options import LoadingBench
 from benchmarks.rows import ProgramRow, chosen_rows, has_package, installed_rows, run_bench
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.options import Keep, Result, require_positive
-from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError

@@ -1,5 +1,5 @@
-"""Memory of a process: resident memory as the kernel counts it (`hardware.resident`), memory of
-torch's allocator, memory of the GPU.
+"""Memory of a process: resident memory as the kernel counts it (`hardware.process_memory`), memory
+of torch's allocator, memory of the GPU.
 
 `measure` loads one model once, in a process of its own, and reports memory and time:
 
@@ -48,7 +48,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from firstlight.hardware.resident import begin_peak, peak_resident_bytes, reset_peak, resident_bytes
+from firstlight.hardware.process_memory import (
+    begin_peak,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -62,7 +62,7 @@ class TrainingBench(StepsBench):
             times.
         same_environment: run the other programs in the environment of `firstlight train` (spinning
             threads), too.
-        profile: time by class of operators, of two further steps of each run by torch.profiler.
+        profile: time by operator, of two further steps of each run by torch.profiler.
         quick: a small model, one turn.
     """
 

@@ -19,8 +19,8 @@ from benchmarks.memory import MeasuredMemory, measured_memory
 from benchmarks.models import PlannerCase
 from benchmarks.planner_speed import percentile
 from benchmarks.rows import run_bench
+from firstlight.bench.display import new_figure, png_of
 from firstlight.bench.options import Keep, Result
-from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.runner import RowOutcome
 from firstlight.data.loader import Batch
 from firstlight.generation.batch import BatchDecoder

@@ -29,9 +29,9 @@ import torch
 
 from benchmarks.models import PlannerCase
 from benchmarks.rows import run_bench
+from firstlight.bench.display import new_figure, png_of
 from firstlight.bench.models import config_of
 from firstlight.bench.options import Keep
-from firstlight.bench.pictures import new_figure, png_of
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import Tokens, write_tokens
 from firstlight.errors import ConfigError

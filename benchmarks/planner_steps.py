@@ -70,7 +70,7 @@ from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.recipe import trace_memory
 from firstlight.planner.plan.processes import PRELOADED
-from firstlight.planner.speed.recipe import all_micro_batches
+from firstlight.planner.speed.throughput import all_micro_batches
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from firstlight.bench.options import Keep, Result, require_known
 from firstlight.bench.runner import Found, RowOutcome, take_turns
 from firstlight.console import say
+from firstlight.errors import ConfigError
 
 
 class _Named(Protocol):
@@ -47,6 +49,32 @@ def chosen_rows(kind: str, rows: Sequence[N], names: Sequence[str]) -> list[N]:
     """
     require_known(kind, names, [row.name for row in rows])
     return [row for row in rows if not names or row.name in names]
+
+
+def variant_changes(
+    option: str, text: str, sections: Collection[str], example: str
+) -> Iterator[tuple[str, str]]:
+    """The keys of a recipe and their values, as text, that a variant of a row changes.
+
+    Args:
+        option: the value of --set, for error messages.
+        text: "section.key=value,section.key=value".
+        sections: sections that a variant may change.
+        example: a value of --set, for error messages.
+
+    Raises:
+        ConfigError: the text has another form, or names another section.
+    """
+    # A comma inside a value, as in betas=[0.9,0.95], is not followed by a key.
+    for part in re.split(r",(?=\s*\w+\.\w+\s*=)", text):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        section, dot, _ = key.partition(".")
+        if not equals or not dot or section not in sections:
+            raise ConfigError(
+                f"--set {option}: '{part}' is not section.key=value, such as {example}, of one of "
+                f"the sections {', '.join(sections)}"
+            )
+        yield key, value
 
 
 def has_package(name: str) -> bool:

@@ -26,16 +26,16 @@ import torch
 
 from benchmarks.options import ScalingBench
 from benchmarks.rows import has_package, run_bench
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import find_model
 from firstlight.bench.options import Keep, Result, require_known, require_positive
-from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import EPOCH_TOKENS
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, find_hardware, machine_facts, synchronize
 from firstlight.hardware.fresh_process import ask_ranks, training_environment
-from firstlight.hardware.resident import begin_peak, peaks
+from firstlight.hardware.process_memory import begin_peak, peaks
 from firstlight.models import empty_model
 from firstlight.models.accounting import meta_model
 from firstlight.parallel import barrier, find_world, gather_objects

@@ -17,7 +17,7 @@ REQUEST of a row's process has the keys of `firstlight.bench.steps` without "wri
     micro_batch_size  sequences of a step, as one batch; firstlight reads the recipe instead
     data              a file of `write_tokens`, or the folder of a prepared corpus
     phase_steps       number of further steps, timed by forward, backward and update; default 0
-    profiled_steps    number of steps after these, timed by class of operators; default 0
+    profiled_steps    number of steps after these, timed by operator; default 0
     compile           false, for dry runs, does not compile programs other than firstlight
 
 A step of the Trainer is timed from its `on_step_begin` to its `on_step_end`. Phases and operators
@@ -31,20 +31,16 @@ Memory and losses do not include these steps.
   optimizer that updates inside the backward pass count as backward. The program waits for the GPU
   before and after each backward pass.
 - Operators are those of torch.profiler. An operator's time is its self time, without that of
-  operators that it calls: processor time on a CPU, time of its kernels on a GPU. Operators that the
-  optimizer, an attention kernel or a normalisation calls are counted in its class. Kernels made by
-  torch.compile are a separate class ("compiled"), because one kernel may do the work of several
-  classes.
+  operators that it calls: processor time on a CPU, time of its kernels on a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,11 +55,10 @@ from benchmarks.programs import (
     pure_bf16_loop,
     train_with_trainer,
 )
-from benchmarks.rows import ProgramRow, has_package, run_bench
-from firstlight.bench.gemm_products import ceiling
+from benchmarks.rows import ProgramRow, has_package, run_bench, variant_changes
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import find_model
 from firstlight.bench.options import Keep, Result, require_known
-from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.bench.steps import (
     EPOCH_TOKENS,
@@ -89,9 +84,14 @@ from firstlight.data.records import read_documents
 from firstlight.data.sources import find_sources
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_json
-from firstlight.hardware.device import Hardware, bf16_is_faster, synchronize
+from firstlight.hardware.device import (
+    Hardware,
+    bf16_is_faster,
+    measured_matmul_flops,
+    synchronize,
+)
 from firstlight.hardware.fresh_process import ask, plain_environment, training_environment
-from firstlight.hardware.resident import begin_peak, peaks
+from firstlight.hardware.process_memory import begin_peak, peaks
 from firstlight.models import GPT2Config, LlamaConfig
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe
 from firstlight.recipe.conflicts import require_combination
@@ -171,16 +171,9 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
     Raises:
         ConfigError: the variant has another form, or the recipe is invalid here.
     """
-    overrides = []
-    # A comma inside a value, as in betas=[0.9,0.95], is not followed by a key.
-    for part in re.split(r",(?=\s*\w+\.\w+\s*=)", variant) if variant else []:
-        key, equals, value = part.partition("=")
-        if not equals or key.split(".")[0].strip() not in _VARIABLE:
-            raise ConfigError(
-                f"--set {variant}: '{part}' is not section.key=value, such as "
-                f"efficiency.precision=fp32, of one of the sections {', '.join(_VARIABLE)}"
-            )
-        overrides.append((key.strip(), value.strip()))
+    example = "efficiency.precision=fp32"
+    changes = variant_changes(variant, variant, _VARIABLE, example) if variant else ()
+    overrides = list(changes)
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
         path = Path(folder) / "recipe.yaml"
         write_json(path, values)
@@ -261,7 +254,9 @@ def bench_training(bench: TrainingBench, on_run: Keep) -> Result:
 
     def raise_ceilings() -> None:
         for dtype, before in ceilings.items():
-            ceilings[dtype] = max(before, ceiling(plan.hardware.device, getattr(torch, dtype)))
+            ceilings[dtype] = max(
+                before, measured_matmul_flops(plan.hardware.device, getattr(torch, dtype))
+            )
 
     with tempfile.TemporaryDirectory(
         prefix="firstlight-bench-", ignore_cleanup_errors=True
@@ -514,87 +509,8 @@ def open_rows(path: Path, seq_len: int) -> Tokens | ShardRows:
 
 PHASES = ("forward", "backward", "update")
 
-#: Pattern of `_plain_name` for each class of operators; the first class that matches counts.
-CLASSES = {
-    "communication": r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_scatter|broadcast_tensors",
-    "optimizer": r"optimizer|foreach|fused_(adam|sgd)|vector_norm|clip_grad",
-    "attention": r"attention",
-    "compiled": r"compil|cudagraph|^triton|cpp_fused|inductor",
-    "loss": r"cross_?entropy|log_softmax|nll_loss|logsumexp",
-    "normalisation": r"(layer|rms|batch|group)_?norm",
-    "embedding": r"embedding",
-    "matrix products": r"^(add|b|badd|scaled_|grouped_)?mm$|^(linear|matmul|mv|dot|einsum|outer)$"
-    r"|^mkldnn_linear|_linear_pointwise$|^mkl_linear$",
-    "views": r"^(view|view_as|unsafe_view|reshape|reshape_alias|transpose|t|permute|expand"
-    r"|expand_as|slice|select|split|split_with_sizes|chunk|squeeze|unsqueeze|as_strided|detach"
-    r"|alias|narrow|unbind|movedim|flatten|unflatten|resolve_conj|resolve_neg|lift_fresh|resize"
-    r"|set|empty|empty_like|empty_strided|new_empty|new_empty_strided|item|local_scalar_dense"
-    r"|is_nonzero|result_type|promote_types|to|contiguous|zeros|zeros_like|ones|ones_like|new_zeros|full"
-    r"|full_like|scalar_tensor|numpy_t|mt|swapaxes|diff_view|graph_root)$",
-    "element-wise": r"^(add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|exp|log|abs|tanh|sigmoid|gelu|silu"
-    r"|relu|softmax|native_dropout|dropout|bernoulli|copy|copy_backwards|clone|to_copy|cat|stack"
-    r"|fill|zero|where|masked_fill|masked_select|sum|mean|max|min|amax|amin|var|std|eq|ne|lt|le|gt"
-    r"|ge|logical_and|logical_or|logical_not|bitwise_and|bitwise_or|bitwise_not|isfinite|isnan"
-    r"|isinf|all|any|sin|cos|arange|gather|scatter|scatter_add|index|index_select|index_put"
-    r"|index_add|index_copy|cumsum|tril|triu|clamp|clamp_min|clamp_max|square|reciprocal|sort"
-    r"|topk|argmax|nonzero|roll|flip|repeat|erf|lerp|addcmul|addcdiv|maximum|minimum|sign|floor"
-    r"|accumulate_grad|norm|constant_pad_nd|pad|resolve)$",
-}
-OTHER = "other"
-
-#: Classes whose operators include the operators that they call. Matrix products that a loss calls
-#: (a chunked loss computes the head's) stay in their own class.
-_SCOPES = ("communication", "optimizer", "attention", "normalisation", "embedding", "loss")
-
-
-def operator_class(name: str) -> str:
-    """The class of an operator, autograd node or annotation of torch.profiler, by its name."""
-    plain = _plain_name(name)
-    found = (kind for kind, pattern in CLASSES.items() if re.search(pattern, plain))
-    return next(found, OTHER)
-
-
-def _plain_name(name: str) -> str:
-    """The name without namespace and backward suffix, in snake case: 'softmax' for 'aten::softmax',
-    'aten::_softmax_backward_data' and 'autograd::engine::evaluate_function: SoftmaxBackward0'."""
-    plain = name.split(": ")[-1].split("::")[-1]
-    plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower()
-    return re.sub(r"_?backward(_data|s)?\d*$", "", plain).strip("_")
-
-
-def count_operators(events: Iterable[Any], *, on_gpu: bool) -> dict[str, dict[str, float]]:
-    """Seconds and number of calls of each class that occurs.
-
-    Args:
-        events: `torch.profiler.profile.events()`.
-        on_gpu: True counts the time of GPU kernels, False processor time.
-
-    Returns:
-        "seconds" and "calls" by class.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for event in events:
-        # Kernels are counted with the operator that started them.
-        if event.device_type != DeviceType.CPU or event.is_async:
-            continue
-        micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        entry = found.setdefault(_class_in_scope(event), {"seconds": 0.0, "calls": 0})
-        entry["seconds"] += micros / 1e6
-        entry["calls"] += 1
-    return found
-
-
-def _class_in_scope(event: Any) -> str:
-    """The class of the outermost calling operator whose class is in `_SCOPES`; without such an
-    operator, the event's own class."""
-    own = operator_class(event.name)
-    scope, parent = None, event.cpu_parent
-    while parent is not None:
-        kind = operator_class(parent.name)
-        if kind in _SCOPES and not (kind == "loss" and own == "matrix products"):
-            scope = kind
-        parent = parent.cpu_parent
-    return scope or own
+#: Smallest share of the time with which an operator is in the table of --profile.
+_LEAST_SHARE = 0.005
 
 
 class PartsClock(StepClock):
@@ -610,7 +526,8 @@ class PartsClock(StepClock):
     Attributes:
         peaks: `memory.peaks` at the end of the timed steps; None before their end.
         phases: seconds by phase of each divided step.
-        operators: `count_operators` of each profiled step.
+        operators: "seconds" and "calls" by operator of each profiled step, as torch.profiler names
+            them.
     """
 
     def __init__(self, device: torch.device, level: int, timed: int, phase_steps: int) -> None:
@@ -642,8 +559,18 @@ class PartsClock(StepClock):
         if len(self.seconds) == self._timed:
             self.peaks = peaks(self._device, self._level)
         if self._profiler is not None:
-            on_gpu = self._device.type == "cuda"
-            self.operators.append(count_operators(self._profiler.events(), on_gpu=on_gpu))
+            where = "device" if self._device.type == "cuda" else "cpu"
+            self.operators.append(
+                {
+                    one.key: {
+                        "seconds": getattr(one, f"self_{where}_time_total") / 1e6,
+                        "calls": one.count,
+                    }
+                    # Kernels are counted with the operator that started them.
+                    for one in self._profiler.key_averages()
+                    if one.device_type == DeviceType.CPU and not one.is_async
+                }
+            )
             self._profiler = None
         elif len(self.seconds) > self._timed:
             self.phases.append(self._divided())
@@ -702,30 +629,33 @@ def phase_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The classes of operators over the profiled steps of all turns, the slowest class first.
+    """The operators over the profiled steps of all turns, the slowest first; without those of less
+    than `_LEAST_SHARE`.
 
     Returns:
-        For each class that occurs "class", its name; "share", its fraction of the time of all
-        operators; "seconds" and "calls" per step.
+        For each operator "operator", its name; "share", its fraction of the time of all operators;
+        "seconds" and "calls" per step.
     """
     steps = [step for run in runs for step in run.get("operators", ())]
     total = sum(entry["seconds"] for step in steps for entry in step.values())
     rows = []
-    for kind in (*CLASSES, OTHER):
-        found = [step[kind] for step in steps if kind in step]
-        if found:
-            seconds, calls = (sum(one[key] for one in found) for key in ("seconds", "calls"))
-            row = {"class": kind, "share": seconds / total if total else 0.0}
-            rows.append(row | {"seconds": seconds / len(steps), "calls": calls / len(steps)})
+    for name in {name for step in steps for name in step}:
+        found = [step[name] for step in steps if name in step]
+        seconds, calls = (
+            sum(one[key] for one in found) / len(steps) for key in ("seconds", "calls")
+        )
+        share = seconds * len(steps) / total if total else 0.0
+        if share >= _LEAST_SHARE:
+            rows.append({"operator": name, "share": share, "seconds": seconds, "calls": calls})
     return sorted(rows, key=lambda row: -row["share"])
 
 
 def draw_operators(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the seconds per step of each class, a panel for each row."""
+    """A PNG of the seconds per step of each operator, a panel for each row."""
     panels = [
         Panel(
             "seconds a step",
-            [one["class"] for one in row["operators"]],
+            [one["operator"] for one in row["operators"]],
             [one["seconds"] for one in row["operators"]],
             [f"{one['share']:.0%}" for one in row["operators"]],
             title=row["name"],

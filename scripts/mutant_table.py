@@ -28,22 +28,22 @@ _DATA = "tests/faults/test_known_bugs_data.py::test_"
 _CHECKPOINTS = "tests/faults/test_known_bugs_checkpoints.py::test_"
 _CHANGING = "tests/faults/test_changing_folders.py::test_"
 _PRUNED = "tests/faults/test_pruned_while_read.py::test_"
-_PREFERENCE = "tests/unit/test_preference.py::test_"
+_PREFERENCE = "tests/training/test_preference.py::test_"
 _TEXT = "tests/faults/test_known_bugs_text.py::test_"
 _FAKE_STEPS = "tests/gpu/test_fake_steps.py::test_"
-_MINUTES = "tests/unit/test_minutes.py::test_"
+_MINUTES = "tests/training/test_time_budget.py::test_"
 _FAKE_RUNS = "tests/gpu/test_fake_runs.py::test_"
 _FAKE_TEXT = "tests/gpu/test_fake_generation.py::test_"
 _FAKE_FAMILIES = "tests/gpu/test_fake_families.py::test_"
 _FAKE_RANKS = "tests/gpu/test_fake_processes.py::test_"
 _LATE = "tests/gpu/test_late_copies.py::test_"
-_COMPILED = "tests/unit/test_compiled.py::test_"
-_MUON = "tests/unit/test_muon.py::test_"
-_GROUPS = "tests/unit/test_optimizer_groups.py::test_"
-_SCHEDULE = "tests/unit/test_schedule.py::test_"
-_COOLDOWN = "tests/unit/test_cooldown.py::test_"
-_SAVING = "tests/unit/test_saving.py::test_"
-_SAME_BITS = "tests/unit/test_determinism.py::test_"
+_COMPILED = "tests/generation/test_compiled.py::test_"
+_MUON = "tests/optim/test_muon.py::test_"
+_GROUPS = "tests/optim/test_groups.py::test_"
+_SCHEDULE = "tests/optim/test_schedule.py::test_"
+_COOLDOWN = "tests/training/test_cooldown.py::test_"
+_SAVING = "tests/checkpoint/test_saver.py::test_"
+_SAME_BITS = "tests/methods/test_determinism.py::test_"
 _ORDER = (
     "tests/faults/test_loader_order.py::"
     "test_any_shards_ranks_workers_and_interruptions_give_the_order_of_one_process"
@@ -52,9 +52,9 @@ _ORDER = (
 _LOADER = "firstlight/data/loader.py"
 _SHARDS = "firstlight/data/shards.py"
 _CORPUS = "firstlight/data/corpus.py"
-_EXAMPLES = "firstlight/data/examples.py"
-_PACKED = "tests/unit/test_packed_examples.py::test_"
-_LABELS = "tests/unit/test_chat_labels.py::test_"
+_EXAMPLES = "firstlight/data/packing.py"
+_PACKED = "tests/data/test_packed_examples.py::test_"
+_LABELS = "tests/tokenizer/test_chat_labels.py::test_"
 _LOST = "tests/faults/test_lost_writes.py::test_"
 _LOST_DATA = "tests/faults/test_lost_data_writes.py::test_"
 _LOST_CHECKPOINTS = _LOST + "a_power_cut_costs_no_checkpoint_that_was_saved"
@@ -167,7 +167,7 @@ MUTANTS = [
         "if z_loss_coef and torch.is_grad_enabled():",
         "if z_loss_coef:",
         (
-            "tests/unit/test_efficiency.py::"
+            "tests/methods/test_single_methods.py::"
             "test_the_z_loss_is_the_squared_logarithm_of_the_softmaxs_divisor",
         ),
     ),
@@ -467,7 +467,7 @@ MUTANTS = [
     Mutant(
         "end of document dropped",
         "firstlight/data/prepare.py",
-        "after = [self.tokenizer.eos_token_id]",
+        "after = [tokenizer.eos_token_id]",
         "after = [][:0]",
         (_DATA + "the_end_of_document_token_is_dropped",),
     ),
@@ -488,8 +488,8 @@ MUTANTS = [
     Mutant(
         "examples see each other",
         _EXAMPLES,
-        "document_ids[position:end] = number",
-        "document_ids[position:end] = 0",
+        "loss_mask[1:]]\n            document_ids[position:end] = number",
+        "loss_mask[1:]]\n            document_ids[position:end] = 0",
         (_PACKED + "a_packed_batch_has_the_gradient_of_the_examples_one_by_one",),
     ),
     Mutant(
@@ -611,15 +611,15 @@ MUTANTS = [
     Mutant(
         "asynchronous save of a later state",
         "firstlight/checkpoint/saver.py",
-        "copy.deepcopy(checkpoint.trainer_state)",
-        "checkpoint.trainer_state",
+        "copy.deepcopy(checkpoint.trainer_state)\n        return",
+        "checkpoint.trainer_state\n        return",
         (_CHECKPOINTS + "an_asynchronous_save_holds_later_values",),
     ),
     Mutant(
         "failed save not heard of",
         "firstlight/checkpoint/saver.py",
-        "self._writing.result()",
-        "self._writing.exception()",
+        "self._writing.result()\n        finally:",
+        "self._writing.exception()\n        finally:",
         (_CHECKPOINTS + "a_failed_asynchronous_save_is_never_heard_of",),
     ),
     Mutant(
@@ -646,8 +646,8 @@ MUTANTS = [
     Mutant(
         "missing weights are random",
         "firstlight/weights/loading.py",
-        '("lacks", sorted(expected.keys() - stored.keys()), "")',
-        '("lacks", [], "")',
+        '("lacks", sorted(expected.keys() - given.keys()))',
+        '("lacks", [])',
         (_CHECKPOINTS + "weights_that_are_missing_are_random",),
     ),
     Mutant(
@@ -958,8 +958,8 @@ MUTANTS = [
     Mutant(
         "page-locked memory written again too early",
         "firstlight/checkpoint/saver.py",
-        "        self.wait()\n        checkpoint = capture()\n",
-        "        checkpoint = capture()\n",
+        "        self.wait()\n        checkpoint = capture()\n        if",
+        "        checkpoint = capture()\n        if",
         (_LATE + "a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on",),
     ),
     Mutant(

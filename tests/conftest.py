@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
-import random
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 import forked
+from builders import make_texts
 from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from waiting import processes_waited_for
@@ -27,11 +27,6 @@ settings.register_profile("firstlight", deadline=None, derandomize=True)
 settings.load_profile("firstlight")
 
 _SHARED = Path(__file__).resolve().parents[2] / "shared"
-
-_WORDS = (
-    "the a light first dawn star river stone bird green small old sings falls runs over under "
-    "through and but while every never 1 22 333 ä ö ü é 日本 🙂 def return class x_1 == ( ) : ."
-).split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -127,19 +122,6 @@ def _no_search_of_modules() -> None:
         gc.collect()
         gc.freeze()
         _set_aside[0] = len(sys.modules)
-
-
-def make_texts(count: int, seed: int = 0) -> list[str]:
-    """Deterministic documents of a few hundred characters, several scripts, many lines."""
-    generator = random.Random(seed)
-    texts = []
-    for _ in range(count):
-        lines = (
-            " " * generator.choice((0, 0, 4, 8)) + " ".join(generator.choices(_WORDS, k=9))
-            for _ in range(generator.randint(3, 12))
-        )
-        texts.append("\n".join(lines) + "\n")
-    return texts
 
 
 @pytest.fixture(scope="session")

@@ -65,17 +65,6 @@ def test_results_of_another_machine_are_not_measured_again(tmp_path: Path, fake:
     assert after["runs"] == before["runs"]
 
 
-def test_a_draw_has_the_same_settings_for_every_text(tmp_path: Path, fake: FakeRun) -> None:
-    bench_budget(BudgetBench(tmp_path, ("a.txt", "b.txt"), trials=3), lambda _: None)
-    of_text = {
-        text: [one["settings"] for one in fake.requests if one["text"] == text]
-        for text in ("a.txt", "b.txt")
-    }
-    assert of_text["a.txt"] == of_text["b.txt"]
-    assert of_text["a.txt"][0] == {}
-    assert len({str(one) for one in of_text["a.txt"]}) == 4
-
-
 def test_the_page_compares_the_chosen_run_with_the_best_draw(tmp_path: Path, fake: FakeRun) -> None:
     bench = BudgetBench(tmp_path, ("a.txt",), ("1m",), 8)
     bench_budget(bench, lambda _: None)
@@ -91,13 +80,6 @@ def test_the_page_compares_the_chosen_run_with_the_best_draw(tmp_path: Path, fak
     assert cells[5] == f"{2.8 / min(draws) - 1:+.1%}"
     assert cells[6:] == ["3.100", "", "59", "1M"]
     assert draw(result).startswith(b"\x89PNG")
-
-
-def test_random_runs_get_the_curve_of_the_chosen_settings(tmp_path: Path, fake: FakeRun) -> None:
-    bench_budget(BudgetBench(tmp_path, ("a.txt",), trials=1), lambda _: None)
-    # Read from the results' file in the second call.
-    bench_budget(BudgetBench(tmp_path, ("a.txt",), trials=2), lambda _: None)
-    assert [list(one["chosen"]) for one in fake.requests] == [[], *[[[0.5, 4.0], [1.0, 2.5]]] * 2]
 
 
 @pytest.mark.parametrize(

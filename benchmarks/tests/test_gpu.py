@@ -94,21 +94,6 @@ def test_rows_are_measured_by_value_and_take_turns(tmp_path: Path) -> None:
     assert world.asked == ["first", "a", "b", "c", "a", "b", "last"]
 
 
-def test_second_turns_come_with_the_next_value_but_for_what_is_needed_most() -> None:
-    rows = [_row("most", value=1, turns=2), _row("a", value=2, turns=2), _row("b", value=3)]
-    names = [turn.row.name for turn in order({"p": rows})]
-    assert names == ["most", "most", "a", "b", "a"]
-
-
-def test_what_would_not_end_in_time_is_left_and_the_rest_is_measured(tmp_path: Path) -> None:
-    rows = [_row("a", 40), _row("long", 100, value=6), _row("b", 20, value=7)]
-    world, results = World(), Results(tmp_path)
-    left = run_rows({"p": rows}, results, world.call(tmp_path, minutes=2))
-    assert world.asked == ["a", "b"]
-    assert [job.row.name for job in left] == ["long"]
-    assert world.now <= 120
-
-
 def test_the_next_call_goes_on_from_the_file_alone(tmp_path: Path) -> None:
     rows = {"p": [_row("a", 50, turns=2), _row("b", 50, turns=2)]}
     first = World()
@@ -119,24 +104,6 @@ def test_the_next_call_goes_on_from_the_file_alone(tmp_path: Path) -> None:
     assert run_rows(rows, results, second.call(tmp_path, minutes=3)) == []
     assert second.asked == ["b"]
     assert Results.read(tmp_path).outcomes["p"]["a"].values("x") == [1.0, 3.0]
-
-
-def test_results_are_on_the_disk_after_every_turn(tmp_path: Path) -> None:
-    seen: list[int] = []
-    world = World()
-
-    def measure(row: Row, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        outcomes = Results.read(tmp_path).outcomes.get("p", {})
-        seen.append(sum(len(outcome.runs) for outcome in outcomes.values()))
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        return world.measure(row, request, seconds)
-
-    call = replace(world.call(tmp_path), measure=measure)
-    with pytest.raises(KeyboardInterrupt):
-        run_rows({"p": [_row("a"), _row("b"), _row("c")]}, Results(tmp_path), call)
-    assert seen == [0, 1, 2]
-    assert set(Results.read(tmp_path).outcomes["p"]) >= {"a", "b"}
 
 
 def test_a_row_that_fails_ends_no_other_and_is_tried_again_when_asked(tmp_path: Path) -> None:
@@ -367,14 +334,6 @@ def test_the_command_line_refuses_in_one_line(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
-
-
-def test_an_outcome_puts_the_numbers_of_its_turns_together() -> None:
-    outcome = RowOutcome(runs=[{"a": [1.0, 2.0], "b": 5.0}, {"a": [6.0]}])
-    assert outcome.values("a") == [1.0, 2.0, 6.0]
-    assert outcome.median("a") == 2.0
-    assert outcome.median("b") == 5.0
-    assert outcome.median("c") is None
 
 
 def test_rows_of_a_prepared_corpus_come_in_their_order_and_again(data: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from benchmarks import loading, rows
 from benchmarks.__main__ import main, show_loading
@@ -35,7 +33,6 @@ from benchmarks.loading import (
     model_config,
     parse_count,
 )
-from benchmarks.memory import measure as load_once
 from benchmarks.options import LoadingBench
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.hardware.device import Hardware
@@ -98,13 +95,6 @@ def test_what_is_no_count_is_refused(text: str) -> None:
         parse_count(text)
 
 
-def test_half_a_billion_has_the_shape_of_qwen2_5() -> None:
-    config = model_config(parse_count("0.5B"))
-    shape = (config.hidden_size, config.num_hidden_layers, config.intermediate_size)
-    assert shape == (896, 24, 4864)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (14, 2)
-
-
 @given(st.integers(SMALLEST, LARGEST))
 def test_the_model_is_as_large_as_was_asked_for(parameters: int) -> None:
     total = count_parameters(meta_model(model_config(parameters))).total
@@ -145,35 +135,6 @@ def test_the_checkpoint_is_one_model_in_one_file_and_in_shards(checkpoint: Path)
         assert all(torch.equal(weights[name], w) for name, w in other.state_dict().items())
     assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert weights["model.embed_tokens.weight"].float().std() == pytest.approx(0.02, rel=0.05)
-
-
-def test_a_file_for_each_tensor_is_named_by_the_index(checkpoint: Path) -> None:
-    folder = checkpoint / "per-tensor"
-    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    files = {path.name: [*load_file(path)] for path in folder.glob("*.safetensors")}
-    assert {name: [tensor] for tensor, name in index["weight_map"].items()} == files
-    # As transformers reads it: every name of the model that has its own values.
-    assert len(files) == len({p.data_ptr() for p in load_model(folder).model.parameters()}) > 20
-
-
-def test_one_load_is_measured_in_full(checkpoint: Path) -> None:
-    result = load_once(
-        {
-            "program": "firstlight",
-            "folder": str(checkpoint / "single"),
-            "way": "sequential",
-            "device": "cpu",
-            "dtype": "float32",
-            "threads": torch.get_num_threads(),
-        }
-    )
-    assert result.keys() == _MEASURED
-    # All memory of a CPU is the host's.
-    assert result["device_peak_bytes"] is None
-    numbers = {key: value for key, value in result.items() if value is not None}
-    assert numbers["model_bytes"] == 4 * _TINY
-    assert 0 < numbers["load_seconds"] < numbers["first_logits_seconds"]
-    assert numbers["load_peak_bytes"] <= numbers["peak_bytes"] < numbers["total_peak_bytes"]
 
 
 def test_every_row_is_measured_and_the_checkpoint_deleted(temporary: Path) -> None:
@@ -218,13 +179,6 @@ def test_the_command_prints_a_table_for_people_and_one_object_for_programs(
     assert [path.name for path in kept.iterdir()] == ["single"]
 
 
-def test_the_help_names_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["loading", "--help"]) == 0
-    # Names are broken at their hyphens, too.
-    text = "".join(capsys.readouterr().out.split())
-    assert f"Onlytheserows:{','.join(row.name for row in ROWS)}." in text
-
-
 def test_a_kept_checkpoint_is_used_again_and_another_one_is_not(tmp_path: Path) -> None:
     make_checkpoints(_TINY, "bfloat16", tmp_path, [SINGLE])
     weights = tmp_path / "single" / "model.safetensors"
@@ -258,17 +212,6 @@ def test_a_way_that_fails_says_what_its_process_said_last(checkpoint: Path, tmp_
         loading.measure(LoadingRow("this", "firstlight", way="sequential"), tmp_path, "bfloat16")
 
 
-def test_a_way_that_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = tmp_path / "python"
-    killed.write_text("#!/bin/sh\nkill -9 $$\n", encoding="ascii")
-    killed.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(killed))
-    with pytest.raises(
-        ModelError, match=r"'mmap' failed: killed by signal 9: most likely out of memory"
-    ):
-        loading.measure(LoadingRow("mmap", "firstlight", way="mmap"), tmp_path, "bfloat16")
-
-
 def test_without_transformers_its_rows_are_left_out(
     monkeypatch: pytest.MonkeyPatch, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,19 +223,6 @@ def test_without_transformers_its_rows_are_left_out(
     assert "transformers is not installed: its rows are left out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="transformers is not installed"):
         loading.bench_loading(LoadingBench(parameters=_TINY, ways=["transformers"]))
-
-
-def test_the_ways_take_turns(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
-    order: list[str] = []
-
-    def measure(row: LoadingRow, *_: object) -> dict[str, float]:
-        order.append(row.name)
-        return dict.fromkeys(_MEASURED, 1.0)
-
-    monkeypatch.setattr(loading, "measure", measure)
-    ways = ["mmap", "straight"]
-    loading.bench_loading(LoadingBench(parameters=_TINY, repeats=2, ways=ways, folder=checkpoint))
-    assert order == ["mmap", "straight", "mmap", "straight"]
 
 
 def test_ratios_are_of_medians_and_against_the_fastest_of_the_same_kind() -> None:

@@ -139,11 +139,11 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 def human_bytes(count: float) -> str:
     """1234567 -> '1.2 MB'."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(count) < 1000:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
         count /= 1000
-    raise AssertionError("unreachable")
+    return f"{count:,.1f} TB"
 
 
 def compact(value: float) -> str:
@@ -170,13 +170,9 @@ def rounded(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def size_text(count: float) -> str:
-    """1234567 -> '1.2 MB'."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: '2 shards' for 2 and "shard"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def time_text(seconds: float) -> str:

@@ -116,12 +116,13 @@ def _shown(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""`."""
+def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
+    """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""` if none has at
+    least this likeness (a ratio of `difflib`, from 0 to 1)."""
     names = list(known)
     # "every" should suggest "every_steps", although "keep_every" is closer by edit distance.
     begun = [name for name in names if name.startswith(f"{word}_")]
-    match = difflib.get_close_matches(word, begun or names, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word, begun or names, n=1, cutoff=likeness)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 

@@ -19,8 +19,8 @@ from firstlight.hardware.device import find_hardware
 from firstlight.models import LlamaConfig, Model, empty_model
 from firstlight.parallel import World, find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.parallel.group import group_of_one
-from firstlight.parallel.selection import make_engine
 from firstlight.training.program import TrainingProgram
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {

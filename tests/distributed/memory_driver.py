@@ -18,7 +18,7 @@ from firstlight.optim.dtensors import full_parameters, is_sharded
 from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel.engine_choice import make_engine
 
 
 def held(tensors: Iterable[Tensor | None]) -> int:

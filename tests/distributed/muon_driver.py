@@ -21,8 +21,8 @@ from firstlight.optim import muon
 from firstlight.optim.dtensors import full_tensor
 from firstlight.parallel import find_world, process_group
 from firstlight.parallel.engine import DistributedConfig, Engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.parallel.group import gather_to_main
-from firstlight.parallel.selection import make_engine
 from firstlight.training.program import TrainingProgram
 
 

@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from firstlight.checkpoint.checkpoint import Checkpoint, verify_checkpoint
+from firstlight.checkpoint.saver import ShardedSaver
 from firstlight.checkpoint.selection import newest_checkpoint
 from firstlight.checkpoint.sharded import MOMENTS, WEIGHTS, read_full_tensors, read_shards
-from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.errors import FirstlightError
 from firstlight.files import disk
 from firstlight.parallel import World, barrier, find_world, process_group
 from firstlight.parallel.engine import DistributedConfig
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe import CheckpointConfig
 
 #: Rows that don't divide evenly, fewer than processes, one dimension.

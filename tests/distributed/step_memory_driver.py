@@ -19,9 +19,9 @@ from firstlight.data.loader import Batch
 from firstlight.hardware.device import find_hardware
 from firstlight.optim.dtensors import is_sharded
 from firstlight.parallel import find_world, process_group
-from firstlight.parallel.deepspeed_model import import_deepspeed
+from firstlight.parallel.deepspeed import import_deepspeed
 from firstlight.parallel.engine import Engine
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe import ResolvedRecipe
 from firstlight.training.forecast import _tensor_bytes
 from firstlight.training.program import TrainingProgram

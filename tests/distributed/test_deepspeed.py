@@ -17,9 +17,9 @@ from spawned import run_ranks
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.hardware.device import find_hardware
 from firstlight.parallel import World
-from firstlight.parallel.deepspeed_model import import_deepspeed, require_asynchronous_io
+from firstlight.parallel.deepspeed import import_deepspeed, require_asynchronous_io
 from firstlight.parallel.engine import DistributedConfig
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe.conflicts import require_combination
 
 # It is imported by the processes that the tests start.

@@ -16,7 +16,7 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
 from firstlight.parallel import World
 from firstlight.parallel.engine import DistributedConfig, Engine
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe.conflicts import require_combination
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -4,6 +4,8 @@ compared."""
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from firstlight.parallel import (
     process_group,
 )
 from firstlight.parallel.elastic import Launch
-from firstlight.parallel.group import is_exchange_error
+from firstlight.parallel.engine import DDPEngine, DistributedConfig
+from firstlight.parallel.group import group_of_one, is_exchange_error
 from firstlight.parallel.rendezvous import RankError, RankInfo, compare
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -130,3 +133,17 @@ def test_launches_that_cant_be_are_refused(numbers: dict[str, int], message: str
     with pytest.raises(ConfigError) as caught:
         Launch(**numbers)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+def test_ddp_reducer_at_the_end_of_a_session_is_freed_before_the_group() -> None:
+    """As the last owner of a gloo group it would free that with the interpreter's lock held, which
+    gloo's threads may need to end."""
+    cpu = torch.device("cpu")
+    engine = DDPEngine(DistributedConfig(engine="ddp"), PLAIN, cpu)
+    with group_of_one(cpu):
+        with engine.session():
+            forward = engine.share(cast(Any, torch.nn.Linear(2, 2)), "fp32")
+            owners = [weakref.ref(getattr(forward, name)) for name in ("reducer", "logger")]
+            assert None not in [owner() for owner in owners]
+        assert dist.is_initialized()
+        assert [owner() for owner in owners] == [None, None]

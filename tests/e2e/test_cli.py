@@ -616,7 +616,10 @@ def test_an_interruption_is_one_line_and_the_run_can_go_on(
         patch.setattr(TrainingRun, "begin_step", interrupted)
         answer = run("train", "r.yaml")
     assert answer.exit_code == 130
-    assert "\nfirstlight: error: interrupted: the same command starts again, and with" in answer.err
+    assert (
+        "\nfirstlight: error: interrupted: continue with the same command and --resume, if"
+        in answer.err
+    )
     answer = run("train", "r.yaml", "--resume")
     assert answer.exit_code == 0
     assert "(step 3)" in answer.err

@@ -17,7 +17,7 @@ import yaml
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.cli.main import main
-from firstlight.data.examples import ExampleDataset
+from firstlight.data.packing import ExampleDataset
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import load

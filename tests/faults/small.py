@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import IGNORE_INDEX, Batch
-from firstlight.data.writer import ShardWriter
+from firstlight.data.shards import ShardWriter
 from firstlight.files.atomic import write_json
 from firstlight.methods import LossFunction
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from scale import cases
 
-from conftest import make_texts
+from builders import make_texts
 from firstlight.generation.batch import BatchDecoder
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import LlamaConfig, empty_model

@@ -22,7 +22,7 @@ from scale import cases
 
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch, TokenLoader
-from firstlight.data.writer import ShardWriter
+from firstlight.data.shards import ShardWriter
 from firstlight.files.atomic import write_json
 
 #: Splits of documents and shards of drawn sizes, made when they are first drawn.

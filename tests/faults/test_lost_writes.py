@@ -18,9 +18,8 @@ from small_checkpoints import content, holds, is_sound, litter, sound_steps
 from firstlight.checkpoint.checkpoint import load_trainer_state, verify_checkpoint
 from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.checkpoint.run_folder import held
-from firstlight.checkpoint.saver import BackgroundSaver, CheckpointSaver
+from firstlight.checkpoint.saver import BackgroundSaver, CheckpointSaver, ShardedSaver
 from firstlight.checkpoint.selection import best_checkpoint, list_checkpoints, newest_checkpoint
-from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.parallel.engine import Engine
 from firstlight.run_log.names import METRICS_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import read_json_lines

@@ -154,7 +154,7 @@ def test_a_signal_while_a_run_starts_ends_it_at_once_and_leaves_nothing(
         word = "interrupted" if number == signal.SIGINT else "terminated"
         # What comes in the middle of an import is heard right after it.
         last = done.stderr.splitlines()[-1]
-        assert last.partition(": the same command")[0] == f"firstlight: error: {word}", module
+        assert last.partition(": continue with")[0] == f"firstlight: error: {word}", module
         assert "Traceback" not in done.stderr
         assert not run_of(recipe).exists()
     record_property("cases", ("signals while a run starts", len(starts)))

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.runtime import triton_helpers
 
-from firstlight.planner.memory.emulation import replaced
+from firstlight.planner.memory.program import replaced
 
 from .fake_cuda import fake_cuda
 from .no_gpu import H100, torch_cuda

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from firstlight.generation.engine import load
-from firstlight.hardware.resident import peak_resident_bytes, reset_peak, resident_bytes
+from firstlight.hardware.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 from firstlight.models import LlamaConfig, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import model_files

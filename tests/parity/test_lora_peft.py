@@ -13,7 +13,7 @@ import transformers
 from drawn import NAMES, draw, hf_model
 from torch import Tensor
 
-from firstlight.lora.files import load_adapter, save_adapter
+from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_files, load_adapter
 from firstlight.lora.layers import (
     LoraConfig,
     adapter_tensors,
@@ -34,7 +34,7 @@ from firstlight.models import (
 )
 from firstlight.models.ops import cross_entropy_sum
 from firstlight.weights.loading import weights_to_save
-from firstlight.weights.stored import save_weights
+from firstlight.weights.stored import save_tensors, save_weights
 
 peft = pytest.importorskip("peft")
 # PEFT's, and those of libraries that it imports.
@@ -73,6 +73,14 @@ CASES = [
     for dora in (False, True)
 ]
 IDS = torch.arange(24).view(2, 12) * 5 % 37
+
+
+def save_adapter(folder: Path, model: Model, config: LoraConfig, base: str) -> None:
+    """Write an adapter as a checkpoint of a run with `lora` has it."""
+    folder.mkdir()
+    for name, text in adapter_files(model, config, base).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    save_tensors(adapter_tensors(model), folder / ADAPTER_WEIGHTS_NAME)
 
 
 def base_folder(folder: Path, family: str) -> Path:

@@ -48,8 +48,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.loop import train
 from firstlight.weights.huggingface import read_config
 from firstlight.weights.loading import LOADING_MODES
-from firstlight.weights.mxfp4 import unpack_mxfp4
-from firstlight.weights.stored import WEIGHTS_NAME, save_weights, stored_tensors
+from firstlight.weights.stored import WEIGHTS_NAME, save_weights, stored_tensors, unpack_mxfp4
 
 
 def draw_tied_gpt2(tied: bool) -> ModelConfig:

@@ -32,7 +32,7 @@ from tiny import PATIENCE, tiny_model, tiny_tokenizer
 from firstlight.cli.generate import require_packages, serve_command
 from firstlight.errors import ConfigError, MissingDependencyError, StorageError
 from firstlight.files.atomic import write_file
-from firstlight.serving.request import MAX_CHOICES, MAX_PROMPTS
+from firstlight.serving.config import MAX_CHOICES, MAX_PROMPTS
 from firstlight.serving.server import Server
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save

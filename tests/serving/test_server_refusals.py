@@ -104,6 +104,9 @@ def test_unknown_fields_are_refused_with_the_nearest_known(direct: Direct, path:
     content = body_for(path, temprature=1)
     message = refused(direct, path, content, "temprature", "unknown_parameter")
     assert "did you mean 'temperature'?" in message
+    for name in ("foo", "truncation", "tool"):
+        message = refused(direct, path, body_for(path, **{name: 1}), name, "unknown_parameter")
+        assert message == f"unknown field '{name}': leave it out"
     other = "messages" if path == POSTS[0] else "prompt"
     refused(direct, path, body_for(path, **{other: "x"}), other, "unknown_parameter")
 
@@ -198,6 +201,9 @@ def test_bodies_that_do_not_say_that_they_are_json_are_refused(
     answer = direct.ask(path, headers=[(b"host", b"localhost"), *headers], body=body)
     assert answer.status == 415
     assert answer.error["type"] == "invalid_request_error"
+    is_compressed = (b"content-encoding", b"gzip") in headers
+    cause = "not be compressed" if is_compressed else "send Content-Type: application/json"
+    assert cause in answer.error["message"]
     fine = [(b"host", b"localhost"), (b"content-type", b"Application/JSON; charset=utf-8")]
     body = [json.dumps(body_for(path)).encode()]
     assert direct.ask(path, headers=fine, body=body).status == 200

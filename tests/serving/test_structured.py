@@ -210,7 +210,7 @@ def test_a_text_goes_on_when_another_has_ended_the_process(grammars: Grammars) -
     constraints = [grammars.constraint(schema) for _ in texts]
     for ids, constraint in zip(texts, constraints, strict=True):
         assert not constraint.push(ids[0])
-    process = grammars._following._limited._process
+    process = grammars._following._process
     assert process is not None
     process.kill()
     process.wait()
@@ -229,7 +229,7 @@ def test_a_schema_that_fails_in_the_middle_of_a_text_is_a_400(
     def fail(self: object, token_id: int) -> bool:
         raise SchemaError("the schema takes too much time or memory to follow: simplify it")
 
-    monkeypatch.setattr(structured._SchemaConstraint, "push", fail)
+    monkeypatch.setattr(structured.Constraint, "push", fail)
     content = body_for(POSTS[1], response_format=asked_format(PERSON))
     refused(direct, POSTS[1], content, "response_format", "unsupported_schema")
     monkeypatch.undo()

@@ -6,7 +6,7 @@ There are two tables:
   products, AdamW parameter by parameter, nothing compiled, one micro-batch per step.
 - "ladder": the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in its
   order, each added to those before it. The first row of a GPT-2 has its mask, LayerNorm and GELU
-  written out (`written_out`).
+  written out (`steps.write_out`).
 
 Fresh processes train every row for a few steps (`steps` describes the measurements). With
 `quick` on a CPU, they are forks of one process that has only done the imports. The rows take turns
@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
+from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.options import Keep, MethodsBench, Result, require_known
-from firstlight.bench.pictures import Panel, draw_panels
 from firstlight.bench.runner import Found, RowOutcome, take_turns
 from firstlight.bench.steps import StepsPlan, plan_steps, steps_title, write_tokens
 from firstlight.errors import ConfigError
@@ -92,7 +92,7 @@ class MethodOutcome(RowOutcome):
 
 PLAIN = MethodRow("plain")
 
-#: Key in `MethodRow.changes` that is no key of a recipe: names of `written_out.PARTS`.
+#: Key in `MethodRow.changes` that is not a key of a recipe: names of `steps.WRITTEN_OUT_PARTS`.
 WRITTEN_OUT = "bench.written_out"
 
 #: Likewise: number of processes, which share the threads of a CPU, or have one GPU each.

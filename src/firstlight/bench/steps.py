@@ -14,7 +14,7 @@ REQUEST is a JSON object:
     warmup_steps      number of steps that are not timed
     steps             number of steps that are timed
     threads           threads of torch
-    written_out       names of `written_out.PARTS` that replace parts of the model
+    written_out       names of `WRITTEN_OUT_PARTS` that replace parts of the model
 
 What is measured, in this order:
 
@@ -49,7 +49,9 @@ new document begins at each line that begins a function, method or class.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import math
 import re
 import sysconfig
 import time
@@ -63,18 +65,20 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 import torch
+from torch import Tensor, nn
 
 from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import StepsBench, require_positive
-from firstlight.bench.written_out import write_out
 from firstlight.data.corpus import row_span, separate_documents
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import Hardware, find_hardware, machine_facts, synchronize
-from firstlight.hardware.resident import begin_peak, peaks
-from firstlight.models import ModelConfig, empty_model
+from firstlight.hardware.process_memory import begin_peak, peaks
+from firstlight.models import Model, ModelConfig, empty_model
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.models.gpt2 import GPT2MLP, GPT2Attention
+from firstlight.models.ops import AttentionOptions, plain_attention
 from firstlight.parallel import barrier, gather_objects
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
@@ -428,3 +432,64 @@ class Tokens:
         first, last = np.searchsorted(self.starts, [span.start, span.stop])
         starts = self.starts[first:last] - span.start
         return separate_documents(starts, self.seq_len, eos_opens=True)[0]
+
+
+# Parts of a GPT-2 in elementary operations, as in textbooks, instead of torch's classes. Only
+# `bench methods` trains with them, in the first rows of its ladder.
+
+#: Their names. "mask": each layer stores a causal mask of the whole context in fp32, and slices and
+#: converts it for each batch, instead of making a mask for the batch. "layers": LayerNorm and GELU
+#: in elementary operations, instead of torch.nn.LayerNorm and gelu.
+WRITTEN_OUT_PARTS = ("mask", "layers")
+
+
+class WrittenOutNorm(nn.LayerNorm):
+    """LayerNorm (Ba et al. 2016) in elementary operations, [..., C] to [..., C]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(dim=-1, keepdim=True)
+        variance = x.var(dim=-1, keepdim=True, unbiased=False)
+        return self.weight * ((x - mean) / torch.sqrt(variance + self.eps)) + self.bias
+
+
+class WrittenOutMLP(GPT2MLP):
+    """GPT-2's MLP, [B, T, C] to [B, T, C], with the tanh form of GELU in elementary operations."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x = self.c_fc(x_BTC)
+        inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3))
+        return self.dropout(self.c_proj(0.5 * x * (1 + torch.tanh(inner))))  # type: ignore[no-any-return]
+
+
+def _attend_with(
+    stored: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
+) -> Tensor:
+    """`plain_attention` with a stored mask, fp32 [context, context], 1 where a query [row] must not
+    attend to a key [column]; a mask in `options` replaces it."""
+    if options.mask is None:
+        mask = ~stored.bool()[: q_BHTD.shape[-2], : k_BKSD.shape[-2]]
+        options = options._replace(mask=mask)
+    return plain_attention(q_BHTD, k_BKSD, v_BKSD, options)
+
+
+def write_out(model: Model, parts: Collection[str], context: int) -> None:
+    """Replace parts of a GPT-2 by those written out; the weights stay the same, and the results
+    up to rounding.
+
+    Args:
+        model: the model, changed in place.
+        parts: names of `WRITTEN_OUT_PARTS`.
+        context: rows and columns of the stored masks.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, GPT2Attention) and "mask" in parts:
+            stored = torch.triu(torch.ones(context, context, device=module.c_attn.weight.device), 1)
+            module.attend = functools.partial(_attend_with, stored)
+        elif type(module) is nn.LayerNorm and "layers" in parts:
+            module.__class__ = WrittenOutNorm
+        elif (
+            type(module) is GPT2MLP
+            and "layers" in parts
+            and module.activation_function == "gelu_new"
+        ):
+            module.__class__ = WrittenOutMLP

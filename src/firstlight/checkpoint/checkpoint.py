@@ -57,6 +57,7 @@ from firstlight.files.disk import HashedFile, OutputFile
 from firstlight.files.tensor_file import write_tensors
 from firstlight.lora.files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from firstlight.weights.huggingface import CONFIG_NAME
+from firstlight.weights.loading import nonfinite_tensor
 from firstlight.weights.stored import WEIGHTS_NAME, read_header
 
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -167,21 +168,10 @@ def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: a tensor is not finite; the message names it and `step`.
     """
-    for name, tensor in tensors.items():
-        if not _is_finite(tensor):
-            raise CheckpointError(
-                f"step {step}: tensor {name} is not finite; no checkpoint was written"
-            )
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point():
-        return True
-    if tensor.itemsize == 1:  # torch can't add up fp8
-        tensor = tensor.float()
-    # The sum is the fast check without temporary memory: it is never finite if an element is not.
-    # A sum of finite elements may overflow, so then the elements are checked.
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+    if (name := nonfinite_tensor(tensors.items())) is not None:
+        raise CheckpointError(
+            f"step {step}: tensor {name} is not finite; no checkpoint was written"
+        )
 
 
 def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:

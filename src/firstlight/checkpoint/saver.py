@@ -1,4 +1,8 @@
-"""Saving checkpoints, synchronously or in the background while training continues."""
+"""Saving checkpoints, synchronously or in the background while training continues.
+
+`CheckpointSaver` is the saver of a run whose main process writes everything. With
+`checkpoint.sharded`, each process has a `ShardedSaver`, and writes its own shards.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,46 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import (
     Checkpoint,
+    checkpoint_texts,
+    require_finite,
     save_checkpoint,
+    saved_vocab_multiple,
     verify_checkpoint,
+)
+from firstlight.checkpoint.manifest import (
+    checkpoint_folder,
+    file_marks,
+    new_checkpoint,
+    write_manifest,
+    write_texts,
 )
 from firstlight.checkpoint.retention import CheckpointConfig, prune_checkpoints
 from firstlight.checkpoint.run_folder import HeldFolder
-from firstlight.errors import FirstlightError
+from firstlight.checkpoint.sharded import (
+    MOMENTS,
+    WEIGHTS,
+    TensorShard,
+    own_shards,
+    shard_name,
+    sharded_model,
+    write_shards,
+)
+from firstlight.errors import CheckpointError, FirstlightError, StorageError
+from firstlight.files.atomic import forget_cached, sha256_of, storage_errors
+from firstlight.files.disk import HashedFile
+from firstlight.files.tensor_file import write_tensors
 from firstlight.hardware.device import free_memory_bytes, single_threaded_pool
+from firstlight.parallel import agree, broadcast_object, gather_objects
+from firstlight.parallel.engine import Engine
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import WEIGHTS_NAME
 
 #: Largest fraction of the memory that is free at the first save for the copies of all processes of
 #: a machine.
@@ -267,3 +298,236 @@ class Snapshot:
     def clear(self) -> None:
         """Free the memory."""
         self._buffers.clear()
+
+
+# Sharded checkpoints
+
+#: `WEIGHTS` or `MOMENTS` -> this process' shards by the tensors' names.
+_Shards = dict[str, dict[str, TensorShard]]
+
+
+class _DiscardedError(Exception):
+    """Raised to give up a checkpoint that is being written."""
+
+
+class ShardedSaver(BackgroundSaver):
+    """Saves checkpoints to which each process writes its shards. All processes of a run have to
+    call each method at the same points of the run.
+
+    Each process writes its own files and verifies them, in a thread if saving is asynchronous; this
+    needs no exchange between processes. Then, between two steps, the processes exchange the sizes
+    and hashes of their files, and the main process writes the manifest and renames the folder.
+
+    Args:
+        run_folder: the run's folder, in a file system that all processes share.
+        config: the recipe's `checkpoint` section.
+        engine: the engine that shards the run's model.
+        is_last: function from a step to True if it is the run's last step. The last checkpoint gets
+            the weights in one file, too.
+        held: see `BackgroundSaver`.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: CheckpointConfig,
+        engine: Engine,
+        is_last: Callable[[int], bool],
+        held: HeldFolder | None = None,
+    ) -> None:
+        super().__init__(run_folder, config, held)
+        self._world, self._is_main = engine.world, engine.is_main
+        self._is_last = is_last
+        self._folder = contextlib.ExitStack()
+        self._writing: Future[dict[str, Any]] | None = None
+        self._finish: Callable[[list[dict[str, Any]]], None]
+        self._deleting: Future[None] | None = None
+
+    def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
+        """See `Saver.save`.
+
+        Args:
+            step: number of completed optimizer steps.
+            capture: function that returns this process' part of the state: its shards of sharded
+                tensors (DTensors), and tensors that are not sharded.
+
+        Raises:
+            CheckpointError, StorageError: a process could not write its part of this checkpoint or
+                of the one before. If saving is asynchronous, the error of this checkpoint is raised
+                by a later call.
+        """
+        start = time.perf_counter()
+        self.wait()
+        checkpoint = capture()
+        shards = {
+            MOMENTS: own_shards(checkpoint.optimizer),
+            WEIGHTS: own_shards(checkpoint.model),
+        }
+        asynchronous = self._is_asynchronous(shards)
+        if asynchronous:
+            shards = self._snapshot(shards)
+        state = copy.deepcopy(checkpoint.trainer_state)
+        part = Checkpoint(dict(checkpoint.files), {}, {}, state)
+        folder = self._new_folder(step)
+        self._finish = lambda outcomes: self._publish(step, folder, state, outcomes)
+        self._writing = self._executor.submit(self._write, step, folder, shards, part)
+        if not asynchronous:
+            self.wait()
+        return time.perf_counter() - start
+
+    def require_written(self) -> None:
+        """Finish the checkpoint that is being written, if all processes have written their part.
+        Does not wait.
+
+        Raises:
+            CheckpointError, StorageError: a process could not write its part, or old checkpoints
+                could not be deleted.
+        """
+        if self._writing is not None and not agree(not self._writing.done()):
+            self.wait()
+        if self._deleting is not None and self._deleting.done():
+            self._wait_for_deleting()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            CheckpointError, StorageError: a process could not write its part, or old checkpoints
+                could not be deleted.
+        """
+        if self._writing is not None:
+            outcomes = gather_objects(self._writing.result())
+            self._writing = None
+            self._finish(outcomes)
+        self._wait_for_deleting()
+
+    def close(self) -> None:
+        """End threads and free memory. A checkpoint that is not complete yet is given up, because
+        finishing it needs the other processes, which may have ended."""
+        try:
+            if self._writing is not None:
+                self._writing.result()
+                self._writing = None
+                with contextlib.suppress(_DiscardedError), self._folder.pop_all():
+                    raise _DiscardedError
+            self._wait_for_deleting()
+        finally:
+            self._release()
+
+    def _wait_for_deleting(self) -> None:
+        deleting, self._deleting = self._deleting, None
+        if deleting is not None:
+            deleting.result()
+
+    def _is_asynchronous(self, shards: _Shards) -> bool:
+        """True if every process has memory for its copies; all processes decide it together at the
+        first save."""
+        if self._asynchronous is None:
+            tensors = (p.tensor for part in shards.values() for p in part.values())
+            self._asynchronous = not agree(not self._have_room(tensors, self._world.local_size))
+        return self._asynchronous
+
+    def _snapshot(self, shards: _Shards) -> _Shards:
+        """Copies of shards that the next steps do not change."""
+        copies = self._copies.take(
+            {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
+        )
+        return {
+            kind: {n: TensorShard(copies[f"{kind} {n}"], p.offsets) for n, p in part.items()}
+            for kind, part in shards.items()
+        }
+
+    def _new_folder(self, step: int) -> Path:
+        """The temporary folder, made by the main process, into which all processes write."""
+        name = None
+        if self._is_main:
+            self._require_folder()
+            name = str(self._folder.enter_context(new_checkpoint(self._run_folder, step)))
+        return Path(broadcast_object(name))
+
+    def _write(self, step: int, folder: Path, shards: _Shards, part: Checkpoint) -> dict[str, Any]:
+        """Write this process' files.
+
+        Returns:
+            {"marks": `file_marks` of the files}; after an error {"error": message, "of_disk": True
+            for a StorageError}. Errors are returned, because all processes have to raise them.
+        """
+        rank, size = self._world.rank, self._world.size
+        try:
+            for own in shards.values():
+                require_finite(step, {name: shard.tensor for name, shard in own.items()})
+            with storage_errors(folder):
+                written = [
+                    write_shards(folder / shard_name(kind, rank, size), own)
+                    for kind, own in shards.items()
+                ]
+                if self._is_main:
+                    written += write_texts(folder, checkpoint_texts(step, part))
+                _require_on_disk(written)
+        except FirstlightError as error:
+            return {"error": str(error), "of_disk": isinstance(error, StorageError)}
+        return {"marks": file_marks(written)}
+
+    def _publish(
+        self,
+        step: int,
+        folder: Path,
+        state: Mapping[str, Any],
+        outcomes: list[dict[str, Any]],
+    ) -> None:
+        """Finish the checkpoint: the manifest and the final name. If a process could not write its
+        part, its error is raised and the folder removed.
+
+        Args:
+            step: number of completed optimizer steps.
+            folder: the temporary folder.
+            state: the checkpoint's `trainer_state`.
+            outcomes: the results of `_write` of all processes, in the order of ranks.
+        """
+        with self._in_own_folder(), self._folder.pop_all():
+            for rank, outcome in enumerate(outcomes):
+                if "error" in outcome:
+                    kind = StorageError if outcome["of_disk"] else CheckpointError
+                    raise kind(f"rank {rank}: {outcome['error']}")
+            if self._is_main:
+                marks = {name: m for one in outcomes for name, m in one["marks"].items()}
+                with storage_errors(folder):
+                    if self._is_last(step):
+                        marks |= _write_whole(folder, state)
+                    self._require_folder()
+                    write_manifest(
+                        folder,
+                        self._run_folder,
+                        step,
+                        marks,
+                        val_loss=state.get("val_loss"),
+                        after=self._parent,
+                        run_id=self._run_id,
+                    )
+        self.saved_step = step
+        if self._is_main:
+            self._deleting = self._executor.submit(
+                self._prune, checkpoint_folder(self._run_folder, step)
+            )
+
+
+def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Write the weights into one file beside their shards, which makes `folder` a Hugging Face
+    model folder; return its `file_marks`."""
+    model = sharded_model(folder, saved_vocab_multiple(folder, state))
+    with HashedFile(folder / WEIGHTS_NAME) as file:
+        write_tensors(file, weights_to_save(model), {"format": "pt"})
+    _require_on_disk([file])
+    return file_marks([file])
+
+
+def _require_on_disk(files: list[HashedFile]) -> None:
+    """Read files again from the disk, and compare their SHA-256.
+
+    Raises:
+        CheckpointError: a file differs from what was written.
+    """
+    for file in files:
+        forget_cached(file.path)
+        if sha256_of(file.path) != file.sha256:
+            raise CheckpointError(f"{file.path} differs from what was written: check the disk")

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import click
 
+from firstlight.bench.display import UNITS, cell, cells
 from firstlight.bench.options import GemmBench, Keep, MethodsBench, Result
-from firstlight.bench.tables import UNITS, cell, cells
 from firstlight.cli.options import config_options, path_option
-from firstlight.cli.output import counted, show, show_table, with_json
+from firstlight.cli.output import show, show_table, with_json
+from firstlight.console import counted
 from firstlight.files.atomic import write_file, write_json
 
 C = TypeVar("C", bound=Callable[..., Any])

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from firstlight.cli.options import SAMPLING, config_fields
-from firstlight.cli.output import counted, show_rows, write_out
-from firstlight.console import say
+from firstlight.cli.output import show_rows, write_out
+from firstlight.console import counted, say
 from firstlight.errors import ConfigError, FirstlightError, InputError, nearest
 from firstlight.generation.config import SamplingConfig
 

@@ -72,5 +72,4 @@ def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> di
             ("chat template", "the same in both" if result.has_chat_template else "none"),
         ]
     )
-    values = dataclasses.asdict(result)
-    return {**values, "out": str(result.out), "file": str(result.file) if result.file else None}
+    return dataclasses.asdict(result)

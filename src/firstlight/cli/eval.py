@@ -109,7 +109,7 @@ def eval_command(
     from firstlight.evaluation.perplexity import evaluate
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
-    result: dict[str, Any] = {"checkpoint": checkpoint, "folder": str(loaded.folder)}
+    result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
     # Tasks come first: their errors show at once, while a loss may take long.
     if tasks:
         result["tasks"] = _scored(
@@ -160,7 +160,7 @@ def _by_position(
     All models are evaluated on the same rows: those of the first model's data and sequence length.
     """
     from firstlight.evaluation.inputs import evaluated_folder, load_for_evaluation
-    from firstlight.evaluation.positions import ByPosition, evaluate_by_position
+    from firstlight.evaluation.perplexity import ByPosition, evaluate_by_position
 
     if len(set(checkpoints)) < len(checkpoints):
         raise ConfigError("--beside names a model twice: leave one out")

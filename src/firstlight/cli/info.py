@@ -108,8 +108,8 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     cache = cache_bytes_per_token(config, dtype)
     context = config.max_position_embeddings
     result = {
-        "folder": str(folder),
-        "base": str(base) if adapters else None,
+        "folder": folder,
+        "base": base if adapters else None,
         "model_type": config.model_type,
         "parameters": count.total,
         "active_parameters": count.active,

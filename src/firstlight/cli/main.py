@@ -30,7 +30,7 @@ from firstlight.cli.plan import plan_command
 from firstlight.cli.prepare import prepare_command
 from firstlight.cli.push import card_command, push_command, push_data_command
 from firstlight.cli.tokenizer import tokenizer_group
-from firstlight.cli.train import train_command
+from firstlight.cli.train import CONTINUE, train_command
 from firstlight.cli.tune import tune_command
 from firstlight.cli.watch import dashboard_command, watch_command
 from firstlight.console import visible
@@ -55,8 +55,7 @@ _LESS_MEMORY = {
 
 #: How to continue after Ctrl-C, by verb.
 _AFTER_INTERRUPTION = {
-    "train": ": the same command starts again, and with --resume it continues from the newest "
-    "checkpoint, if one was saved",
+    "train": f": {CONTINUE}, if a checkpoint was saved",
 }
 
 #: Bytes of address space that the import of torch takes. With less, C++ code aborts the process.

@@ -276,6 +276,8 @@ def _require_recipe(path: str, verb: str) -> None:
         what, then = "a prepared corpus", f"{use} --data.dir {quoted}"
     else:
         what = "a folder" if place.is_dir() else "text"
+        then = f"firstlight train {quoted} --plan-only"
+    if what in ("a folder", "text") and verb != "plan":
         then = (
             f"prepare takes text: firstlight tokenizer train {quoted} --vocab-size 4096 --out "
             f"mine/tokenizer, then firstlight prepare {quoted} --tokenizer mine/tokenizer --out "

@@ -32,7 +32,8 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         result = verb(*args, **kwargs)
         if kwargs["as_json"]:
-            write_out(json.dumps(result, ensure_ascii=False) + "\n")
+            # Paths become text.
+            write_out(json.dumps(result, ensure_ascii=False, default=os.fspath) + "\n")
         context = click.get_current_context()
         if _EXIT_CODE in context.meta:
             context.exit(context.meta[_EXIT_CODE])
@@ -95,11 +96,6 @@ def say_findings(findings: Iterable[Finding], run: str = "") -> None:
     for finding in findings:
         say(f"warning: {f'{run}: ' if run else ''}{finding.text}")
         say(f"what helps: {finding.advice}")
-
-
-def counted(count: int, noun: str) -> str:
-    """A number with its noun: '2 shards' for 2 and "shard"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def show_table(rows: Sequence[Sequence[str]]) -> None:

@@ -97,7 +97,10 @@ def plan_command(
         if not found.fits:
             end_with(DOES_NOT_FIT_EXIT_CODE)
         where = [str(word) for option in device.items() if option[1] for word in option]
-        command = next_command(plan, path, overrides, init_from, where=where, written=written)
+        wanted = ["--tokens", tokens] if tokens is not None else ["--budget", budget or "24h"]
+        command = next_command(
+            plan, path, overrides, init_from, where=where, wanted=wanted, written=written
+        )
         if (first := _preparation(plan.recipe)) is not None:
             show(f"first: {first}")
         show(f"next: {command}")
@@ -147,6 +150,7 @@ def next_command(
     overrides: Sequence[tuple[str, str]],
     init_from: str | None,
     where: Sequence[str],
+    wanted: Sequence[str],
     written: Path | None,
 ) -> str:
     """The command that a user should run after a plan: a training, or another plan.
@@ -157,6 +161,7 @@ def next_command(
         overrides: (section.key, value) pairs on the plan's command line.
         init_from: --init-from on the plan's command line.
         where: words of the device's options on the plan's command line.
+        wanted: words of the budget on the plan's command line, or of a usual one.
         written: path of the recipe that --write wrote; None if it wrote none.
     """
     from firstlight.planner.plan.text import changed_options
@@ -173,12 +178,6 @@ def next_command(
     plan_again = ["firstlight", "plan", path, *_options(given), *start, *where]
     if plan.suggested is None and not plan.methods:
         return shlex.join(plan_again)  # nothing was searched for
-    budget = plan.budget
-    if budget.tokens is not None:
-        wanted = ["--tokens", f"{budget.tokens:.0f}"]
-    else:
-        hours = 24 if budget.seconds is None else budget.seconds / 3600
-        wanted = ["--budget", f"{hours:g}h"]
     new = f"{Path(path).stem}-planned.yaml"
     return shlex.join([*plan_again, *wanted, "--write", new])
 

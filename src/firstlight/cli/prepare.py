@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from firstlight.cli.options import as_is_option, out_option, text_key_option
-from firstlight.cli.output import counted, show, with_json
-from firstlight.console import human_bytes, parse_count, say
+from firstlight.cli.output import show, with_json
+from firstlight.console import counted, human_bytes, parse_count, say
 from firstlight.errors import ConfigError
 
 #: Defaults of the options that only --kind text has, by parameter.
@@ -153,7 +153,7 @@ def prepare_command(
             )
         manifest = _prepare_chat(inputs, *folders, kind=kind, **shared, **of_chat)
     _show_summary(out, manifest)
-    return {"out": str(out), **manifest}
+    return {"out": out, **manifest}
 
 
 def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def card_command(
         show(f"card: {out}")
     elif not as_json:
         write_out(text)
-    return {"card": text, "out": None if out is None else str(out)}
+    return {"card": text, "out": out}
 
 
 def _shown(pushed: Pushed) -> dict[str, Any]:
@@ -136,5 +136,4 @@ def _shown(pushed: Pushed) -> dict[str, Any]:
         rows.append(("folder", str(pushed.folder)))
     rows.append(("uploaded", pushed.url or "nothing (--dry-run)"))
     show_rows(rows)
-    folder = None if pushed.folder is None else str(pushed.folder)
-    return {**dataclasses.asdict(pushed), "folder": folder}
+    return dataclasses.asdict(pushed)

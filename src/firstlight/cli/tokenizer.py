@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.options import as_is_option, out_option, text_key_option
-from firstlight.cli.output import counted, show, with_json
-from firstlight.console import human_bytes, say
+from firstlight.cli.output import show, with_json
+from firstlight.console import counted, human_bytes, say
 
 if TYPE_CHECKING:
     from firstlight.data.cleaning import ChangeCounts
@@ -70,7 +70,7 @@ def train_command(
         f"{human_bytes(counts['text_bytes'])}"
     )
     return {
-        "out": str(out),
+        "out": out,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_sha256": tokenizer.fingerprint,
         **counts,
@@ -175,7 +175,7 @@ def extend_command(
             f"{source}` runs on data that was prepared with --tokenizer {out}"
         )
     return {
-        "out": str(out),
+        "out": out,
         "vocab_size": after.vocab_size,
         "added": added,
         "chat_template": after.chat_template is not None,

@@ -1,4 +1,4 @@
-"""`firstlight train`."""
+"""`firstlight train`, and the start of several processes for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from firstlight.cli.launch import launch_if_asked
 from firstlight.cli.options import count_option, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show_rows, with_json
 from firstlight.cli.train_texts import TEXT_OPTIONS, takes_texts, text_options, train_texts_command
@@ -22,6 +21,10 @@ from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
+import sys
+
+#: Advice after a run was stopped.
+CONTINUE = "continue with the same command and --resume"
 
 _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
@@ -224,7 +227,7 @@ def _train_on_texts(
     if of_run is not None:
         say_findings(of_run.findings)
         if of_run.stopped_by is not None or of_run.diverged:
-            _end_stopped(of_run, "the same command and --resume")
+            _end_stopped(of_run)
     return found
 
 
@@ -266,16 +269,18 @@ def _train_recipe(
     if find_world().is_main:
         _show(result)
     if result.stopped_by is not None or result.diverged:
-        again = f"firstlight train {shlex.quote(str(result.run_folder / 'recipe.yaml'))}"
-        command = again if cooldown is not None else "the same command and"
-        _end_stopped(result, f"{command} --resume")
+        saved = shlex.quote(str(result.run_folder / "recipe.yaml"))
+        # A cooldown's own command could branch off a newer checkpoint.
+        again = f"continue with firstlight train {saved} --resume"
+        _end_stopped(result, CONTINUE if cooldown is None else again)
     return _as_json(result)
 
 
-def _end_stopped(result: TrainResult, command: str) -> None:
-    """Set the exit code of a stopped run, which `command` resumes, or of a diverged run."""
+def _end_stopped(result: TrainResult, advice: str = CONTINUE) -> None:
+    """Set the exit code of a stopped run, which is resumed as `advice` says, or of a diverged
+    run."""
     if result.stopped_by is not None:
-        say(f"stopped by {result.stopped_by} and saved: continue with {command}")
+        say(f"stopped by {result.stopped_by} and saved: {advice}")
         end_with(STOPPED_EXIT_CODE)
     else:
         end_with(DIVERGED_EXIT_CODE)
@@ -330,10 +335,9 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
     """The result of a run as a JSON object."""
     from firstlight.run_log.reader import last_start
 
-    best_folder = result.best_checkpoint
     return {
-        "run_folder": str(result.run_folder),
-        "checkpoint": str(result.checkpoint),
+        "run_folder": result.run_folder,
+        "checkpoint": result.checkpoint,
         "step": result.step,
         "tokens_seen": result.tokens_seen,
         "train/loss": result.train_loss,
@@ -343,7 +347,7 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
         "stopped_by": result.stopped_by,
         "diverged": result.diverged,
         "findings": [finding.as_json() for finding in result.findings],
-        "best_checkpoint": None if best_folder is None else str(best_folder),
+        "best_checkpoint": result.best_checkpoint,
     }
 
 
@@ -391,3 +395,91 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
             update={"batch": before.batch, "efficiency": before.efficiency}
         )
     return planned_elsewhere(recipe, find_hardware(recipe.run.device), say, init_from)
+
+
+#: The options for starting several processes.
+LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts")
+
+
+def launch_if_asked(ctx: click.Context) -> int | None:
+    """Remove LAUNCH_OPTIONS from a command's parameters, and start the processes that they ask for.
+
+    Returns:
+        The exit code of the processes; None if this process must do the work itself.
+
+    Raises:
+        ConfigError: the options contradict each other, or a launcher has started this process.
+        RankError: a rank failed.
+    """
+    asked = {name: ctx.params.pop(name.replace("-", "_")) for name in LAUNCH_OPTIONS}
+    nproc = asked.pop("nproc")
+    if nproc is None:
+        given = next((name for name, value in asked.items() if value is not None), None)
+        if given is not None:
+            raise ConfigError(f"--{given} needs --nproc: processes a machine")
+        return None
+    nnodes = 1 if asked["nnodes"] is None else asked["nnodes"]
+    if nnodes > 1 and asked["node-rank"] is None:
+        raise ConfigError("--nnodes needs --node-rank: which of the machines this is, from 0")
+    _require_no_launcher(nnodes)
+    count = _count(nproc)
+    if count == 1 and nnodes == 1 and not asked["max-restarts"]:
+        return None
+    # Otherwise torch's C++ code prints a long stack trace for each broken connection.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from firstlight.parallel.elastic import Launch, launch
+
+    options = Launch(
+        count,
+        nnodes,
+        asked["node-rank"] or 0,
+        asked["rdzv-endpoint"] or "",
+        max_restarts=asked["max-restarts"] or 0,
+    )
+    # -P: modules in the current folder are not imported.
+    command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
+    return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
+
+
+def arguments_of(ctx: click.Context) -> list[str]:
+    """The command and its arguments as a list for a new process, without the removed options."""
+    assert ctx.info_name is not None
+    arguments = [ctx.info_name]
+    for parameter in ctx.command.params:
+        assert parameter.name is not None
+        value = ctx.params.get(parameter.name)
+        if isinstance(parameter, click.Argument):
+            arguments += value or ()
+        elif isinstance(value, tuple):
+            # An option that may be given several times.
+            arguments += [word for one in value for word in (parameter.opts[0], str(one))]
+        elif value is not None and value != parameter.get_default(ctx):
+            arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+    return arguments
+
+
+def _require_no_launcher(nnodes: int) -> None:
+    """Check that no launcher has started this process.
+
+    Raises:
+        ConfigError: a launcher has, so that several processes would start processes.
+    """
+    from firstlight.parallel.world import find_world
+
+    variables = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}
+    # With several machines, a launcher such as srun may start this command once on each.
+    if variables & os.environ.keys() or (nnodes == 1 and find_world().size > 1):
+        raise ConfigError(
+            "a launcher has started this process: leave out --nproc, or start the command without "
+            "that launcher"
+        )
+
+
+def _count(nproc: str) -> int:
+    if nproc == "auto":
+        import torch
+
+        return max(torch.cuda.device_count(), 1)
+    if not nproc.isdecimal() or int(nproc) < 1:
+        raise ConfigError(f"--nproc is '{nproc}': it has to be a number from 1 on, or auto")
+    return int(nproc)

@@ -154,8 +154,7 @@ def train_texts_command(
         show(line)
     found = dataclasses.asdict(dataclasses.replace(run, training=None))
     stopped_by = None if run.training is None else run.training.stopped_by
-    found |= {"run_folder": str(run.run_folder), "stopped_by": stopped_by}
-    return found, run.training
+    return {**found, "stopped_by": stopped_by}, run.training
 
 
 def _ask(plan: RunPlan) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,16 +64,9 @@ def tune_command(
     minutes = parse_time(budget) / 60
     result = tune(load_recipe(path, overrides), out, budget_minutes=minutes, **options)
     _show(result)
-    return {
-        "folder": str(result.folder),
-        "objective": result.study.objective,
-        "trial_steps": result.study.trial_steps,
-        "trials": list(result.trials),
-        "best": result.best,
-        "best_recipe": None if result.best_recipe is None else str(result.best_recipe),
-        "importance": dict(result.importance),
-        "picture": None if result.picture is None else str(result.picture),
-    }
+    found = dataclasses.asdict(result)
+    study = found.pop("study")
+    return {**found, "objective": study["objective"], "trial_steps": study["trial_steps"]}
 
 
 def _show(result: TuneResult) -> None:

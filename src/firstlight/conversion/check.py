@@ -9,7 +9,7 @@ Each of three comparisons finds errors that the others miss:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -21,7 +21,7 @@ from firstlight.models import Model, ModelConfig, build_model
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import config_from_hf
-from firstlight.weights.loading import fill
+from firstlight.weights.loading import fill, first_names, is_finite
 
 #: Prompt on which the logits of source and result are compared. Prose, numbers, code and a
 #: non-ASCII letter use many different rows of the embedding.
@@ -118,38 +118,6 @@ def logits_of(
     return logits.float()
 
 
-def first_names(names: Sequence[str]) -> str:
-    """The first three of `names` and the number of the remaining ones, for a message."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
-
-
-def require_tensors(
-    where: str, expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]
-) -> None:
-    """Refuse tensors that are missing, extra or misshapen.
-
-    Args:
-        where: name of the model or file, for the message.
-        expected, given: shapes by tensor name.
-
-    Raises:
-        ModelError: a tensor is missing, extra or misshapen; the message names up to three.
-    """
-    wrong = [
-        f"{name} is {list(given[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in given and tuple(given[name]) != tuple(shape)
-    ]
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - given.keys())),
-        ("has unknown", sorted(given.keys() - expected.keys())),
-        ("has misshapen", wrong),
-    ):
-        if names:
-            raise ModelError(f"{where} {problem} tensors: {first_names(names)}")
-
-
 def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse weights with NaN or infinity.
 
@@ -166,12 +134,6 @@ def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
             f"{where} has tensors with NaN or infinity: {first_names(broken)}; such a model says "
             "nothing, take an earlier checkpoint"
         )
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """True if all numbers of a tensor are finite. The tensor has any shape and is not empty."""
-    # NaN appears in both extremes. torch.isfinite would allocate a tensor of the same size.
-    return all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
 
 
 def require_same_tensors(

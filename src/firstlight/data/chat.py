@@ -28,12 +28,18 @@ from firstlight.data.conversations import (
     to_conversation,
     to_pair,
 )
-from firstlight.data.examples import ORIGINS_NAME, open_split
 from firstlight.data.opening import optional
+from firstlight.data.packing import ORIGINS_NAME, open_split
 from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
-from firstlight.data.shards import LABELLED_VERSION, MANIFEST_NAME, read_manifest
+from firstlight.data.shards import (
+    LABELLED_VERSION,
+    MANIFEST_NAME,
+    CorpusWriter,
+    read_manifest,
+    require_one_split,
+    require_replaceable,
+)
 from firstlight.data.sources import DataSource, neutral_name, unread_files, write_sources
-from firstlight.data.writer import CorpusWriter, require_one_split, require_replaceable
 from firstlight.errors import (
     ConfigError,
     DataError,

@@ -1,6 +1,6 @@
 """Cleaning of texts while they are read: `split_documents` ends documents at separators such as
 <|endoftext|>, and `cleaned` replaces CRLF line ends and leaves out Project Gutenberg's header and
-licence.
+licence, and the numbers and times of subtitles.
 """
 
 from __future__ import annotations
@@ -64,8 +64,16 @@ _CREDITS = re.compile(
 
 #: Words of which a text with one of these marks has at least one.
 _OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
+#: The beginning of a .vtt file, and what is before each subtitle: blank lines, its number or name
+#: (SubRip, WebVTT), and its line of times.
+_TIMES = re.compile(
+    r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
+    r"|(?:\A|\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
+)
 #: Keys of the changes other than separators, see `DocumentPart` and `cleaned`.
-CRLF, GUTENBERG = "crlf", "gutenberg"
+CRLF = "crlf"
+GUTENBERG = "gutenberg"
+SUBTITLES = "subtitles"
 #: Beginning of the key of a separator that is left in the text.
 _KEPT = "kept "
 
@@ -217,9 +225,12 @@ def _is_long(mark: bytes) -> bool:
     return mark[1:2] in (b"|", b"\xef")
 
 
-def cleaned(text: str, *, is_code: bool = False) -> tuple[str, tuple[str, ...]]:
+def cleaned(
+    text: str, *, is_code: bool = False, is_subtitles: bool = False
+) -> tuple[str, tuple[str, ...]]:
     """The text with LF in place of CRLF and, unless it is code, without Project Gutenberg's header
-    and licence, and the keys of these changes. "" if there is no text beside the licence."""
+    and licence, and the keys of these changes. Subtitles are without their numbers and times. "" if
+    there is no text beside what is left out."""
     changes: tuple[str, ...] = ()
     if "\r\n" in text:
         text, changes = text.replace("\r\n", "\n"), (CRLF,)
@@ -228,7 +239,9 @@ def cleaned(text: str, *, is_code: bool = False) -> tuple[str, tuple[str, ...]]:
         body = without_gutenberg(text)
         if body != text:
             text, changes = body, (*changes, GUTENBERG)
-    return text, changes
+    if is_subtitles and _TIMES.search(text):
+        text, changes = _TIMES.sub("\n", text).strip("\n") + "\n", (*changes, SUBTITLES)
+    return text if text.strip() else "", changes
 
 
 def without_gutenberg(text: str) -> str:
@@ -264,7 +277,7 @@ def without_gutenberg(text: str) -> str:
 
 def is_separator(change: str) -> bool:
     """True if the key of a change is the spelling of a separator."""
-    return change not in (CRLF, GUTENBERG) and not change.startswith(_KEPT)
+    return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith(_KEPT)
 
 
 class ChangeCounts:
@@ -316,6 +329,8 @@ def change_lines(
         elif change == GUTENBERG:
             what = "Project Gutenberg's header and licence"
             yield f"{where}: {what} left out{within} (--as-is keeps them)"
+        elif change == SUBTITLES:
+            yield f"{where}: numbers and times of subtitles left out{within} (--as-is keeps them)"
         elif change.startswith(_KEPT):
             mark = change.removeprefix(_KEPT)
             yield f"{where}: {mark} that is not between documents is learned as characters{within}"

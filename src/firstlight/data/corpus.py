@@ -1,15 +1,15 @@
 """`Corpus`: a split of prepared data, as training, evaluation and planning use it. Its classes:
 
-    text                `TokenDataset`; rows that begin with documents: `alignment.AlignedDataset`
-    conversations       `examples.ExampleDataset`
-    preference pairs    `examples.PreferenceDataset`
+    text                `TokenDataset`; rows that begin with documents: `packing.AlignedDataset`
+    conversations       `packing.ExampleDataset`
+    preference pairs    `packing.PreferenceDataset`
     a mix of corpora    `mixing.MixedDataset`
 
-`writer.CorpusWriter` writes the folders of all kinds, and `shards` describes the files.
+`shards` describes the files of a prepared folder; its `CorpusWriter` writes those of all kinds.
 
 A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens
 i*T+1 ... i*T+T, each from the token before it. So every token but the very first is predicted
-exactly once, and the last row may be shorter. (Conversations are packed into rows: see `examples`.)
+exactly once, and the last row may be shorter. (Conversations are packed into rows: see `packing`.)
 
 With document masking, the tokens of a row are numbered by document, and a token is predicted from
 its own document only. What this means depends on the tokens around a document's text:
@@ -226,7 +226,7 @@ class TokenDataset(Corpus):
 
     Raises:
         DataError: the folder is not a prepared corpus, lacks the split, or is damaged; or it holds
-            conversations, for which there is `examples.ExampleDataset`.
+            conversations, for which there is `packing.ExampleDataset`.
 
     Attributes:
         text_bytes: UTF-8 bytes of the split's text.

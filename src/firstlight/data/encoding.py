@@ -23,13 +23,12 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import tokenizers
 
 from firstlight.console import say
@@ -66,8 +65,6 @@ Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 _BATCH_CHARACTERS = 1 << 20
 #: Number of attempts at a batch: after as many killed processes, the batch fails.
 _ATTEMPTS = 3
-#: Time without the tokens of a batch after which stopped processes are looked for.
-_SECONDS_TO_ANSWER = 60.0
 #: Characters of a block that a task of a Ray cluster encodes, about: half a second or more of work.
 _BLOCK_CHARACTERS = 1 << 22
 #: Blocks that are sent to a Ray cluster ahead of the ids that are written: this number for each
@@ -193,14 +190,6 @@ class _Worker:
         tokens: list[TokenArray] = result
         return tokens
 
-    @property
-    def stopped_id(self) -> int | None:
-        """The process id if the process is stopped (SIGSTOP), or None. A slow process is not."""
-        with contextlib.suppress(psutil.Error):
-            if psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED:
-                return self._process.pid
-        return None
-
     def end(self) -> int:
         """Kill the process if it is running; return its exit code, negative after a signal."""
         self._process.kill()
@@ -224,8 +213,6 @@ class _Processes:
         self._workers: set[_Worker] = set()
         self._lock = threading.Lock()
         self._stopped = False
-        #: Ids of the stopped processes that the user was told about.
-        self._named: set[int] = set()
         self._waiting: deque[tuple[list[TextPiece], Future[list[TokenArray]]]] = deque()
 
     def __len__(self) -> int:
@@ -243,22 +230,7 @@ class _Processes:
             DataError: processes are killed repeatedly, or can't start; or see `encode`.
         """
         batch, future = self._waiting.popleft()
-        while not wait([future], _SECONDS_TO_ANSWER).done:
-            self._name_stopped()
         return zip(batch, future.result(), strict=True)
-
-    def _name_stopped(self) -> None:
-        """Tell the user once about each process that another program has stopped."""
-        with self._lock:
-            found = [worker.stopped_id for worker in self._workers]
-        stopped = {process for process in found if process is not None}
-        for process in stopped - self._named:
-            say(
-                f"tokenizing process {process} is stopped, and prepare waits for it: let it run "
-                f"with kill -CONT {process}, or have its documents encoded again by another one "
-                f"with kill -KILL {process}"
-            )
-        self._named = stopped
 
     def stop(self) -> None:
         """Kill the processes, and drop the batches."""

@@ -24,17 +24,13 @@ from torch import Tensor
 
 from firstlight.data.conversations import PAIRS_ARE_SELF_DESCRIBING, ChatForm
 from firstlight.data.corpus import Corpus, TokenDataset
-from firstlight.data.examples import LongPolicy
 from firstlight.data.mixing import whole_weights
+from firstlight.data.packing import LongPolicy, RowAlignment
 from firstlight.hardware.device import single_threaded_pool
 from firstlight.section import Section
 
 #: Label of a position without a prediction: `ignore_index` of PyTorch's cross entropy.
 IGNORE_INDEX = -100
-
-#: Ways in which text becomes rows: "stream" cuts one stream of all documents, "document" packs
-#: documents into rows (see `alignment`).
-RowAlignment = Literal["stream", "document"]
 
 
 @dataclass(frozen=True)

@@ -200,19 +200,6 @@ def _western(content: bytes, high: Sequence[int]) -> str | None:
     return "WINDOWS-1252" if is_alone and not is_inside and set(high) <= _WESTERN else None
 
 
-def decoded(content: bytes, path: Path) -> str:
-    """The text of a whole file, without its BOM.
-
-    Raises:
-        EncodingProblem: the file is not in a supported encoding; the message names the first
-            invalid byte.
-    """
-    encoding = encoding_of(content, path)
-    if encoding == "utf-8-sig":
-        return decoded_utf8(content.removeprefix(codecs.BOM_UTF8), path)
-    return b"".join(_utf8_of_wide(io.BytesIO(content), encoding)).decode("utf-8")
-
-
 def decoded_utf8(content: bytes, path: Path) -> str:
     """The text of a document in UTF-8.
 

@@ -46,7 +46,7 @@ from firstlight.data.records import (
     read_documents,
     with_words,
 )
-from firstlight.data.shards import TokenArray
+from firstlight.data.shards import CorpusWriter, TokenArray, require_one_split, require_replaceable
 from firstlight.data.sources import (
     DataSource,
     find_sources,
@@ -56,7 +56,6 @@ from firstlight.data.sources import (
     without,
     write_sources,
 )
-from firstlight.data.writer import CorpusWriter, require_one_split, require_replaceable
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import new_folder
 from firstlight.hardware.environment import usable_cpus
@@ -131,10 +130,18 @@ def prepare(
         ConfigError, MissingDependencyError: an argument is invalid, a package or cluster missing.
         DataError, StorageError: encoding or writing failed; nothing is left behind.
     """
-    _require_valid(engine, ray_address, workers=workers, shard_tokens=shard_tokens)
+    _require_valid_engine(engine, ray_address, workers)
+    _require_positive(
+        workers=workers,
+        shard_tokens=shard_tokens,
+        max_documents=max_documents,
+        max_tokens=max_tokens,
+    )
     require_one_split(val_inputs, val_fraction)
-    fraction = 0.0 if val_inputs else val_fraction
-    chosen = _Selection(fraction, split_of, max_documents, max_tokens)
+    if not 0 <= val_fraction < 1:
+        raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
+    # The exact value of the decimal notation.
+    fraction = Fraction(0) if val_inputs else Fraction(str(val_fraction))
     out, drawn = Path(out).expanduser(), requested_tokens(inputs)
     names, sources = ([], []) if drawn else _sources_of(inputs, as_is=as_is)
     held_out = find_sources(val_inputs, as_is=as_is) if val_inputs else []
@@ -142,17 +149,24 @@ def prepare(
         tokenizer = Tokenizer.from_pretrained(tokenizer)
     require_replaceable(out, overwrite)
     if drawn is not None:
-        chosen.require_all_of(drawn.name)
+        if (split_of, max_documents, max_tokens) != (None, None, None):
+            raise ConfigError(f"{drawn.name} takes no limits: its name has the number of tokens")
         if val_inputs:
             raise ConfigError(f"{drawn.name} has no texts to validate on: leave out val_inputs")
         return prepare_random(
-            drawn, tokenizer, out, chosen.fraction, overwrite=overwrite, shard_tokens=shard_tokens
+            drawn, tokenizer, out, fraction, overwrite=overwrite, shard_tokens=shard_tokens
         )
     encoder = _encoder(
         tokenizer, sources, workers, engine, ray_address=ray_address, max_tokens=max_tokens
     )
     with encoder as encode, new_folder(out, replace=overwrite, synced=True) as folder:
-        preparation = _Preparation(CorpusWriter(folder, tokenizer, shard_tokens), chosen)
+        preparation = _Preparation(
+            CorpusWriter(folder, tokenizer, shard_tokens),
+            fraction,
+            split_of,
+            max_documents=max_documents,
+            max_tokens=max_tokens,
+        )
         sources = without(sources, held_out)
         marks = {source: mark_of(source) for source in [*sources, *held_out]}
         preparation.run(sources, text_key, encode, progress=progress, held_out=held_out)
@@ -180,10 +194,7 @@ def _sources_of(
     return names, sources
 
 
-def _require_valid(
-    engine: str, address: str | None, *, workers: int | None, shard_tokens: int
-) -> None:
-    _require_positive(workers=workers, shard_tokens=shard_tokens)
+def _require_valid_engine(engine: str, address: str | None, workers: int | None) -> None:
     if engine not in get_args(Engine):
         raise ConfigError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine}")
     if engine == "ray" and workers is not None:
@@ -231,51 +242,28 @@ def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, I
     return len(seen) >= wanted, itertools.chain(seen, documents)
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """Options that select the documents to write, and their splits.
-
-    Attributes:
-        val_fraction, split_of, max_documents, max_tokens: see `prepare`.
-    """
-
-    val_fraction: float
-    split_of: SplitOf | None = None
-    max_documents: int | None = None
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.val_fraction < 1:
-            raise ConfigError(
-                f"val_fraction must be at least 0 and below 1, not {self.val_fraction}"
-            )
-        _require_positive(max_documents=self.max_documents, max_tokens=self.max_tokens)
-
-    @property
-    def fraction(self) -> Fraction:
-        """`val_fraction` as the exact value of its decimal notation."""
-        return Fraction(str(self.val_fraction))
-
-    def require_all_of(self, name: str) -> None:
-        """Raise a ConfigError if a limit is set, which random tokens (`name`) can't have."""
-        if self != _Selection(self.val_fraction):
-            raise ConfigError(f"{name} takes no limits: its name has the number of tokens")
-
-
 class _Preparation:
     """The state of one run of `prepare`.
 
     Documents are numbered from 1 in the order in which they are read, without the rejected ones.
     """
 
-    def __init__(self, writer: CorpusWriter, chosen: _Selection) -> None:
+    def __init__(
+        self,
+        writer: CorpusWriter,
+        fraction: Fraction,
+        split_of: SplitOf | None,
+        *,
+        max_documents: int | None,
+        max_tokens: int | None,
+    ) -> None:
         self.writer = writer
         self.tokenizer = writer.tokenizer
         self.dtype = writer.dtype
-        self.fraction, self.split_of = chosen.fraction, chosen.split_of
-        self.max_documents, self.max_tokens = chosen.max_documents, chosen.max_tokens
+        self.fraction, self.split_of = fraction, split_of
+        self.max_documents, self.max_tokens = max_documents, max_tokens
         self.has_val_inputs = False
-        self.separators = len(self._with_separators([]))
+        self.separators = separators_of(writer.tokenizer)
         #: Documents read so far, documents written, number of the document written last.
         self.accepted = self.written = self.last_written = 0
         #: File and changes of each document that was changed and is not written yet, by number.
@@ -414,7 +402,7 @@ class _Preparation:
                 pieces,
                 self.max_tokens,
                 self.fraction,
-                self.separators,
+                sum(map(len, self.separators)),
                 encode=lambda text: encode([text], self.tokenizer)[0],
             )
         for piece, tokens in pieces:
@@ -494,11 +482,15 @@ class _Preparation:
             yield document, split
 
     def _with_separators(self, parts: list[TokenArray]) -> TokenArray:
-        before = [self.tokenizer.bos_token_id] if self.tokenizer.add_bos else []
-        after = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
-        return np.concatenate(
-            [np.array(before, self.dtype), *parts, np.array(after, self.dtype)], dtype=self.dtype
-        )
+        before, after = (np.array(ids, self.dtype) for ids in self.separators)
+        return np.concatenate([before, *parts, after], dtype=self.dtype)
+
+
+def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """(ids before each document, ids after each document)."""
+    before = [tokenizer.bos_token_id] if tokenizer.add_bos else []
+    after = [tokenizer.eos_token_id]
+    return [i for i in before if i is not None], [i for i in after if i is not None]
 
 
 # Parts of documents
@@ -701,8 +693,7 @@ def _random_documents(
         tokenizer: the tokenizer, for the ids of the separators.
         generator: the random generator, advanced by each document.
     """
-    before = [tokenizer.bos_token_id] if tokenizer.add_bos else []
-    after = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    before, after = separators_of(tokenizer)
     while count:
         length = min(count, _DOCUMENT_TOKENS)
         inner = max(length - len(before) - len(after), 0)

@@ -10,27 +10,27 @@ rejected documents.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 import pydantic_core
 
-from firstlight.data.cleaning import cleaned, split_documents
+from firstlight.data.cleaning import SUBTITLES, cleaned, split_documents
 from firstlight.data.conversations import BadRecordError
 from firstlight.data.kinds import HEAD_BYTES, conversation_kind, exported_chats
 from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
     blocks_of,
-    decoded,
     decoded_utf8,
     encoding_of,
     largest_document,
@@ -47,6 +47,7 @@ from firstlight.data.sources import (
     find_sources,
     holds_one_document,
     is_code,
+    is_subtitles,
 )
 from firstlight.data.tables import read_parquet, read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
@@ -73,6 +74,7 @@ _TOLD_BY = 10
 
 _ONLY_LICENCE = "Project Gutenberg's header and licence without a text"
 _ONLY_SEPARATORS = "separators without a text"
+_ONLY_TIMES = "times of subtitles without a text"
 _REPLACE = "replace it, or leave it out"
 
 REASONS = {
@@ -245,11 +247,13 @@ def read_documents(
         InputError, MissingDependencyError: see `read_records`.
     """
     for source in sources:
-        code = is_code(source)
+        clean = functools.partial(
+            cleaned, is_code=is_code(source), is_subtitles=is_subtitles(source)
+        )
         left = math.inf if source.most_bytes is None else source.most_bytes
         with _unchanged(source), closing(_records_of(source, text_key)) as records:
             for record in records:
-                for document in _documents_of(record, source, text_key, code=code):
+                for document in _documents_of(record, source, text_key, clean):
                     yield document
                     # So that a dataset without the field is not read to its end.
                     left -= _REJECTED_BYTES if document.error is not None else 0
@@ -298,7 +302,10 @@ def mark_of(source: DataSource) -> tuple[int, int, int] | None:
 
 
 def _documents_of(
-    record: Record, source: DataSource, text_key: str, *, code: bool
+    record: Record,
+    source: DataSource,
+    text_key: str,
+    clean: Callable[[str], tuple[str, tuple[str, ...]]],
 ) -> Iterator[Record]:
     """The documents of a record: its text, split at separators and cleaned."""
     try:
@@ -317,9 +324,11 @@ def _documents_of(
         found = split_documents([text.encode("utf-8")])
         parts = [((one.content or b"").decode("utf-8"), one.changes) for one in found]
     for part, changes in parts:
-        text, made = cleaned(part, is_code=code)
+        text, made = clean(part)
         # Of a record with only separators, one empty part is found.
-        reason = _ONLY_LICENCE if part else _ONLY_SEPARATORS
+        reason = _ONLY_SEPARATORS
+        if part:
+            reason = _ONLY_TIMES if SUBTITLES in made else _ONLY_LICENCE
         problem = BadRecordError("empty", reason) if not text else None
         yield record._replace(value=text or None, error=problem, changes=changes + made)
 
@@ -438,7 +447,11 @@ def _require_few_values(content: bytes) -> None:
 
 def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
     most = min(_MAX_JSON_BYTES, largest_document(path))
-    content = read_at_most(file, most)
+    try:
+        content = read_at_most(utf8_stream(file, path), most)
+        text = decoded_utf8(content, path) if len(content) <= most else ""
+    except EncodingProblem as problem:
+        raise InputError(f"{origin}:{problem.line}: {problem}") from problem
     if len(content) > most:
         raise InputError(
             f"{origin} has more than {most:,} bytes, and JSON has to be read as a whole: make it "
@@ -448,9 +461,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin} is {kind.name}: {kind.advice(path)}")
     try:
         _require_few_values(content)
-        values = json.loads(decoded(content, path))
-    except EncodingProblem as problem:
-        raise InputError(f"{origin}:{problem.line}: {problem}") from problem
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         advice = "; if it has one record a line, call it .jsonl" if error.lineno > 1 else ""
         raise InputError(f"{origin}:{error.lineno}: not JSON: {error.msg}{advice}") from error

@@ -27,7 +27,7 @@ _CODE_SUFFIXES = tuple(
     ".rs .scala .sh .sql .swift .ts .tsx".split()
 )
 TEXT_SUFFIXES = (
-    *".txt .md .text .markdown .rst .adoc .org .tex .log .srt".split(),
+    *".txt .md .text .markdown .rst .adoc .org .tex .log .srt .vtt".split(),
     *_CODE_SUFFIXES,
 )
 COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
@@ -435,10 +435,12 @@ def _key(source: DataSource) -> str:
 
 def is_code(source: DataSource) -> bool:
     """True if a source is a file of source code."""
-    name = source.name.lower()
-    stem, dot, ending = name.rpartition(".")
-    name = stem if dot + ending in COMPRESSIONS else name
-    return source.path is not None and name.endswith(_CODE_SUFFIXES)
+    return source.path is not None and source.name.lower().endswith(compressed(*_CODE_SUFFIXES))
+
+
+def is_subtitles(source: DataSource) -> bool:
+    """True if a source is a file of subtitles."""
+    return source.path is not None and source.name.lower().endswith(compressed(".srt", ".vtt"))
 
 
 def limited_sources(

@@ -230,7 +230,11 @@ class _HarnessMethods:
     ) -> list[tuple[float, bool]]:
         pairs = [TokenPair(tuple(c), tuple(more)) for _, c, more in requests]
         for pair in pairs:
-            _require_continuation(pair, self._limit)
+            if not 0 < len(pair.continuation) <= self._limit:
+                raise InputError(
+                    f"a task has a text of {len(pair.continuation)} tokens to be scored, and the "
+                    f"model's context has room for 1 to {self._limit}"
+                )
         return [(one.logprob, one.is_greedy) for one in self._scored(pairs)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
@@ -260,7 +264,14 @@ class _HarnessMethods:
         texts = [
             self._text_of(*request.args, number=number) for number, request in enumerate(requests)
         ]
-        continue_texts(self._loaded, texts, self._texts_at_a_time, self._on_texts)
+        longest = max((len(t.prompt_ids) + t.config.max_new_tokens for t in texts), default=1)
+        size = max(min(self._texts_at_a_time, len(texts)), 1)
+        done = 0
+        for index, _ in pieces_of_many(texts, BatchDecoder(self._loaded.model, size, longest)):
+            if texts[index].finish_reason is not None:
+                done += 1
+                if self._on_texts is not None:
+                    self._on_texts(done, len(texts))
         # As the harness does: new tokens are decoded without the prompt, which drops the space
         # before the first word.
         return [
@@ -301,15 +312,6 @@ def harness_model(loaded: LoadedModel, batch_size: int, on_texts: Progress | Non
     return FirstlightLM(loaded, batch_size, on_texts)
 
 
-def _require_continuation(pair: TokenPair, limit: int) -> None:
-    count = len(pair.continuation)
-    if not 0 < count <= limit:
-        raise InputError(
-            f"a task has a text of {count} tokens to be scored, and the model's context has room "
-            f"for 1 to {limit}"
-        )
-
-
 def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
     """The sampling settings of a task's `generation_kwargs`.
 
@@ -344,23 +346,3 @@ def before_stops(text: str, stops: Sequence[str]) -> str:
     for stop in stops:
         text = text.partition(stop)[0]
     return text
-
-
-def continue_texts(
-    loaded: LoadedModel,
-    texts: Sequence[Continuation],
-    batch_size: int,
-    on_texts: Progress | None,
-) -> None:
-    """Generate the continuations of texts, `batch_size` texts at a time: when a text ends, the next
-    one takes its place in the batch. The results are in `texts`."""
-    if not texts:
-        return
-    longest = max(len(text.prompt_ids) + text.config.max_new_tokens for text in texts)
-    decoder = BatchDecoder(loaded.model, min(batch_size, len(texts)), longest)
-    done = 0
-    for index, _ in pieces_of_many(texts, decoder):
-        if texts[index].finish_reason is not None:
-            done += 1
-            if on_texts is not None:
-                on_texts(done, len(texts))

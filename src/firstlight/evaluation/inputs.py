@@ -12,7 +12,7 @@ import torch
 from firstlight.checkpoint.manifest import require_kept
 from firstlight.checkpoint.selection import read_model_folder, trained_on
 from firstlight.data.corpus import TokenDataset
-from firstlight.data.examples import open_split
+from firstlight.data.packing import open_split
 from firstlight.data.remote import local_folder
 from firstlight.errors import CheckpointError, DataError
 from firstlight.generation.engine import tokenizer_of

@@ -7,9 +7,8 @@ any order of the rows and any distribution over processes.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -293,19 +292,6 @@ def sampled_rows(total: int, count: int, seed: int) -> list[int]:
     With the same seed, a smaller sample is a subset of a larger one.
     """
     return sorted(shuffled_index(i, total, seed, 0) for i in range(min(count, total)))
-
-
-def merged(parts: Iterable[Iterable[RowLoss]]) -> list[RowLoss]:
-    """The rows of all parts (such as the rows of each rank), in ascending order.
-
-    Raises:
-        ValueError: a row occurs twice.
-    """
-    rows = sorted((row for part in parts for row in part), key=lambda row: row.row)
-    for one, other in itertools.pairwise(rows):
-        if one.row == other.row:
-            raise ValueError(f"row {one.row} was evaluated twice")
-    return rows
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:

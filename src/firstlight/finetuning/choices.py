@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from firstlight.console import rounded
-from firstlight.from_texts.chosen import (
+from firstlight.from_texts.plan import (
     Choice,
     Choices,
     RunFacts,
     given_batch,
+    given_keys,
     given_unit,
-    known_rate,
 )
+from firstlight.from_texts.request import Request
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
+from firstlight.planner.advise.learning_rates import finetuning_rate
 
 
 @dataclass(frozen=True)
@@ -141,25 +143,32 @@ def _power_of_two(count: float) -> int:
     return 1 << max(math.ceil(math.log2(max(count, 1))), 0)
 
 
-def choose_tuning(
-    data: TuningData,
-    model: StartingModel,
-    method: Method,
-    machine: MachineFacts,
-    epoch_tokens: float,
-    val_tokens: float,
-    row: Choice,
-    length: Length,
-    fixed: Mapping[str, Any],
-) -> Choices:
-    """Choose all settings of a fine-tuning run.
+@dataclass(frozen=True)
+class TuningFacts:
+    """The facts from which the settings of fine-tuning are chosen.
 
-    Args:
+    Attributes:
         data, model, method: training data, starting model and method.
         machine: the machine, with its speed for this model.
         epoch_tokens: tokens of a pass over the training split, padding included.
         val_tokens: tokens of the validation split, padding included.
         row: the choice of `row_of`.
+    """
+
+    data: TuningData
+    model: StartingModel
+    method: Method
+    machine: MachineFacts
+    epoch_tokens: float
+    val_tokens: float
+    row: Choice
+
+
+def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) -> Choices:
+    """Choose all settings of a fine-tuning run.
+
+    Args:
+        facts: the facts.
         length: length of the run as time, tokens or steps.
         fixed: values given by the user, by `section.key`.
 
@@ -167,9 +176,11 @@ def choose_tuning(
         ConfigError: given values of the batch disagree, or no learning rate is known for the
             given optimizer.
     """
+    data, machine = facts.data, facts.machine
+    row = facts.row
     flops, rate = machine.rates[0]
     fixed = {key: value for key, value in fixed.items() if value is not None}
-    most: float = fixed.get("schedule.epochs", data.most_epochs) * epoch_tokens
+    most: float = fixed.get("schedule.epochs", data.most_epochs) * facts.epoch_tokens
     given = given_batch(fixed, row.value)
 
     def tokens_at(rate: float) -> float:
@@ -184,20 +195,20 @@ def choose_tuning(
     tokens = tokens_at(rate)
     steps = length.steps or max(round(tokens / batch), 1)
     run = RunFacts(steps, batch, row.value, rate)
-    epochs = run.tokens / max(epoch_tokens, 1.0)
+    epochs = run.tokens / max(facts.epoch_tokens, 1.0)
     items = [
         row,
-        *method.choices(),
+        *facts.method.choices(),
         run.micro_batch(machine, fixed),
-        Choice("batch.global_batch_tokens", batch, _batch_reason(data, batch, epoch_tokens)),
-        *_optimizer_choices(model, method, fixed),
+        Choice("batch.global_batch_tokens", batch, _batch_reason(data, batch, facts.epoch_tokens)),
+        *_optimizer_choices(facts.model, facts.method, fixed),
         *_length_choices(run, length, epochs, data),
-        *run.other_choices(machine, val_tokens),
+        *run.other_choices(machine, facts.val_tokens),
         Choice("checkpoint.keep_best", 1, "the one with the least held-out loss is kept, too"),
     ]
     # A given row keeps its reason, which may have the number of conversations that are left out.
     others = {key: value for key, value in fixed.items() if key != row.key}
-    return run.choices(items, others, model.parameters, epochs)
+    return run.choices(items, others, facts.model.parameters, epochs)
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
@@ -221,20 +232,27 @@ def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
     return f"tokens of a step: about {max(round(share), 1):,} conversations"
 
 
+def check_given(request: Request, *, conversations: bool = False) -> None:
+    """Refuse invalid given values before any data is prepared.
+
+    Raises:
+        ConfigError: see `Request.check`; or no learning rate is known for the given optimizer.
+    """
+    request.check(conversations=conversations)
+    name = str(request.fixed.get("optimizer.name") or "adamw")
+    finetuning_rate(name, 1, given_keys("optimizer", request.fixed), adapters=False)
+
+
 def _optimizer_choices(
     model: StartingModel, method: Method, fixed: Mapping[str, Any]
 ) -> Iterator[Choice]:
     name = str(fixed.get("optimizer.name", "adamw"))
-    multiple = known_rate(defaults.TUNING_RATES, name, fixed) or 1.0
-    ratio = defaults.TUNING_WIDTH / model.hidden_size
-    rate = defaults.TUNING_RATE * ratio
-    reason = f"of all weights; the narrower the model ({model.hidden_size:,}), the higher"
-    if method.adapters:
-        rate = defaults.ADAPTER_MULTIPLE * defaults.TUNING_RATE * ratio**defaults.ADAPTER_POWER
-        reason = f"of adapters; the narrower the model ({model.hidden_size:,}), the higher"
-    rate *= multiple
+    own = given_keys("optimizer", fixed)
+    rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters)
+    trained = "adapters" if method.adapters else "all weights"
+    reason = f"of {trained}; the narrower the model ({model.hidden_size:,}), the higher"
     yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
-    yield Choice("optimizer.learning_rate", float(f"{rate:.2g}"), reason)
+    yield Choice("optimizer.learning_rate", rate, reason)
     yield Choice(
         "optimizer.weight_decay",
         0.0,

@@ -11,13 +11,13 @@ import numpy as np
 
 from firstlight.data.conversations import BadRecordError, to_conversation
 from firstlight.data.corpus import Corpus
-from firstlight.data.examples import ExampleDataset
+from firstlight.data.packing import ExampleDataset
 from firstlight.data.records import find_records, read_records
 from firstlight.data.sources import DataSource
 from firstlight.errors import FirstlightError
 from firstlight.finetuning.choices import TuningData
-from firstlight.from_texts.inputs import file_names
 from firstlight.from_texts.request import Request
+from firstlight.from_texts.scan import file_names
 from firstlight.planner.advise.defaults import USUAL_SHARE
 from firstlight.recipe import parse_recipe
 from firstlight.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Fine-tunes an existing model on conversations or texts.
+"""Fine-tunes an existing model on conversations or texts: the plan and its run.
 
 Conversations are prepared in the cache, as for any recipe with `data.files`; texts are prepared in
 the run folder with the model's own tokenizer.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +20,24 @@ from firstlight.finetuning.choices import (
     Method,
     StartingModel,
     TuningData,
+    TuningFacts,
+    check_given,
     choose_tuning,
     row_of,
 )
-from firstlight.finetuning.plan import TuningPlan
-from firstlight.from_texts.chosen import Choice
-from firstlight.from_texts.inputs import conversations_in, other_files_line
-from firstlight.from_texts.plan import RunPlan, reading_line, scan_texts
+from firstlight.from_texts.plan import Choice, Choices, Row, RunPlan
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.from_texts.request import Request
 from firstlight.from_texts.run_folder import RunCall
-from firstlight.from_texts.scan import Scan, estimated_text
-from firstlight.planner.advise.law import TextFacts
+from firstlight.from_texts.scan import (
+    Scan,
+    conversations_in,
+    estimated_text,
+    other_files_line,
+    reading_line,
+    scan_texts,
+)
+from firstlight.planner.advise.law import Length, TextFacts
 
 if TYPE_CHECKING:
     from firstlight.finetuning.conversations import Conversations
@@ -40,6 +46,55 @@ if TYPE_CHECKING:
     from firstlight.recipe import ResolvedRecipe
     from firstlight.tokenizer import Tokenizer
     from firstlight.training.loop import TrainResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningPlan(RunPlan):
+    """The plan of a fine-tuning run.
+
+    Attributes:
+        facts: the facts from which the settings are chosen.
+        template: name of the chat template and the reason for it; None for texts.
+        recipe: the recipe by which the method was chosen, with one sequence at a time.
+    """
+
+    facts: TuningFacts
+    template: tuple[str, str] | None
+    recipe: ResolvedRecipe
+
+    @property
+    def data_name(self) -> str:
+        return self.facts.data.name
+
+    @property
+    def held_out_tokens(self) -> float:
+        return self.facts.val_tokens
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        return {"data": asdict(self.facts.data), "method": asdict(self.facts.method)}
+
+    def choose_again(self, length: Length) -> TuningPlan:
+        """See `RunPlan.choose_again`."""
+        return replace(self, choices=choose_tuning(self.facts, length, self.request.fixed))
+
+    def with_memory(self) -> TuningPlan:
+        """The plan with the expected memory of the chosen micro-batch, halved until it fits."""
+        from firstlight.from_texts.machine import fitting_choices
+        from firstlight.planner.plan.machine import with_changes
+
+        def recipe_of(choices: Choices) -> ResolvedRecipe:
+            keys = ("batch.micro_batch_size", "efficiency.compile")
+            return with_changes(self.recipe, {key: choices[key] for key in keys})
+
+        fixed = self.request.fixed
+        choices, memory = fitting_choices(self.choices, recipe_of, fixed, self.machine)
+        return replace(self, choices=choices, memory_bytes=memory or self.memory_bytes)
+
+    def first_rows(self) -> list[Row]:
+        method = self.facts.method
+        rows = [("method", method.name, method.reason)]
+        return rows if self.template is None else [*rows, ("template", *self.template)]
 
 
 class FineTuning:
@@ -77,7 +132,7 @@ class FineTuning:
             tell(reading_line(request.inputs, found))
             if others := other_files_line(request.inputs, found):
                 tell(others)
-            request.check(conversations=True)
+            check_given(request, conversations=True)
         from firstlight.checkpoint.selection import read_model_folder, resolve_tokenizer
         from firstlight.lora.files import config_folder
         from firstlight.models.accounting import count_parameters, meta_model
@@ -110,7 +165,7 @@ class FineTuning:
             )
             self._data, key = self._chats.facts, self._chats.train.folder.name
         else:
-            self._scan = scan_texts(request, tell, progress=progress)
+            self._scan = scan_texts(request, tell, check_given, progress=progress)
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
         place = str(self._folder.resolve())
@@ -140,9 +195,7 @@ class FineTuning:
         recipe, method = self._fitting_method(request, machine, row)
         speed = facts_for_model(recipe, machine)
         epoch, held = self._tokens(row.value)
-        size = 0.0 if self._scan is None else self._scan.facts.total_bytes
-        length = request.training_length(size)
-        choices = choose_tuning(
+        facts = TuningFacts(
             self._data,
             self._model,
             method,
@@ -150,21 +203,15 @@ class FineTuning:
             epoch_tokens=epoch,
             val_tokens=held,
             row=row,
-            length=length,
-            fixed=fixed,
         )
+        size = 0.0 if self._scan is None else self._scan.facts.total_bytes
         return TuningPlan(
-            request,
-            machine,
-            speed,
-            self._data,
-            model=self._model,
-            method=method,
-            epoch_tokens=epoch,
-            val_tokens=held,
-            row=row,
+            request=request,
+            machine=machine,
+            speed=speed,
+            facts=facts,
             template=None if self._chats is None else self._chats.template,
-            choices=choices,
+            choices=choose_tuning(facts, request.training_length(size), fixed),
             recipe=recipe,
             memory_bytes=method.memory_bytes,
         )
@@ -189,27 +236,29 @@ class FineTuning:
         Raises:
             ConfigError: no method fits.
         """
-        from firstlight.from_texts.machine import estimate_run
+        from firstlight.planner.plan.estimate import estimate
         from firstlight.planner.plan.machine import resolve_for
         from firstlight.recipe import parse_recipe
+        from firstlight.recipe.load import changed_recipe
 
         needed = f"{_gib(16 * self._model.parameters)} GiB"
         free = f"{_gib(machine.usable_bytes)} GiB"
         lightest = ""
         for method in self._methods(request, machine):
-            values = {**self._section_of_data(), "batch": {"micro_batch_size": 1}}
-            values["data"] = {**values["data"], "seq_len": row.value}
-            values["schedule"] = {"max_steps": 1000}
-            values["efficiency"] = {"compile": False}
-            values["evaluation"] = {"sample_prompts": []}
-            for choice in method.choices():
-                section, _, key = choice.key.partition(".")
-                values.setdefault(section, {})[key] = choice.value
+            data = {"dir": "unused"} if self._chats is None else self._chats.section
+            values: dict[str, Any] = {
+                "data": {**data, "seq_len": row.value},
+                "batch": {"micro_batch_size": 1},
+                "schedule": {"max_steps": 1000},
+                "efficiency": {"compile": False},
+                "evaluation": {"sample_prompts": []},
+            }
+            values = changed_recipe(values, {one.key: one.value for one in method.choices()})
             recipe = parse_recipe(values, "the chosen recipe", _of_run(request))
             resolved = resolve_for(recipe, machine, self._start)
             if not method.adapters and 16 * self._model.parameters > machine.usable_bytes:
                 continue
-            found = estimate_run(resolved, machine)
+            found = estimate(resolved, machine)
             if found.problem:
                 raise ConfigError(found.problem)
             lightest = f"{_gib(found.needed_bytes)} GiB with {method.name}"
@@ -235,55 +284,26 @@ class FineTuning:
         if machine.target.kind == "cuda":
             yield Method(adapters=True, checkpointing=True, quantized=True)
 
-    def _section_of_data(self) -> dict[str, Any]:
-        section = {"dir": "unused"} if self._chats is None else dict(self._chats.section)
-        return {"data": section}
-
     # The run
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare texts, choose settings again from the counted tokens and the remaining time, and
         train."""
-        from firstlight.from_texts.machine import KnownForecast, fitted_recipe
-        from firstlight.training.loop import train
+        from firstlight.from_texts.machine import train_plan
 
         assert isinstance(plan, TuningPlan)
-        plan, values = replace(plan, request=request), self._section_of_data()
+        plan = replace(plan, request=request)
         if self._scan is not None:
-            plan, values = self._with_texts(plan, self._scan, request, call)
+            plan, data = self._with_texts(plan, self._scan, call)
         else:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
+            data = self._chats.section
         plan = plan.choose_again(call.length(request))
-        for section, keys in plan.choices.values.items():
-            values[section] = {**values.get(section, {}), **keys}
-        values["run"] = {"dir": str(call.folder)}
-        values["evaluation"]["sample_prompts"] = self._prompts(plan)
-        fitted = fitted_recipe(
-            values,
-            request.overrides,
-            plan.choices,
-            plan.machine,
-            speed=plan.speed,
-            length=lambda: call.length(request),
-            init_from=self._start,
-        )
-        memory = fitted.memory_bytes or plan.memory_bytes
-        plan = replace(plan, choices=fitted.choices, memory_bytes=memory)
-        for line in plan.lines():
-            call.tell(line)
-        call.write_recipe(fitted.resolved, plan.choices, request)
-        call.remember(begun=True)
-        return train(
-            fitted.recipe,
-            init_from=request.init_from,
-            on_step=call.on_step,
-            progress=call.progress,
-            forecaster=KnownForecast(fitted.forecast),
-        )
+        return train_plan(plan, data, self._prompts(plan), call, start=self._start)
 
     def _with_texts(
-        self, plan: TuningPlan, scan: Scan, request: Request, call: RunCall
+        self, plan: TuningPlan, scan: Scan, call: RunCall
     ) -> tuple[TuningPlan, dict[str, Any]]:
         """Prepare the texts; return the plan with their real numbers of tokens, and the recipe's
         section `data`."""
@@ -292,19 +312,21 @@ class FineTuning:
         text = self._estimated(scan)
         needed = plan.choices.tokens * text.bytes_per_token
         key = self._tokenizer.fingerprint[:16]
-        texts = Preparation(scan, request.text_key, needed, key, tokenizer=lambda: self._tokenizer)
+        texts = Preparation(
+            scan, plan.request.text_key, needed, key, tokenizer=lambda: self._tokenizer
+        )
         data = prepared_texts(texts, call)
         splits = read_manifest(data)["splits"]
         held = splits.get("val", {"tokens": 0})["tokens"]
-        plan = replace(plan, epoch_tokens=splits["train"]["tokens"], val_tokens=held)
-        return plan, {"data": {"dir": str(data)}}
+        facts = replace(plan.facts, epoch_tokens=splits["train"]["tokens"], val_tokens=held)
+        return replace(plan, facts=facts), {"dir": str(data)}
 
     def _prompts(self, plan: TuningPlan) -> list[str]:
         """Sample prompts that leave at least half of the context for the answer."""
         if self._chats is not None:
-            return self._chats.prompts(plan.model.context // 2)
+            return self._chats.prompts(self._model.context // 2)
         assert self._scan is not None
-        return fitting_prompts(self._scan.prompts, self._tokenizer, plan.row.value // 2)
+        return fitting_prompts(self._scan.prompts, self._tokenizer, plan.facts.row.value // 2)
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:

@@ -1,5 +1,5 @@
 """Chooses the settings of a new model's run from facts about the text, the machine, and the length
-of the run.
+of the run: the vocabulary, the model among candidate sizes, its batch, rates and schedule.
 
 Each choice is a key of the recipe, its value, and a sentence with the reason. Values given by the
 user are kept, and the other choices take them into account.
@@ -8,24 +8,23 @@ user are kept, and the other choices take them into account.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from firstlight.console import rounded
 from firstlight.errors import ConfigError
-from firstlight.from_texts.chosen import (
+from firstlight.from_texts.plan import (
     Choice,
     Choices,
     RunFacts,
     expected_range,
     given_batch,
+    given_keys,
     given_unit,
-    known_rate,
 )
+from firstlight.from_texts.request import HEADS, Request, parameters_of
 from firstlight.from_texts.scan import CorpusFacts
-from firstlight.from_texts.shapes import HEADS, candidate_shapes, head_count
-from firstlight.optim.new_model import RATE_WIDTH
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     Length,
@@ -36,11 +35,13 @@ from firstlight.planner.advise.law import (
     longer_text,
     vocabulary_for,
 )
+from firstlight.planner.advise.learning_rates import new_model_rates
 from firstlight.planner.advise.model import (
     batch_and_rate,
     batch_tokens,
     best_model,
     tokens_in_time,
+    usual_text,
 )
 
 
@@ -61,6 +62,27 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
         reason = f"the text has {facts.common_characters:,} common characters"
     return Choice("model.vocab_size", size, reason)
+
+
+def check_given(request: Request) -> None:
+    """Refuse invalid given values before any text is read, also those that go with no model.
+
+    Raises:
+        ConfigError: see `Request.check` and `choose`.
+        TokenizerError: the given vocabulary size is too small.
+    """
+    from firstlight.tokenizer import require_vocab_size
+
+    request.check()
+    fixed = request.fixed
+    vocab_size = int(fixed.get("model.vocab_size") or defaults.VOCABULARIES[0][1])
+    require_vocab_size(vocab_size)
+    # The choice for a usual text, by a machine on which every model fits. A number of parameters
+    # (--size 10M) may be possible only with the text's own vocabulary.
+    machine = MachineFacts("this machine", "cpu", [(1e9, 1e3)], usable_bytes=1 << 62)
+    size = request.size if request.size in defaults.SIZES else None
+    text = usual_text(vocab_size, None)
+    choose(text, machine, request.training_length(), fixed, size=size)
 
 
 @dataclass(frozen=True)
@@ -256,31 +278,18 @@ def _step_choices(
     tokens = rounded(best.run.tokens)
     reason = f"tokens of a step: grows with the root of the {tokens} tokens of the run"
     yield Choice("batch.global_batch_tokens", best.run.batch_tokens, reason)
+    name = str(fixed.get("optimizer.name", "muon"))
+    rates = new_model_rates(name, shape.hidden_size, given_keys("optimizer", fixed))
     for key, value in _layout(fixed).items():
-        if key.startswith(("optimizer.", "init.")) and key not in _FOLLOWING_RATES:
-            yield Choice(key, value, _RATE_REASONS.get(key, ""))
-    if _uses_muon(fixed):
-        yield from _rates_of_width(shape.hidden_size, fixed)
-        return
-    yield from _rates_of_others(shape.hidden_size, fixed)
-
-
-def _rates_of_others(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
-    """The learning rate of another optimizer than Muon, and what goes with it.
-
-    Raises:
-        ConfigError: no rate is known for the optimizer, and none is given.
-    """
-    from firstlight.optim.config import OPTIMIZERS
-
-    name, is_given = str(fixed["optimizer.name"]), "optimizer.learning_rate" in fixed
-    rate = known_rate(defaults.RATES, name, fixed)
-    yield Choice("optimizer.learning_rate", rate, f"usual for {name} and a small model")
+        if key.startswith(("optimizer.", "init.")) and key.partition(".")[2] not in rates:
+            yield Choice(key, value, _OPTIMIZER_REASONS.get(key, ""))
     if name == "lion":
         yield Choice("optimizer.betas", [0.9, 0.99], "Lion's")
-    if "tuned_width" in OPTIMIZERS[name].options:
-        width = hidden_size if is_given else RATE_WIDTH
-        yield Choice("optimizer.tuned_width", width, "the rate is for this width")
+    reasons = dict(_RATE_REASONS)
+    if name != "muon":
+        reasons["learning_rate"] = f"usual for {name} and a model of this width"
+    for key, value in rates.items():
+        yield Choice(f"optimizer.{key}", value, reasons.get(key, ""))
 
 
 def _uses_muon(fixed: Mapping[str, Any]) -> bool:
@@ -300,41 +309,17 @@ def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in defaults.LAYOUT.items() if key not in unfit}
 
 
-def _rates_of_width(hidden_size: int, fixed: Mapping[str, Any]) -> Iterator[Choice]:
-    """The learning rates that depend on the width, and `optimizer.tuned_width`, the width to which
-    they apply.
-
-    By default they are the measured rates with their width, and the optimizer converts them to the
-    model's width. If the user has given one of them, it is meant for this model: then all are
-    converted here, and tuned_width is the model's width.
-    """
-    rates = {key: defaults.LAYOUT[key] for key in _FOLLOWING_RATES}
-    reason = "the rates are for this width, and follow that of the model"
-    width = RATE_WIDTH
-    if not rates.keys().isdisjoint(fixed):
-        from firstlight.optim.config import OptimizerConfig
-
-        own = {key.removeprefix("optimizer."): value for key, value in rates.items()}
-        config = OptimizerConfig(name="muon", tuned_width=width, **own).for_width(hidden_size)
-        for key in rates:
-            value = getattr(config, key.removeprefix("optimizer."))
-            yield Choice(key, float(f"{value:.3g}"), _RATE_REASONS[key])
-        width, reason = hidden_size, "the rates are for the width of this model"
-    else:
-        for key, value in rates.items():
-            yield Choice(key, value, _RATE_REASONS[key])
-    yield Choice("optimizer.tuned_width", width, reason)
-
-
-_RATE_REASONS = {
+_OPTIMIZER_REASONS = {
     "init.residual_projections": "each layer begins as the identity",
     "optimizer.name": "Muon for the layers' matrices, AdamW for the rest: fewer steps than AdamW",
-    "optimizer.muon_learning_rate": "of the layers' matrices; falls with the root of the width",
-    "optimizer.learning_rate": "of the embedding",
-    "optimizer.head_lr_multiple": "the head's rate is this part of it; falls with the width",
 }
-#: Learning rates that are converted from `optimizer.tuned_width` to the model's width.
-_FOLLOWING_RATES = ("optimizer.muon_learning_rate", "optimizer.head_lr_multiple")
+#: Reasons of Muon's learning rates.
+_RATE_REASONS = {
+    "learning_rate": "of the embedding",
+    "muon_learning_rate": "of the layers' matrices; falls with the root of the width",
+    "head_lr_multiple": "the head's rate as a multiple; falls with the width",
+    "tuned_width": "the rates are for the width of this model",
+}
 
 
 def _length_choices(
@@ -421,3 +406,91 @@ def _advice(
         f"place of {rounded(whole)} would save "
         f"{f'about {gain:.0%}' if gain >= 0.01 else 'less than 1%'} of the bits {within}"
     )
+
+
+def candidate_shapes(
+    vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
+) -> list[ModelSize]:
+    """The candidate models: those of `defaults.SHAPES`, or the one of a given size, with given
+    width and depth, and with widths that given heads divide.
+
+    Args:
+        vocab_size: vocabulary size of the tokenizer.
+        fixed: values given by the user, by `section.key`.
+        size: a name of `defaults.SIZES`, or a number of parameters such as "10M"; None takes all.
+
+    Raises:
+        ConfigError: the size is unknown, or no width fits the given heads.
+    """
+    known = defaults.SHAPES if size is None else _of_size(size, vocab_size, fixed)
+    width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
+    pairs = dict.fromkeys((width or w, depth or d) for w, d in known)
+    fitting = [(w, d) for w, d in pairs if _fits_heads(w, fixed)]
+    if not fitting:
+        given = " and ".join(f"--{key} {fixed[key]}" for key in HEADS if key in fixed)
+        widths = ", ".join(dict.fromkeys(str(w) for w, _ in pairs))
+        step = 2 * fixed[HEADS[0]] if HEADS[0] in fixed else defaults.HEAD_DIM * fixed[HEADS[1]]
+        raise ConfigError(
+            f"no width of {widths} goes with {given}: set --model.hidden_size to a multiple of "
+            f"{step}"
+        )
+    return [ModelSize(w, d, vocab_size, _seq_len(w, fixed)) for w, d in fitting]
+
+
+#: Smallest size of a head of a width that is chosen.
+_LEAST_HEAD = 16
+
+
+def head_count(width: int, fixed: Mapping[str, Any]) -> int:
+    """The number of attention heads for a width (hidden_size).
+
+    Raises:
+        ConfigError: the width is given without heads, and is no multiple of a head's size.
+    """
+    if given := fixed.get(HEADS[0]):
+        return int(given)
+    size = defaults.HEAD_DIM
+    if width % size:
+        raise ConfigError(
+            f"model.hidden_size {width} is no multiple of {size}, the size of a head: take "
+            f"{math.ceil(width / size) * size}, or set --model.num_attention_heads"
+        )
+    return width // size
+
+
+def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
+    if not any(key in fixed for key in HEADS):
+        return True
+    if "model.hidden_size" in fixed:
+        return True  # the model's own rules decide
+    heads = head_count(width, fixed)
+    # Rotary embeddings turn pairs of a head's dimensions, and tiny heads see little.
+    divides = width % (2 * heads) == 0 and width >= _LEAST_HEAD * heads
+    return divides and heads % int(fixed.get(HEADS[1]) or heads) == 0
+
+
+def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
+    """The tokens of a sequence: given, or usual for the width within a given context."""
+    usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
+    context = fixed.get("model.max_position_embeddings") or usual
+    return fixed.get("data.seq_len") or min(usual, context)
+
+
+def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+    """The shape of a size, alone; of a number of parameters, the nearest that fits given heads."""
+    if size in defaults.SIZES:
+        return [defaults.SIZES[size]]
+    wanted = parameters_of(size)
+
+    def parameters(shape: tuple[int, int]) -> int:
+        return ModelSize(*shape, vocab_size, 256).parameters
+
+    fitting = [one for one in defaults.SHAPES if _fits_heads(one[0], fixed)] or defaults.SHAPES
+    nearest_shape = min(fitting, key=lambda one: abs(math.log(parameters(one) / wanted)))
+    if not 0.5 <= parameters(nearest_shape) / wanted <= 2:
+        first, last = (rounded(parameters(fitting[place])) for place in (0, -1))
+        raise ConfigError(
+            f"--size {size}: with this text's vocabulary, sizes from {first} to {last} parameters "
+            "are known; set --model.hidden_size and --model.num_hidden_layers for another"
+        )
+    return [nearest_shape]

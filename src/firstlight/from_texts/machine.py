@@ -1,5 +1,5 @@
-"""The memory of runs on a machine, the micro-batch that fits into it, and the speed of fine-tuning,
-which is timed on this machine's CPU and predicted for GPUs."""
+"""A plan on its machine: the micro-batch that fits into memory, the speed of fine-tuning, which is
+timed on this machine's CPU and predicted for GPUs, and the training by the fitted recipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.plan import Choices, RunPlan
+from firstlight.from_texts.run_folder import OnStep, RunCall
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import cores_are_busy
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
@@ -15,15 +16,11 @@ from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.advise.speed import MEASURED, PREDICTED, predicted_rate, timed_rate
 from firstlight.planner.plan.automatic import forecast_run
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
+from firstlight.planner.plan.estimate import estimate
 from firstlight.planner.plan.machine import Machine, resolve_for, with_changes
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.training.forecast import Forecast
-
-
-def estimate_run(recipe: ResolvedRecipe, machine: Machine) -> Estimate:
-    """The expected memory of a run with its evaluations, and for a GPU its speed."""
-    return Estimator().estimate(Candidate(recipe, machine))
+from firstlight.training.loop import TrainResult, train
 
 
 def _parameters(recipe: ResolvedRecipe) -> int:
@@ -55,35 +52,11 @@ def fitting_choices(
     key = "batch.micro_batch_size"
     while True:
         recipe = recipe_of(choices)
-        found, rows = estimate_run(recipe, machine), choices[key]
+        found, rows = estimate(recipe, machine), choices[key]
         if found.problem or found.fits or rows == 1 or not _CUTS.isdisjoint(fixed):
             needed = None if found.problem else found.needed_bytes
             return replace(choices, parameters=_parameters(recipe)), needed
         choices = choices.with_value(key, rows // 2)
-
-
-def fitting_before_data(
-    choices: Choices,
-    overrides: Sequence[tuple[str, str]],
-    fixed: Mapping[str, Any],
-    machine: Machine,
-) -> tuple[Choices, int | None]:
-    """`fitting_choices` for a new model's run whose texts are not prepared yet.
-
-    Args:
-        choices: all settings.
-        overrides: pairs (`section.key`, value as YAML text).
-        fixed: the values of the overrides.
-        machine: the machine to train on.
-    """
-
-    def recipe_of(choices: Choices) -> ResolvedRecipe:
-        values = choices.values
-        values["data"] |= {"dir": "unused"}
-        recipe = parse_recipe(values, "the chosen recipe", overrides)
-        return resolve_for(recipe, machine)
-
-    return fitting_choices(choices, recipe_of, fixed, machine)
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
@@ -134,39 +107,31 @@ class FittedRecipe:
     choices: Choices
     forecast: Forecast | None
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """Expected memory of the run in bytes; None if it can't be predicted."""
-        return None if self.forecast is None else self.forecast.peak_bytes
-
 
 def fitted_recipe(
+    plan: RunPlan,
     values: dict[str, Any],
-    overrides: Sequence[tuple[str, str]],
-    choices: Choices,
-    machine: Machine,
-    speed: MachineFacts,
     length: Callable[[], Length],
-    init_from: str | None = None,
+    start: str | None = None,
 ) -> FittedRecipe:
-    """The recipe of the choices, with the micro-batch size halved until the run fits into memory. A
+    """The recipe of a plan, with the micro-batch size halved until the run fits into memory. A
     micro-batch size given by the user, or their number, is kept.
 
     Args:
+        plan: the plan.
         values: sections of the recipe; changed in place.
-        overrides: pairs (`section.key`, value as YAML text).
-        choices: all settings.
-        machine: this machine.
-        speed: its speed.
         length: function that returns the remaining length of the run. It is called at the end,
             because fitting takes time, too.
-        init_from: name or folder of the model to start from; None for a new model.
+        start: name or folder of the model to start from; None for a new model.
     """
+    # The tokenizer may have fewer tokens than the given vocab_size.
+    overrides = [one for one in plan.request.overrides if one[0] != "model.vocab_size"]
+    choices, machine = plan.choices, plan.machine
     given = any(name in _CUTS for name, _ in overrides)
     values["batch"]["divide_micro_batch"] = True
     while True:
         recipe = parse_recipe(values, "the chosen recipe", overrides)
-        resolved = resolve_for(recipe, machine, init_from)
+        resolved = resolve_for(recipe, machine, start)
         forecast = forecast_run(resolved, machine.hardware, 1)
         rows = resolved.batch.micro_batch_size
         if forecast is None or forecast.peak_bytes <= machine.usable_bytes or rows == 1 or given:
@@ -181,11 +146,54 @@ def fitted_recipe(
         choices = choices.with_value("schedule.max_minutes", minutes)
     # A compiled run is faster than what was measured, without compiling.
     compiles = resolved.efficiency.compile
-    if forecast is not None and speed.origin == MEASURED and not compiles:
+    if forecast is not None and plan.speed.origin == MEASURED and not compiles:
         rate = choices.tokens_per_second
         forecast = replace(forecast, tokens_per_second=(0.7 * rate, rate, 1.3 * rate))
     recipe = parse_recipe(values, "the chosen recipe", overrides)
-    return FittedRecipe(recipe, resolve_for(recipe, machine, init_from), choices, forecast)
+    return FittedRecipe(recipe, resolve_for(recipe, machine, start), choices, forecast)
+
+
+def train_plan(
+    plan: RunPlan,
+    data: Mapping[str, Any],
+    prompts: Sequence[str],
+    call: RunCall,
+    *,
+    start: str | None = None,
+    on_step: Callable[[Choices], OnStep] | None = None,
+    is_told: bool = True,
+) -> TrainResult:
+    """Fit the recipe of a plan to the memory, write it into the run folder, and train.
+
+    Args:
+        plan: the plan, chosen from the prepared data.
+        data: keys of the recipe's section `data` beside the chosen ones.
+        prompts: prompts of the sample texts.
+        call: run folder, time and messages.
+        start: name or folder of the model to start from; None for a new model.
+        on_step: function from the final choices to the function that is called with each step's
+            metrics; None calls that of `call`.
+        is_told: True shows the plan to the user.
+    """
+    values = plan.choices.values
+    values["run"] = {"dir": str(call.folder)}
+    values["data"] = {**data, **values["data"]}
+    values["evaluation"]["sample_prompts"] = prompts
+    fitted = fitted_recipe(plan, values, lambda: call.length(plan.request), start)
+    forecast = fitted.forecast
+    memory = plan.memory_bytes if forecast is None else forecast.peak_bytes
+    plan = replace(plan, choices=fitted.choices, memory_bytes=memory)
+    for line in plan.lines() if is_told else ():
+        call.tell(line)
+    call.write_recipe(fitted.resolved, plan.choices, plan.request)
+    call.remember(begun=True, expected=plan.choices.bits_per_byte)
+    return train(
+        fitted.recipe,
+        init_from=plan.request.init_from,
+        on_step=call.on_step if on_step is None else on_step(plan.choices),
+        progress=call.progress,
+        forecaster=KnownForecast(forecast),
+    )
 
 
 class KnownForecast:

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.console import rounded, time_text
 from firstlight.errors import ConfigError, RunReplacedError
-from firstlight.from_texts.choices import choose
-from firstlight.from_texts.chosen import Choices
-from firstlight.from_texts.plan import RunPlan, TextPlan, plan_texts, scan_texts
+from firstlight.from_texts.choices import check_given, choose, choose_vocabulary
+from firstlight.from_texts.plan import Choices, Row, RunPlan
 from firstlight.from_texts.preparation import (
     Preparation,
     fitting_prompts,
@@ -23,18 +22,78 @@ from firstlight.from_texts.preparation import (
 )
 from firstlight.from_texts.request import Request
 from firstlight.from_texts.run_folder import RunCall
-from firstlight.from_texts.scan import CorpusFacts
+from firstlight.from_texts.scan import CorpusFacts, Scan, estimated_text, scan_texts
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, TextFacts
 
 if TYPE_CHECKING:
-    from firstlight.from_texts.machine import FittedRecipe
+    from firstlight.recipe import ResolvedRecipe
     from firstlight.training.loop import TrainResult
 
 #: Seconds of a run's first steps, after which its speed is compared with the measured one.
 _FIRST_SECONDS = 10.0
 #: First steps, which allocate memory.
 _SLOW_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlan(RunPlan):
+    """The plan of a new model's run.
+
+    Attributes:
+        scan: the scan of the texts.
+        text: facts about the texts as tokens: estimated, or counted after they are prepared.
+        vocabulary: reason for the vocabulary size.
+    """
+
+    scan: Scan
+    text: TextFacts
+    vocabulary: str
+    data_name = "the text"
+
+    @property
+    def held_out_tokens(self) -> float:
+        return self.text.val_tokens
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        return {"corpus": asdict(self.scan.facts)}
+
+    def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:
+        """The plan for another length of the run, or with counted facts about the texts."""
+        text = text or self.text
+        choices = choose(text, self.speed, length, self.request.fixed, size=self.request.size)
+        return replace(self, text=text, choices=choices)
+
+    def with_memory(self) -> TextPlan:
+        """See `RunPlan.with_memory`; the texts need not be prepared yet."""
+        from firstlight.from_texts.machine import fitting_choices
+        from firstlight.planner.plan.machine import resolve_for
+        from firstlight.recipe import parse_recipe
+
+        request = self.request
+
+        def recipe_of(choices: Choices) -> ResolvedRecipe:
+            values = choices.values
+            values["data"] |= {"dir": "unused"}
+            recipe = parse_recipe(values, "the chosen recipe", request.overrides)
+            return resolve_for(recipe, self.machine)
+
+        choices, memory = fitting_choices(self.choices, recipe_of, request.fixed, self.machine)
+        return replace(self, choices=choices, memory_bytes=memory)
+
+    def expectations(self) -> Iterator[str]:
+        expected = "not known with this optimizer"
+        if self.choices.bits_per_byte is not None:
+            low, high = self.choices.bits_per_byte
+            expected = f"{low:.2f} to {high:.2f} bits for a byte of held-out text"
+            if self.text.is_unusual:
+                expected += ", a wide range because such text is harder to predict"
+        gzip = self.scan.facts.gzip_bits_per_byte
+        yield f"expected: {expected} (gzip -9: about {gzip:.2f})"
+
+    def first_rows(self) -> list[Row]:
+        return [("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)]
 
 
 class NewModel:
@@ -53,12 +112,37 @@ class NewModel:
     """
 
     def __init__(self, request: Request, tell: Callable[[str], None], *, progress: bool) -> None:
-        self._scan = scan_texts(request, tell, progress=progress)
+        self._scan = scan_texts(request, tell, check_given, progress=progress)
         self.content_key = self._scan.facts.content_key
 
-    def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
-        """The plan from estimated facts about the texts; see `plan_texts`."""
-        return plan_texts(request, self._scan, gpu)
+    def plan(self, request: Request, gpu: str | None = None) -> TextPlan:
+        """Choose settings from estimated facts about the texts.
+
+        Args:
+            request: inputs and overrides, and the length of the run, by default `DEFAULT_SECONDS`.
+            gpu: name of a GPU to plan for; None plans for this machine.
+
+        Raises:
+            ConfigError: an option is invalid, or the GPU is unknown.
+        """
+        from firstlight.planner.advise.speed import new_model_speed
+        from firstlight.planner.plan.machine import find_machine
+
+        fixed, scan = request.fixed, self._scan
+        machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
+        speed = new_model_speed(machine)
+        vocabulary = choose_vocabulary(scan.facts, fixed)
+        text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
+        length = request.training_length(scan.facts.total_bytes)
+        return TextPlan(
+            request=request,
+            scan=scan,
+            machine=machine,
+            speed=speed,
+            text=text,
+            vocabulary=vocabulary.reason,
+            choices=choose(text, speed, length, fixed, size=request.size),
+        )
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare the texts, choose settings again from the counted tokens and the remaining time,
@@ -96,42 +180,19 @@ class NewModel:
         Raises:
             _OtherModelError: see `_FirstSteps`; not if the plan was chosen again.
         """
-        from firstlight.from_texts.machine import KnownForecast
-        from firstlight.training.loop import train
-
-        fitted = self._fitted(plan, data, call)
-        plan = replace(plan, choices=fitted.choices, memory_bytes=fitted.memory_bytes)
-        if not chosen_again:
-            for line in plan.lines():
-                call.tell(line)
-        call.write_recipe(fitted.resolved, plan.choices, plan.request)
-        call.remember(begun=True, expected=plan.choices.bits_per_byte)
-        return train(
-            fitted.recipe,
-            on_step=call.on_step if chosen_again else _FirstSteps(plan, call),
-            progress=call.progress,
-            forecaster=KnownForecast(fitted.forecast),
-        )
-
-    def _fitted(self, plan: TextPlan, data: Path, call: RunCall) -> FittedRecipe:
-        """The recipe of the choices, fitted to the memory by `fitted_recipe`."""
-        from firstlight.from_texts.machine import fitted_recipe
+        from firstlight.from_texts.machine import train_plan
         from firstlight.tokenizer import Tokenizer
 
-        values: dict[str, Any] = plan.choices.values
-        values["run"] = {"dir": str(call.folder)}
-        values["data"] |= {"dir": str(data)}
         most = plan.choices["data.seq_len"] // 2
-        prompts = fitting_prompts(plan.scan.prompts, Tokenizer.from_pretrained(data), most)
-        values["evaluation"]["sample_prompts"] = prompts
-        overrides = [one for one in plan.request.overrides if one[0] != "model.vocab_size"]
-        return fitted_recipe(
-            values,
-            overrides,
-            plan.choices,
-            plan.machine,
-            speed=plan.speed,
-            length=lambda: call.length(plan.request),
+        return train_plan(
+            plan,
+            {"dir": str(data)},
+            fitting_prompts(plan.scan.prompts, Tokenizer.from_pretrained(data), most),
+            call,
+            on_step=None
+            if chosen_again
+            else lambda choices: _FirstSteps(replace(plan, choices=choices), call),
+            is_told=not chosen_again,
         )
 
 

@@ -1,144 +1,355 @@
-"""The plan of a run on texts: facts about texts and machine, and all settings."""
+"""The settings and the printed plan that runs of new models and of fine-tuning share."""
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
-from firstlight.console import plain, rounded, size_text, time_text
-from firstlight.data.sources import (
-    DataSource,
-    by_ending,
-    find_sources,
-    listed,
-    note_on_inputs,
-    unread_files,
-    without,
-)
-from firstlight.errors import InputError
-from firstlight.from_texts.choices import choose, choose_vocabulary
-from firstlight.from_texts.chosen import Choices
-from firstlight.from_texts.request import Request
-from firstlight.from_texts.scan import SHOWN_FILES, Scan, described, estimated_text, scan_corpus
+from firstlight.console import plain, rounded, time_text
+from firstlight.errors import ConfigError
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
 
 if TYPE_CHECKING:
+    from firstlight.from_texts.request import Request
     from firstlight.planner.plan.machine import Machine
 
-Tell = Callable[[str], None]
 
-#: Fewest bytes of text: less leaves no validation text.
-LEAST_BYTES = 1000
+@dataclass(frozen=True)
+class Choice:
+    """A chosen setting.
+
+    Attributes:
+        key: key of the recipe, `section.key`.
+        value: the chosen value.
+        reason: text for the user with the reason; "" leaves the key out of the printed table, for
+            the measured settings of `optim.new_model` that nobody needs to think about.
+    """
+
+    key: str
+    value: Any
+    reason: str
+
+    def unless_given(self, fixed: Mapping[str, Any]) -> Choice:
+        """This choice, or the user's value if `fixed` has one for its key."""
+        return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All chosen settings of a run, and what to expect from it.
+
+    Attributes:
+        choices: the settings, in the order of a recipe.
+        parameters: number of the model's parameters; without those of norms until the recipe is
+            known.
+        tokens, steps, seconds: expected length of the run.
+        tokens_per_second: expected speed of training.
+        epochs: passes over the training data.
+        bits_per_byte: lowest and highest expected bits per byte of held-out text; None for
+            fine-tuning and for other optimizers than Muon, for which there is no estimate.
+        advice: a sentence about the gain of more text; "" if the text is enough.
+    """
+
+    choices: Sequence[Choice]
+    parameters: int
+    tokens: int
+    steps: int
+    seconds: float
+    tokens_per_second: float
+    epochs: float
+    bits_per_byte: tuple[float, float] | None = None
+    advice: str = ""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The chosen values as sections of a recipe: section -> key -> value."""
+        found: dict[str, Any] = {}
+        for choice in self.choices:
+            section, _, key = choice.key.partition(".")
+            found.setdefault(section, {})[key] = choice.value
+        return found
+
+    @property
+    def keys(self) -> set[str]:
+        """The chosen keys, as `section.key`."""
+        return {choice.key for choice in self.choices}
+
+    def with_value(self, key: str, value: Any) -> Choices:
+        """The choices with another value for a key; unchanged if the key is not among them."""
+        return replace(
+            self,
+            choices=[replace(one, value=value) if one.key == key else one for one in self.choices],
+        )
+
+    def __getitem__(self, key: str) -> Any:
+        return next(choice.value for choice in self.choices if choice.key == key)
+
+
+def _given_passes(fixed: Mapping[str, Any]) -> int:
+    """The micro-batches of a step given by the user; 1 if their number is not given."""
+    return fixed.get("batch.gradient_accumulation_steps") or 1
+
+
+def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
+    """The tokens of which a step has a multiple: those of a sequence, times the given size and the
+    given number of micro-batches."""
+    rows = fixed.get("batch.micro_batch_size")
+    return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
+
+
+def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
+    """The tokens of a step as the user gives them: as such, or by the size and the number of its
+    micro-batches; None if neither is given.
+
+    Args:
+        fixed: values given by the user, by `section.key`.
+        seq_len: tokens of a sequence.
+
+    Raises:
+        ConfigError: the given number is not that of whole sequences or of the given micro-batches.
+    """
+    tokens, unit = fixed.get("batch.global_batch_tokens"), given_unit(fixed, seq_len)
+    is_whole = isinstance(fixed.get("batch.micro_batch_size"), int) and (
+        "batch.gradient_accumulation_steps" in fixed
+    )
+    if tokens is None:
+        return unit if is_whole else None
+    if tokens % unit or (is_whole and tokens != unit):
+        parts = "a sequence" if unit == seq_len else "the given micro-batches"
+        take = unit if is_whole else -(-tokens // unit) * unit
+        raise ConfigError(
+            f"batch.global_batch_tokens {tokens} does not go with the {unit} tokens of {parts}: "
+            f"take {take}"
+        )
+    return int(tokens)
+
+
+def expected_range(
+    bits: float, text: TextFacts, fixed: Mapping[str, Any]
+) -> tuple[float, float] | None:
+    """The lowest and the highest bits per byte where `bits` are expected; None if the user gives an
+    optimizer other than the one whose losses are known.
+
+    Args:
+        bits: result of `facts.expected_bits`.
+        text: facts about the text.
+        fixed: values given by the user, by `section.key`.
+    """
+    key = "optimizer.name"
+    if fixed.get(key, defaults.LAYOUT[key]) != defaults.LAYOUT[key]:
+        return None
+    low, high = defaults.UNUSUAL_RANGE if text.is_unusual else defaults.EXPECTED_RANGE
+    # Text that repeats itself is easier than its n-grams tell, and xz finds the repetitions.
+    lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
+    # Guessing a byte costs 8 bits.
+    return lowest, min(high * bits, 8.0)
+
+
+def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a section that the user gives, from `fixed` by `section.key`."""
+    prefix = f"{section}."
+    return {
+        key.removeprefix(prefix): value for key, value in fixed.items() if key.startswith(prefix)
+    }
+
+
+def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
+    """True if the user gives another key that says the same as `key`, such as warmup_ratio for
+    warmup_steps."""
+    from firstlight.optim.schedule import ALTERNATIVES
+
+    section, _, name = key.partition(".")
+    groups = [keys for keys, _ in ALTERNATIVES if section == "schedule" and name in keys]
+    return any(f"schedule.{one}" in fixed for keys in groups for one in keys if one != name)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Length and speed of a run, and the choices that follow from them.
+
+    Attributes:
+        steps: number of optimizer steps.
+        batch_tokens: tokens of a step.
+        seq_len: tokens of a sequence.
+        rate: speed of training in tokens per second.
+    """
+
+    steps: int
+    batch_tokens: int
+    seq_len: int
+    rate: float
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are trained on, repetitions included."""
+        return self.steps * self.batch_tokens
+
+    @property
+    def seconds(self) -> float:
+        """Expected seconds of the training loop, evaluations included."""
+        return self.tokens / self.rate / (1 - defaults.EVALUATION_SHARE)
+
+    def choices(
+        self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
+    ) -> Choices:
+        """All settings of the run, with its expected length and speed.
+
+        Args:
+            items: a choice for each key.
+            fixed: values given by the user, by `section.key`, which replace chosen ones.
+            parameters: number of the model's parameters.
+            epochs: passes over the training data.
+        """
+        chosen = [one.unless_given(fixed) for one in items if not is_displaced(one.key, fixed)]
+        length = (self.tokens, self.steps, self.seconds)
+        return Choices(chosen, parameters, *length, self.rate, epochs)
+
+    def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
+        """The micro-batch size in sequences, a divisor of the sequences of a step.
+
+        Args:
+            machine: the machine to train on.
+            fixed: values given by the user, by `section.key`.
+        """
+        rows = self.batch_tokens // self.seq_len
+        busy = max(defaults.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
+        micro = min(rows, 1 << int(math.log2(busy)))
+        if is_given := "batch.gradient_accumulation_steps" in fixed:
+            micro = max(rows // _given_passes(fixed), 1)
+        while rows % micro:
+            micro -= 1
+        reason = f"{micro * self.seq_len:,} tokens keep this device busy"
+        if is_given:
+            reason = "a step's sequences in the given number of passes"
+        return Choice(
+            "batch.micro_batch_size",
+            fixed.get("batch.micro_batch_size") or micro,
+            reason if micro < rows else "all of a step at once",
+        )
+
+    def warmup(self, parts: int, part: str) -> Choice:
+        """The warm-up: at least ten steps, but not more than a tenth of a short run.
+
+        Args:
+            parts: steps of a long run divided by those of its warm-up.
+            part: this part as a text, such as "a fiftieth".
+        """
+        steps = max(self.steps // parts, min(10, self.steps // 10))
+        share = f"{part}, ten at least" if self.steps >= 100 else "a tenth of a short run"
+        return Choice("schedule.warmup_steps", steps, f"of a rising rate: {share}")
+
+    def other_choices(self, machine: MachineFacts, val_tokens: float) -> Iterator[Choice]:
+        """The choices for compiling, evaluations and checkpoints.
+
+        Args:
+            machine: the machine to train on.
+            val_tokens: tokens of the validation split.
+        """
+        is_long = self.tokens / self.rate >= defaults.COMPILE_SECONDS
+        compiles = machine.kind == "cuda" and machine.compiles and is_long
+        cost = "compiling would cost more than it gains"
+        why = "half a minute of compiling is repaid" if compiles else cost
+        yield Choice("efficiency.compile", compiles, why)
+        count = defaults.EVALUATIONS
+        every = max(math.ceil(self.steps / count), 1)
+        yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
+        # The other third of the evaluations' time is for sample texts.
+        share = defaults.EVALUATION_SHARE * 2 / 3
+        tokens = share * self.tokens * defaults.EVALUATION_SPEED / count
+        rows = max(int(tokens / self.seq_len), 16)
+        if rows * self.seq_len >= val_tokens:
+            yield Choice("evaluation.max_rows", 0, "all that is held out")
+        else:
+            yield Choice("evaluation.max_rows", rows, f"evaluations take {share:.0%} of the run")
+        yield Choice("checkpoint.every_steps", every, "with each evaluation")
+
+
 #: Lengths in seconds that are offered when the user is asked.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)
+#: A row of the printed table: name, value and reason.
+Row = tuple[str, str, str]
+
 #: Largest number of characters of a value in the table.
 _MOST_VALUE = 24
 
 
-class RunPlan(Protocol):
-    """The plan of a run, for a new model (`TextPlan`) or for fine-tuning (`TuningPlan`).
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(ABC):
+    """The plan of a run: of a new model (`TextPlan`) or of fine-tuning (`TuningPlan`).
 
     Attributes:
         request: inputs, length and overrides of the run.
-        machine: the machine to train on.
-        choices: all settings.
-    """
-
-    @property
-    def request(self) -> Request: ...
-
-    @property
-    def machine(self) -> Machine: ...
-
-    @property
-    def choices(self) -> Choices: ...
-
-    def choose_again(self, length: Length) -> RunPlan:
-        """The plan for another length of the run."""
-        ...
-
-    def with_memory(self) -> RunPlan:
-        """The plan with expected memory and counted parameters, which take a second or two."""
-        ...
-
-    def lines(self) -> Iterator[str]:
-        """The plan as text for the user: model, expectations, and a table of all choices."""
-        ...
-
-    def record(self) -> dict[str, Any]:
-        """The plan as a JSON object."""
-        ...
-
-
-@dataclass(frozen=True)
-class TextPlan:
-    """The plan of a new model's run; implements `RunPlan`.
-
-    Attributes:
-        request: inputs, length and overrides of the run.
-        scan: the scan of the texts.
         machine: the machine to train on.
         speed: its speed.
-        text: facts about the texts as tokens: estimated, or counted after they are prepared.
-        vocabulary: reason for the vocabulary size.
         choices: all settings.
         memory_bytes: expected memory of the run; None if unknown or not computed yet.
     """
 
     request: Request
-    scan: Scan
     machine: Machine
     speed: MachineFacts
-    text: TextFacts
-    vocabulary: str
     choices: Choices
-    memory_bytes: int | None = None
+    memory_bytes: float | None = None
 
-    def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:
-        """The plan for another length of the run, or with counted facts about the texts."""
-        text = text or self.text
-        choices = choose(text, self.speed, length, self.request.fixed, size=self.request.size)
-        return replace(self, text=text, choices=choices)
+    @property
+    @abstractmethod
+    def data_name(self) -> str:
+        """The name of the training data in messages, such as "the text"."""
 
-    def with_memory(self) -> TextPlan:
-        """See `RunPlan.with_memory`."""
-        from firstlight.from_texts.machine import fitting_before_data
+    @property
+    @abstractmethod
+    def held_out_tokens(self) -> float:
+        """Tokens of the validation split."""
 
-        given = self.request.overrides, self.request.fixed
-        choices, memory = fitting_before_data(self.choices, *given, self.machine)
-        return replace(self, choices=choices, memory_bytes=memory)
+    @property
+    @abstractmethod
+    def recorded(self) -> dict[str, Any]:
+        """Facts from which the settings follow, for `record`."""
+
+    @abstractmethod
+    def choose_again(self, length: Length) -> Self:
+        """The plan for another length of the run."""
+
+    @abstractmethod
+    def with_memory(self) -> Self:
+        """The plan with expected memory and counted parameters, which take a second or two."""
+
+    @abstractmethod
+    def first_rows(self) -> list[Row]:
+        """The rows of the table above those of the choices: name, value and reason."""
+
+    def expectations(self) -> Iterator[str]:
+        """Lines for the user with the expected result of the run."""
+        yield from ()
 
     def lines(self) -> Iterator[str]:
-        """See `RunPlan.lines`."""
-        choices = self.choices
-        yield from run_lines(choices, self.speed, "the text")
-        expected = "not known with this optimizer"
-        if choices.bits_per_byte is not None:
-            low, high = choices.bits_per_byte
-            expected = f"{low:.2f} to {high:.2f} bits for a byte of held-out text"
-            if self.text.is_unusual:
-                expected += ", a wide range because such text is harder to predict"
-        gzip = self.scan.facts.gzip_bits_per_byte
-        yield f"expected: {expected} (gzip -9: about {gzip:.2f})"
+        """The plan as text for the user: model, expectations, and a table of all choices."""
+        yield from run_lines(self.choices, self.speed, self.data_name)
+        yield from self.expectations()
         if self.memory_bytes is not None:
-            yield memory_line(self.memory_bytes, self.speed)
-        if choices.advice:
-            yield f"more text: {choices.advice}"
+            yield (
+                f"expected memory: {self.memory_bytes / 2**30:.2f} GiB for tensors, of "
+                f"{self.speed.usable_bytes / 2**30:.1f} GiB"
+            )
+        if self.choices.advice:
+            yield f"more text: {self.choices.advice}"
         yield ""
-        vocabulary = ("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)
-        yield from table_lines(
-            self, vocabulary, *validation_rows(self.request, self.text.val_tokens)
-        )
+        rows = self.first_rows()
+        if given := self.request.val_inputs:
+            reason = f"of {shlex.join(given)}, instead of a part of the texts"
+            rows.append(("validation", f"{rounded(self.held_out_tokens)} tokens", reason))
+        yield from _table_lines(self, rows)
 
     def record(self) -> dict[str, Any]:
-        """See `RunPlan.record`."""
+        """The plan as a JSON object."""
         return {
             "machine": self.speed.name,
-            "corpus": asdict(self.scan.facts),
+            **self.recorded,
             "memory_bytes": self.memory_bytes,
             **asdict(self.choices),
         }
@@ -179,32 +390,13 @@ def _ends_early(choices: Choices) -> bool:
     return choices.seconds < defaults.EARLY * 60 * minutes
 
 
-def memory_line(memory_bytes: float, speed: MachineFacts) -> str:
-    """A line for the user with the expected memory of a run."""
-    return (
-        f"expected memory: {memory_bytes / 2**30:.2f} GiB for tensors, of "
-        f"{speed.usable_bytes / 2**30:.1f} GiB"
-    )
-
-
-def validation_rows(request: Request, tokens: float) -> list[tuple[str, str, str]]:
-    """The row of the table with the given texts to validate on; [] without any.
-
-    Args:
-        request: the request.
-        tokens: number of their tokens.
-    """
-    reason = f"of {shlex.join(request.val_inputs)}, instead of a part of the texts"
-    return [("validation", f"{rounded(tokens)} tokens", reason)] if request.val_inputs else []
-
-
-def table_lines(plan: RunPlan, *first: tuple[str, str, str]) -> Iterator[str]:
+def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
     """The lines of a table with the length of the run, the precision, all choices that have a
     reason, and the other given keys.
 
     Args:
         plan: the plan of the run.
-        first: rows above all others: name, value and reason.
+        first: rows above all others.
     """
     choices, machine = plan.choices, plan.machine
     steps = "as given"
@@ -237,91 +429,8 @@ def _shortened(value: str) -> str:
     return line if len(line) <= _MOST_VALUE else line[: _MOST_VALUE - 3] + "..."
 
 
-def scan_texts(request: Request, tell: Tell, *, progress: bool) -> Scan:
-    """Scan the texts of a request. The first message comes before reading begins.
-
-    Args:
-        request: inputs, length and overrides of the run.
-        tell: function that is called with each message for the user.
-        progress: show a progress bar on stderr.
-
-    Raises:
-        InputError: the inputs can't be read, or have too little text.
-        ConfigError: an override is invalid.
-    """
-    named = [*request.inputs, *request.val_inputs]
-    val_sources = (
-        find_sources(request.val_inputs, as_is=request.as_is) if request.val_inputs else []
-    )
-    sources = without(find_sources(request.inputs, as_is=request.as_is), val_sources)
-    tell(reading_line(named, [*sources, *val_sources]))
-    if note := note_on_inputs(named):
-        tell(note)
-    # After the first message, because it imports torch, which takes seconds.
-    request.check()
-    scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
-    trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
-    trained -= scan.split.left_out_bytes
-    if trained < LEAST_BYTES:
-        beside = " that --val-input does not have" if scan.val_documents else ""
-        raise InputError(
-            f"the inputs hold {trained:,.0f} bytes of text{beside}, too little to learn from: "
-            f"give {LEAST_BYTES:,} at least, better a megabyte"
-        )
-    for line in described(scan):
-        tell(line)
-    if unread := unread_files(named):
-        tell(_unread_line(unread))
-    return scan
-
-
-def _unread_line(files: Sequence[Path]) -> str:
-    """A message with the files that are not read because they are no texts."""
-    names = ", ".join(map(str, files[:SHOWN_FILES])) + (", ..." if len(files) > SHOWN_FILES else "")
-    count = f"{len(files):,} file{'s' if len(files) != 1 else ''}"
-    return f"{count} not read, being of other kinds: {listed(by_ending(files))}: {names}"
-
-
-def plan_texts(request: Request, scan: Scan, gpu: str | None = None) -> TextPlan:
-    """Choose settings for scanned texts.
-
-    Args:
-        request: inputs and overrides, and the length of the run, by default `DEFAULT_SECONDS`.
-        scan: the scan of its texts.
-        gpu: name of a GPU to plan for; None plans for this machine.
-
-    Raises:
-        ConfigError: an option is invalid, or the GPU is unknown.
-    """
-    from firstlight.planner.advise.speed import new_model_speed
-    from firstlight.planner.plan.machine import find_machine
-
-    fixed = request.fixed
-    machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
-    speed = new_model_speed(machine)
-    vocabulary = choose_vocabulary(scan.facts, fixed)
-    text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
-    length = request.training_length(scan.facts.total_bytes)
-    choices = choose(text, speed, length, fixed, size=request.size)
-    return TextPlan(
-        request, scan, machine, speed, text=text, vocabulary=vocabulary.reason, choices=choices
-    )
-
-
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
     """Some lengths of a run in seconds (`OFFERED_SECONDS`), each with the settings for it."""
     for seconds in OFFERED_SECONDS:
         request = replace(plan.request, seconds=seconds)
         yield seconds, plan.choose_again(request.training_length()).choices
-
-
-def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
-    """The first message of a run, with its inputs."""
-    named = shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
-    files = [source for source in sources if source.dataset is None]
-    parts = [f"{len(files):,} file{'s' if len(files) != 1 else ''}"] if files else []
-    if files:
-        parts.append(size_text(sum(source.size for source in files)))
-    if len(files) < len(sources):
-        parts.append(f"{len(sources) - len(files)} dataset(s)")
-    return f"reading {named}: {', '.join(parts)}"

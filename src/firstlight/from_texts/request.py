@@ -1,4 +1,5 @@
-"""The user's request for a run on texts or conversations: inputs, length and given settings."""
+"""The user's request for a run on texts or conversations: inputs, length and given settings, and
+checks of them before anything is read."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.console import parse_count, parse_time
-from firstlight.errors import ConfigError
-from firstlight.from_texts.shapes import parameters_of, sections_for
+from firstlight.errors import ConfigError, nearest
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length
 
 #: Length of a run in seconds if none is given and the user can't be asked.
 DEFAULT_SECONDS = 600.0
+#: Keys with which not every width is valid.
+HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,41 @@ def request_of(
         val_inputs=_names(val_inputs),
         as_is=as_is,
     )
+
+
+def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of a recipe with keys that will be chosen, with which the given ones are valid."""
+    layout, size = defaults.LAYOUT, defaults.HEAD_DIM
+    found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}
+    if "optimizer.name" not in fixed:
+        found["optimizer"] = {"learning_rate": layout["optimizer.learning_rate"]}
+    if not any(name.startswith("model.") for name in fixed):
+        return found
+    model = {"model_type": layout["model.model_type"]}
+    width, heads = fixed.get("model.hidden_size"), fixed.get(HEADS[0]) or fixed.get(HEADS[1])
+    if isinstance(heads, int) and heads > 0:
+        model |= {"hidden_size": size * heads, "num_attention_heads": heads}
+    elif isinstance(width, int) and width > 0:
+        model["num_attention_heads"] = 1 if width % size else width // size
+    return {**found, "model": model}
+
+
+def parameters_of(size: str) -> float:
+    """The number of parameters of a size such as "10M".
+
+    Raises:
+        ConfigError: `size` is not a number above 0.
+    """
+    try:
+        found = parse_count(size)
+    except ConfigError:
+        found = 0.0
+    if not found:
+        raise ConfigError(
+            f"--size {size} is unknown{nearest(size, defaults.SIZES)}: choose one of "
+            f"{', '.join(defaults.SIZES)}, or a number of parameters such as 10M"
+        )
+    return found
 
 
 def _names(inputs: str | Path | Sequence[str | Path]) -> tuple[str, ...]:

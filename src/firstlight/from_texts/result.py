@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from firstlight.console import time_text
 from firstlight.data.shards import read_manifest
 from firstlight.errors import DataError
-from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.plan import Choices
 from firstlight.from_texts.request import Request
 from firstlight.from_texts.run_folder import (
     RECIPE_NAME,
@@ -129,9 +129,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         xz_bits_per_byte=state.get("xz"),
         samples=[(line["prompt"], line["text"]) for line in samples if line["step"] == last],
         seconds=time.time() - call.began,
-        next_commands=list(
-            _next_commands(call, request, metrics, prompt, best=best, stopped=stopped)
-        ),
+        next_commands=list(_next_commands(call, request, metrics, prompt, best=best)),
         answers=state.get("kind") == "chat",
         best=best,
         held_out_share=1.0
@@ -170,15 +168,11 @@ def _next_commands(
     prompt: str,
     *,
     best: bool,
-    stopped: bool,
 ) -> Iterator[tuple[str, str]]:
     """Pairs (command, purpose) of commands that use the model, or train longer."""
     folder = shlex.quote(str(call.folder))
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
-    if stopped:
-        # With its folder, since another run of the same texts may begin meanwhile.
-        yield command_of(request, ["--resume", "--run.dir", str(call.folder)]), "continue this run"
     if answers:
         yield f"firstlight chat {run}", "ask it, and read its answers"
     else:

@@ -15,6 +15,7 @@ from firstlight.from_texts.request import DEFAULT_SECONDS, Request, request_of
 from firstlight.from_texts.run_folder import (
     LOCK_NAME,
     RECIPE_NAME,
+    OnStep,
     RunCall,
     earlier_request,
     facts_of_files,
@@ -75,8 +76,8 @@ def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) ->
         ConfigError: an override is invalid.
         ModelError, CheckpointError: the model to start from does not exist or can't be used.
     """
-    from firstlight.from_texts.inputs import require_texts
     from firstlight.from_texts.new_model import NewModel
+    from firstlight.from_texts.scan import require_texts
 
     if request.init_from is not None:
         from firstlight.finetuning.run import FineTuning
@@ -101,7 +102,7 @@ def train_texts(
     val_inputs: str | Path | Sequence[str | Path] = (),
     as_is: bool = False,
     resume: bool = False,
-    on_step: Callable[[Mapping[str, Any]], None] | None = None,
+    on_step: OnStep | None = None,
     progress: bool = True,
     ask: Ask | None = None,
     began: float | None = None,

@@ -26,9 +26,9 @@ from firstlight.files.atomic import (
     write_file,
     write_json,
 )
-from firstlight.from_texts.chosen import Choices
+from firstlight.from_texts.plan import Choices
 from firstlight.from_texts.request import Request
-from firstlight.from_texts.scan import SHOWN_FILES
+from firstlight.from_texts.scan import first_names
 from firstlight.planner.advise.law import Length
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ _MEASURED = "new models learned best with it: docs/learning.md"
 _WIDTH = 100
 
 
+#: Function that is called with each step's metrics; see `train`.
+OnStep = Callable[[Mapping[str, Any]], None]
+
+
 class RunCall:
     """One call of `train_texts`: its run folder, its time, and its messages.
 
@@ -82,7 +86,7 @@ class RunCall:
         tell: Callable[[str], None],
         *,
         progress: bool,
-        on_step: Callable[[Mapping[str, Any]], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self.folder = folder
         self.began = began
@@ -288,7 +292,7 @@ def _changes_since(
         "new": [name for name in now if name not in before] if before else [],
         "missing": [name for name in before if name not in now],
     }
-    shown = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    shown = [f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names]
     if shown:
         yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
     elif "files" not in state:  # a run of a version that read fewer kinds of files, all unchanged
@@ -301,10 +305,6 @@ def _changes_since(
         start = [] if model is None else ["--init-from", model]
         command = ["firstlight", "train", str(folder / RECIPE_NAME), "--resume", *start]
         yield f"{shlex.join(command)} continues it with the texts as they were"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:

@@ -1,35 +1,60 @@
-"""Reads texts once before settings are chosen: text, scripts, duplicates, held-out documents."""
+"""Reads inputs once before settings are chosen: which of them are conversations, and of texts the
+scripts, duplicates and held-out documents."""
 
 from __future__ import annotations
 
 import hashlib
+import shlex
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from rich.progress import TextColumn
 
-from firstlight.console import progress_bar, size_text
+from firstlight.console import counted, human_bytes, progress_bar
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
+from firstlight.data.kinds import START_FROM
 from firstlight.data.opening import compress
 from firstlight.data.records import (
     COMMON_SHARE,
     REASONS,
+    RECORD_SUFFIXES,
     Record,
     digest_of,
+    find_records,
+    kind_of_records,
     nothing_read,
     one_character,
     read_documents,
 )
-from firstlight.data.sources import DataSource, holds_one_document, limited_sources, text_size
+from firstlight.data.sources import (
+    STANDARD_LIBRARY,
+    DataSource,
+    by_ending,
+    find_sources,
+    holds_one_document,
+    limited_sources,
+    listed,
+    note_on_inputs,
+    text_size,
+    unread_files,
+    without,
+)
 from firstlight.errors import InputError
-from firstlight.from_texts.duplicates import NearDuplicates
-from firstlight.from_texts.held_out import HeldOut, held_out_share, hold_out, hold_out_given
+from firstlight.from_texts.held_out import (
+    HeldOut,
+    NearDuplicates,
+    held_out_share,
+    hold_out,
+    hold_out_given,
+)
 from firstlight.from_texts.ngrams import TextSample
+from firstlight.from_texts.request import Request
 from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_token
 
 #: Largest number of file names in a message.
@@ -379,34 +404,31 @@ def described(scan: Scan) -> Iterator[str]:
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
-        f"{facts.documents:,} document{'s' if facts.documents != 1 else ''}, "
-        f"{size_text(facts.text_bytes)} of text, letters: {scripts}; "
+        f"{counted(facts.documents, 'document')}, "
+        f"{human_bytes(facts.text_bytes)} of text, letters: {scripts}; "
         f"gzip -9 makes it {facts.gzip_bits_per_byte:.2f} bits for a byte"
     )
     yield from change_lines(facts.changes, facts.changed_files)
     if count := scan.val_documents:
         yield (
-            f"validation: {count:,} document{'s' if count != 1 else ''} of --val-input; nothing of "
+            f"validation: {counted(count, 'document')} of --val-input; nothing of "
             "the other texts is held out"
         )
         if left_out := len(scan.split.left_out):
-            yield (
-                f"{left_out:,} near-duplicate{'s' if left_out != 1 else ''} of the validation text "
-                "left out"
-            )
+            yield (f"{counted(left_out, 'near-duplicate')} of the validation text left out")
     if facts.is_sampled:
         yield (
             f"a sample: some of the files, and the first part of long ones, of "
-            f"{size_text(facts.total_bytes)} in all (about)"
+            f"{human_bytes(facts.total_bytes)} in all (about)"
         )
     if count := facts.duplicates:
-        yield f"{count:,} duplicate{'s' if count != 1 else ''} left out"
+        yield f"{counted(count, 'duplicate')} left out"
     if count := facts.near_duplicates - len(scan.split.left_out):
         is_split = scan.split.digests is None and not scan.split.whole
         sides = "trained on or held out together with the similar documents"
         if is_split:
             sides = "parts of which may be both trained on and held out"
-        yield f"{count:,} near-duplicate{'s' if count != 1 else ''}, {sides}"
+        yield f"{counted(count, 'near-duplicate')}, {sides}"
         if similar := scan.split.similar:
             yield (
                 f"{similar:,} held-out document{'s are' if similar != 1 else ' is'} similar to an "
@@ -421,7 +443,7 @@ def described(scan: Scan) -> Iterator[str]:
     elif facts.is_sampled:
         yield "near-duplicates were looked for in the sample alone"
     for reason, count in facts.rejected.items():
-        yield f"{count:,} document{'s' if count != 1 else ''} left out: {REASONS[reason]}"
+        yield f"{counted(count, 'document')} left out: {REASONS[reason]}"
     yield from (f"  {place}" for place in facts.first_rejected)
     if (more := sum(facts.rejected.values()) - len(facts.first_rejected)) > 0:
         yield f"  ... and {more:,} more"
@@ -446,3 +468,156 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         val_tokens=held_out / per_token,
         bytes_per_character=facts.bytes_per_character,
     )
+
+
+def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[DataSource]:
+    """The files of conversations and preference pairs among the inputs.
+
+    Args:
+        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
+        datasets: True also looks into datasets on the Hugging Face hub.
+    """
+    found: dict[str, DataSource] = {}
+    for item in inputs:
+        # "stdlib" means Python's standard library, even if there is a file of this name.
+        if item == STANDARD_LIBRARY:
+            continue
+        try:
+            sources = find_records([item])
+        except InputError:
+            continue
+        for source in sources:
+            if (source.dataset is None or datasets) and kind_of_records(source) is not None:
+                found.setdefault(source.name, source)
+    return list(found.values())
+
+
+def require_texts(inputs: Sequence[str]) -> None:
+    """Refuse inputs that are mostly conversations or preference pairs, for a run that trains a new
+    model.
+
+    Raises:
+        InputError: most of the inputs' bytes are conversations or preference pairs.
+    """
+    sources = conversations_in(inputs, datasets=False)
+    if not sources:
+        return
+    try:
+        others = find_sources(inputs)
+    except InputError:
+        others = []
+    names = {source.name for source in sources}
+    others = [source for source in others if source.name not in names]
+    is_mostly_text = sum(one.size for one in others) >= sum(one.size for one in sources)
+    if not (is_mostly_text or any(one.dataset for one in others)):
+        kind = kind_of_records(sources[0])
+        held = "conversations" if kind == "chat" else "preference pairs"
+        advice = START_FROM[kind or "chat"]
+        if others:
+            advice += f"; for a new model, name the texts alone, such as {others[0].name}"
+        raise InputError(f"{sources[0].name} holds {held}: {advice}")
+
+
+def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
+    """The value of the recipe's `data.files` for `sources`: the inputs as they were given if they
+    have no other files of records, else the names of `sources`.
+
+    Args:
+        inputs: files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
+        sources: the sources among the inputs that contain conversations.
+    """
+    names = {source.name for source in sources}
+    try:
+        whole = {source.name for source in find_records(inputs)} == names
+    except InputError:
+        whole = False
+    return list(inputs) if whole else [source.name for source in sources]
+
+
+def other_files_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
+    """A message with the files beside conversations that are not read; "" if there are none."""
+    names = {source.name for source in sources}
+    others = [str(path) for path in unread_files(inputs, RECORD_SUFFIXES)]
+    for item in inputs:
+        try:
+            others += [one.name for one in find_records([item]) if one.name not in names]
+        except InputError:
+            continue
+    if not others:
+        return ""
+    count = counted(len(others), "file")
+    return f"{count} beside the conversations not read: {first_names(others)}"
+
+
+#: Fewest bytes of text: less leaves no validation text.
+LEAST_BYTES = 1000
+
+
+def scan_texts(
+    request: Request,
+    tell: Callable[[str], None],
+    check: Callable[[Request], None] = Request.check,
+    *,
+    progress: bool,
+) -> Scan:
+    """Scan the texts of a request. The first message comes before reading begins.
+
+    Args:
+        request: inputs, length and overrides of the run.
+        tell: function that is called with each message for the user.
+        check: function that refuses invalid overrides.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        InputError: the inputs can't be read, or have too little text.
+        ConfigError: an override is invalid.
+    """
+    named = [*request.inputs, *request.val_inputs]
+    val_sources = (
+        find_sources(request.val_inputs, as_is=request.as_is) if request.val_inputs else []
+    )
+    sources = without(find_sources(request.inputs, as_is=request.as_is), val_sources)
+    tell(reading_line(named, [*sources, *val_sources]))
+    if note := note_on_inputs(named):
+        tell(note)
+    # After the first message, because it imports torch, which takes seconds.
+    check(request)
+    scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
+    trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
+    trained -= scan.split.left_out_bytes
+    if trained < LEAST_BYTES:
+        beside = " that --val-input does not have" if scan.val_documents else ""
+        raise InputError(
+            f"the inputs hold {trained:,.0f} bytes of text{beside}, too little to learn from: "
+            f"give {LEAST_BYTES:,} at least, better a megabyte"
+        )
+    for line in described(scan):
+        tell(line)
+    if unread := unread_files(named):
+        tell(_unread_line(unread))
+    return scan
+
+
+def _unread_line(files: Sequence[Path]) -> str:
+    """A message with the files that are not read because they are no texts."""
+    kinds = listed(by_ending(files))
+    return f"{counted(len(files), 'file')} not read, being of other kinds: {kinds}: " + first_names(
+        [str(file) for file in files]
+    )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names of files as text."""
+    return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
+
+
+def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
+    """The first message of a run, with its inputs."""
+    named = shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
+    files = [source for source in sources if source.dataset is None]
+    parts = [counted(len(files), "file")] if files else []
+    if files:
+        parts.append(human_bytes(sum(source.size for source in files)))
+    if len(files) < len(sources):
+        parts.append(f"{len(sources) - len(files)} dataset(s)")
+    return f"reading {named}: {', '.join(parts)}"

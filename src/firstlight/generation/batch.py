@@ -138,18 +138,14 @@ class BatchDecoder:
             whole = zip(shared, self._stored, strict=True)
             shared = [count if count == len(stored) else 0 for count, stored in whole]
         row, length = max(enumerate(shared), key=lambda entry: entry[1])
-        self._copy(row, len(self), length)
+        if row != len(self):
+            self.cache.copy_row(row, len(self), length)
         return length
 
     def _is_long(self, token_ids: Sequence[int]) -> bool:
         """True if a text has the rotary frequencies of long texts, see `FamilyConfig.long_from`."""
         first = self.model.config.long_from
         return first is not None and len(token_ids) >= first
-
-    def _copy(self, source: int, target: int, length: int) -> None:
-        """Copy the keys and values of the first `length` tokens of one row to another."""
-        if source != target:
-            self.cache.copy_row(source, target, length)
 
     @torch.inference_mode()
     def step(self, token_ids: Sequence[int]) -> Tensor:
@@ -206,7 +202,7 @@ class BatchDecoder:
         """Remove a sequence; the last sequence gets its number."""
         last, length = len(self) - 1, self.lengths[-1]
         if number != last:
-            self._copy(last, number, length)
+            self.cache.copy_row(last, number, length)
             self.lengths[number] = length
             self._stored[number] = list(self._stored[last])
         self.lengths.pop()

@@ -17,16 +17,6 @@ from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer.chat_labels import turn_end_ids
 
-__all__ = [
-    "CHAT_SETTINGS",
-    "AnswerStats",
-    "ChatSession",
-    "ConversationDecoder",
-    "Message",
-    "most_that_fit",
-    "turn_end_ids",
-]
-
 #: Default settings of answers.
 CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 
@@ -327,8 +317,16 @@ class ChatSession:
             self.messages[:] = before
             raise
         finally:
-            seconds = time.perf_counter() - started
-            self.stats = _stats(text, prompt.dropped, first, seconds)
+            assert text.config.seed is not None
+            self.stats = AnswerStats(
+                len(text.prompt_ids),
+                len(text.token_ids),
+                prompt.dropped,
+                first,
+                seconds=time.perf_counter() - started,
+                finish_reason=text.finish_reason or "interrupted",
+                seed=text.config.seed,
+            )
 
     def _continuation(self, prompt: _Prompt) -> Continuation:
         config = self.settings
@@ -386,16 +384,3 @@ class ChatSession:
                 "answer: shorten it"
             )
         return limit
-
-
-def _stats(text: Continuation, dropped: int, first: float, seconds: float) -> AnswerStats:
-    assert text.config.seed is not None
-    return AnswerStats(
-        len(text.prompt_ids),
-        len(text.token_ids),
-        dropped,
-        first,
-        seconds=seconds,
-        finish_reason=text.finish_reason or "interrupted",
-        seed=text.config.seed,
-    )

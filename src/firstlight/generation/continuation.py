@@ -163,7 +163,7 @@ class Continuation:
         self._counts[token_id] += 1
         if self.logprobs is not None:
             assert self.config.logprobs is not None
-            self.logprobs.append(logprob_of(logits_V, token_id, self.config.logprobs))
+            self.logprobs += logprobs_of(logits_V[None], [token_id], self.config.logprobs)
         piece = "" if self._stream is None else self._stops.push(self._stream.push(token_id))
         complete = self._constraint is not None and self._constraint.push(token_id)
         if self._stops.found:
@@ -307,11 +307,6 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-
-def logprob_of(logits_V: Tensor, token_id: int, top: int) -> TokenLogprob:
-    """The log-probabilities of a token and of the `top` likeliest tokens, from logits [V]."""
-    return logprobs_of(logits_V[None], [token_id], top)[0]
 
 
 def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from firstlight.errors import StorageError
 from firstlight.files.atomic import write_file
+from firstlight.files.cache import cache_folder
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.moe import Router
@@ -235,8 +236,7 @@ def _cache_folder() -> Path:
     Raises:
         OSError: the folder can't be created, or others can write to it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(base).expanduser() / "firstlight"
+    folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):

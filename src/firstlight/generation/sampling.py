@@ -34,7 +34,7 @@ def sample(
     shifted_V = shifted(logits_V, config, seen, counts, allowed_V=allowed_V)
     if config.temperature == 0:
         return int(shifted_V.argmax())
-    return draw(filter_probabilities(shifted_V, config), generator)
+    return int(draw(filter_probabilities(shifted_V, config).cpu()[None], [generator]))
 
 
 def sample_rows(
@@ -59,13 +59,7 @@ def sample_rows(
         probabilities_GV = filter_probabilities(logits_GV, config)
         if not logits_GV.is_cuda:  # Apple's GPUs have no fp64
             probabilities_GV = probabilities_GV.cpu()
-        # See `draw`.
-        cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
-        totals_G = cumulative_GV[:, -1]
-        drawn = [torch.rand((), dtype=torch.float64, generator=one) for one in generators]
-        below_G = torch.stack(drawn).to(totals_G.device) * totals_G
-        below_G = below_G.minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
-        chosen_G = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)[:, 0]
+        chosen_G = draw(probabilities_GV, generators)
     finite_G = finite_G.to(chosen_G)  # its device, too
     found, finite = torch.stack((chosen_G, finite_G)).tolist()
     return [
@@ -104,20 +98,21 @@ def shifted(
     return logits_V
 
 
-def draw(probabilities_V: Tensor, generator: torch.Generator) -> int:
-    """Draw an index with probabilities [V], which need not sum to 1. An index with probability 0 is
-    never drawn.
+def draw(probabilities_GV: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Draw an index [G] by each row of probabilities [G, V], which need not sum to 1. An index
+    with probability 0 is never drawn.
 
     It uses the inverse of the cumulative distribution. torch.multinomial draws a number for every
-    index, which takes twenty times as long with a vocabulary of 50,000. The generator is on the
+    index, which takes twenty times as long with a vocabulary of 50,000. The generators are on the
     CPU, so that a seed gives the same text on every device.
     """
-    cumulative_V = probabilities_V.cpu().cumsum(0, dtype=torch.float64)
-    total = float(cumulative_V[-1])
-    drawn = float(torch.rand((), dtype=torch.float64, generator=generator)) * total
-    # Rounding may have made the product equal to the total, which is beyond the last index.
-    below = min(drawn, math.nextafter(total, 0.0))
-    return int(torch.searchsorted(cumulative_V, below, right=True))
+    cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
+    totals_G = cumulative_GV[:, -1]
+    drawn = [torch.rand((), dtype=torch.float64, generator=one) for one in generators]
+    below_G = torch.stack(drawn).to(totals_G.device) * totals_G
+    # Rounding may have made a product equal to its total, which is beyond the last index.
+    below_G = below_G.minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
+    return torch.searchsorted(cumulative_GV, below_G[:, None], right=True)[:, 0]
 
 
 def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:

@@ -1,8 +1,11 @@
 """Constrained decoding: each token of a text is chosen among the tokens that a JSON Schema allows.
 
-The library llguidance computes the allowed tokens, in two separate processes (`grammar_process`):
-the first tries each new schema before its text is begun; the second follows the texts that are
-being generated. Running texts therefore never wait for a new schema that takes too long.
+The library llguidance computes the allowed tokens. It has no bound on time and memory for an
+arbitrary schema, so `Matchers` runs in two child processes with limits (see `files.limits`): the
+first tries each new schema before its text is begun; the second follows the texts that are being
+generated. Running texts therefore never wait for a new schema that takes too long.
+
+torch and numpy are imported inside functions, because the child processes do not need them.
 """
 
 from __future__ import annotations
@@ -12,18 +15,17 @@ import functools
 import importlib.util
 import itertools
 import json
-import threading
+import random
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from firstlight.errors import FirstlightError, MissingDependencyError
 from firstlight.files.limits import LimitedProcess, LimitExceededError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Limits: seconds of processor time to try a new schema, and for a token.
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
@@ -37,18 +39,6 @@ _LONGEST_ERROR = 200
 
 class SchemaError(FirstlightError):
     """A JSON Schema is not supported, or takes too much time or memory to follow."""
-
-
-class Constraint(Protocol):
-    """Interface of constraints on the tokens of one text."""
-
-    def allowed(self, vocab_size: int) -> Tensor:
-        """True for the tokens that may come next, bool [V] on the CPU; for end tokens if the text
-        may end here."""
-
-    def push(self, token_id: int) -> bool:
-        """Add the token that was chosen; return True if the text is complete, so that no token can
-        follow."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,7 @@ class Grammars:
         if problem is not None:
             raise SchemaError(problem)
         self._following.start()
-        return _SchemaConstraint(self._following, next(self._numbers), text)
+        return Constraint(self._following, next(self._numbers), text)
 
     def _try(self, schema: str) -> str | None:
         """Reason why a schema can't be followed; None if it can."""
@@ -114,7 +104,7 @@ class Grammars:
             self._trying.ask(request, _SCHEMA_SECONDS)
         except SchemaError as error:
             return str(error)
-        self._trying.forget(0)
+        self._trying.note_end(0)
         return None
 
     def close(self) -> None:
@@ -123,8 +113,8 @@ class Grammars:
         self._following.close()
 
 
-class _SchemaConstraint:
-    """Constraint of one text by a schema; see `Constraint`.
+class Constraint:
+    """Constraint on the tokens of one text by a schema.
 
     Args:
         process: process that follows the text.
@@ -140,10 +130,14 @@ class _SchemaConstraint:
         self._mask: bytes | None = None
         #: Number of the start of the process that knows the text; 0 if none does.
         self._known_in = 0
-        weakref.finalize(self, process.forget, number)
+        weakref.finalize(self, process.note_end, number)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """See `Constraint`."""
+        """True for the tokens that may come next, bool [V] on the CPU; for end tokens if the text
+        may end here."""
+        import numpy as np
+        import torch
+
         if self._mask is None:
             self._follow([])
         assert self._mask is not None
@@ -154,7 +148,8 @@ class _SchemaConstraint:
         return found
 
     def push(self, token_id: int) -> bool:
-        """See `Constraint`."""
+        """Add the token that was chosen; return True if the text is complete, so that no token can
+        follow."""
         self._tokens.append(token_id)
         return self._follow([token_id])
 
@@ -171,40 +166,31 @@ class _SchemaConstraint:
         return complete
 
 
-class _Process:
-    """A process that follows texts: see `grammar_process`.
+class _Process(LimitedProcess):
+    """A process that follows texts: see `Matchers`.
 
     Args:
         vocabulary: tokens of the model.
-
-    Attributes:
-        close: end the process.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens = [*(token.hex() for token in vocabulary.tokens), b"<end>".hex()]
         special = [*vocabulary.special, len(vocabulary.tokens)]
-        self._limited = LimitedProcess(
-            "firstlight.generation.grammar_process:Matchers",
+        super().__init__(
+            "firstlight.generation.structured:Matchers",
             (tokens, special, list(vocabulary.ends)),
             memory=_MEMORY,
         )
-        self.close = self._limited.close
-        self._forgotten: list[int] = []
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Lock that is held during a request."""
-        return self._limited.lock
+        self._ended: list[int] = []
 
     def start(self) -> int:
         """Start the process if it does not run; return the number of starts so far."""
         with _schema_limits():
-            return self._limited.start()
+            return super().start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> tuple[bool, bytes]:
         """Send a request; return whether the text is complete, and the mask of the tokens that may
-        follow (see `grammar_process`).
+        follow (see `Matchers`).
 
         Args:
             request: the request.
@@ -214,16 +200,16 @@ class _Process:
             SchemaError: the schema is not understood, or takes too much time or memory.
         """
         with self.lock, _schema_limits():
-            forgotten, self._forgotten = self._forgotten, []
-            found = self._limited.call({**request, "forget": forgotten}, seconds=seconds)
+            ended, self._ended = self._ended, []
+            found = self.call({**request, "forget": ended}, seconds=seconds)
         if "error" in found:
             reason = " ".join(str(found["error"]).replace("<non-verbose/>", "").split())
             raise SchemaError(f"the schema can't be followed: {reason[:_LONGEST_ERROR]}")
         return found["complete"], bytes.fromhex(found["mask"])
 
-    def forget(self, number: int) -> None:
+    def note_end(self, number: int) -> None:
         """Note that a text has ended; the process learns it with the next request."""
-        self._forgotten.append(number)
+        self._ended.append(number)
 
 
 @contextlib.contextmanager
@@ -234,3 +220,132 @@ def _schema_limits() -> Iterator[None]:
         raise SchemaError(
             "the schema takes too much time or memory to follow: simplify it"
         ) from None
+
+
+#: One space at most between the parts of an object or array, so that a model can't write endless
+#: white space.
+_SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+#: Options that override those in a schema (`x-guidance`). Not `lenient`: keywords that llguidance
+#: does not support are errors.
+_OPTIONS = {**_SEPARATORS, "whitespace_pattern": None, "lenient": False, "coerce_one_of": False}
+
+#: llguidance's limits for one schema, see its `ParserLimits`.
+_LIMITS = {
+    "max_items_in_row": 1000,
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+
+
+class _Vocabulary:
+    """The vocabulary, with the attributes that llguidance reads.
+
+    Args:
+        tokens: bytes of each token, in hexadecimal, by id. The last is an additional end token,
+            which is not in the model's vocabulary.
+        special: ids of control tokens, which are not text.
+    """
+
+    def __init__(self, tokens: list[str], special: list[int]) -> None:
+        self.tokens = [bytes.fromhex(token) for token in tokens]
+        self.special_token_ids = special
+        self.eos_token_id, self.bos_token_id = len(tokens) - 1, None
+        self.is_tokenizer_wrapper = True
+        controls = set(special)
+        plain = [(token, i) for i, token in enumerate(self.tokens) if i not in controls]
+        self._ids = {token: i for token, i in reversed(plain) if token}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Token ids of a text, by the longest token at each position. llguidance does not need the
+        tokenizer's own ids."""
+        content = text.encode() if isinstance(text, str) else text
+        found, place = [], 0
+        while place < len(content):
+            for end in range(min(place + self._longest, len(content)), place, -1):
+                if content[place:end] in self._ids:
+                    found.append(self._ids[content[place:end]])
+                    break
+            else:
+                end = place + 1  # no token begins here: skip one byte
+            place = end
+        return found
+
+
+class Matchers:
+    """llguidance's matchers of the texts that follow a schema, by the number of the text.
+
+    Args:
+        tokens, special: see `_Vocabulary`.
+        ends: ids that end a text.
+    """
+
+    def __init__(self, tokens: list[str], special: list[int], ends: list[int]) -> None:
+        import llguidance
+
+        vocabulary = _Vocabulary(tokens, special)
+        ends = [vocabulary.eos_token_id, *ends]
+        count = len(vocabulary.tokens)
+        self._library: Any = llguidance
+        self._tokenizer = llguidance.LLTokenizer(
+            vocabulary,  # type: ignore[arg-type]
+            n_vocab=count,
+            eos_token=ends,
+            slices=[],
+        )
+        self._matchers: dict[int, Any] = {}
+
+    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request.
+
+        Args:
+            request: `text`, the number of the text; `tokens`, its new tokens. Optional are
+                `schema`, the schema as JSON if the text is new to this process; `walk`, a number of
+                tokens to try at random; and `forget`, numbers of texts that have ended.
+
+        Returns:
+            `{"error": str}`, or `{"complete": bool, "mask": str}`. The mask of the allowed next
+            tokens, in hexadecimal, has one bit for each id, the lowest bit of a byte first; it is
+            empty if no token can follow.
+        """
+        for number in request.get("forget", ()):
+            self._matchers.pop(number, None)
+        try:
+            return self._answer(request)
+        except (ValueError, RuntimeError) as error:
+            return {"error": str(error)}
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        number, tokens = request["text"], request["tokens"]
+        if "schema" in request:
+            self._matchers[number] = self._opened(request["schema"])
+        matcher = self._matchers[number]
+        if tokens:
+            matcher.consume_tokens(tokens)
+        mask = b"" if matcher.is_stopped() else matcher.compute_bitmask()
+        for _ in range(request.get("walk", 0)):
+            if not mask or matcher.is_stopped():
+                break
+            allowed = [i for i in range(8 * len(mask)) if mask[i >> 3] >> (i & 7) & 1]
+            matcher.consume_token(random.Random(len(mask)).choice(allowed))
+            mask = b"" if matcher.is_stopped() else matcher.compute_bitmask()
+        if matcher.is_error():
+            del self._matchers[number]
+            return {"error": matcher.get_error()}
+        stopped = matcher.is_stopped()
+        # Stopped without being complete: no text satisfies the schema.
+        if stopped and not matcher.is_accepting():
+            return {"error": "nothing satisfies the schema"}
+        return {"complete": stopped, "mask": "" if stopped else mask.hex()}
+
+    def _opened(self, schema: str) -> Any:
+        """Create the matcher of a schema."""
+        library = self._library
+        grammar = library.LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+        limits = library.LLParserLimits(**_LIMITS)
+        return library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)

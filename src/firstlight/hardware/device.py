@@ -24,7 +24,7 @@ import torch
 
 from firstlight.errors import ConfigError, lacks_memory
 from firstlight.hardware.gpus import find_gpu
-from firstlight.hardware.resident import peak_resident_bytes
+from firstlight.hardware.process_memory import peak_resident_bytes
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,12 @@ names; the settings give what the tensors do not show, such as alpha, and must a
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,19 +25,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from firstlight.errors import InputError, ModelError, nearest
-from firstlight.files.atomic import new_folder, read_json
+from firstlight.files.atomic import read_json
 from firstlight.lora.layers import (
     PREFIX,
     SUFFIXES,
     LinearLayer,
     LoraConfig,
-    adapter_tensors,
     fill_adapter,
     linear_layers,
     lora_layers,
     wrap,
 )
-from firstlight.lora.patterns import compiled, require_quick_matches, require_quick_patterns, short
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.weights.hub import find_model_folder
@@ -45,8 +46,81 @@ from firstlight.weights.stored import (
     WEIGHTS_NAME,
     StoredTensor,
     read_header,
-    save_tensors,
 )
+
+#: Most entries of rank_pattern and alpha_pattern together (the deepest models have 900 linear
+#: layers), and most characters of one.
+_MOST_PATTERNS = 3000
+_MOST_PATTERN_CHARS = 500
+#: Seconds of CPU time in which all patterns must have been matched with all layer names. Those of
+#: most adapters take 0.001.
+_MOST_MATCH_SECONDS = 2.0
+
+
+@functools.lru_cache(maxsize=2 * _MOST_PATTERNS)
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression of an entry of `rank_pattern` or `alpha_pattern`. It matches the end
+    of a layer's name after a dot, or the whole name."""
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def require_quick_patterns(path: Path, patterns: list[str]) -> None:
+    """Refuse patterns that may take long to match, by their number, length and repetitions.
+
+    Args:
+        path: the settings' file, for error messages.
+        patterns: entries of rank_pattern and alpha_pattern.
+
+    Raises:
+        ModelError: there are such patterns, or one is invalid.
+    """
+    if len(patterns) > _MOST_PATTERNS:
+        raise ModelError(
+            f"{path}: rank_pattern and alpha_pattern have {len(patterns):,} entries, more than the "
+            f"{_MOST_PATTERNS:,} that are read: merge the adapter with PEFT (merge_and_unload)"
+        )
+    for pattern in patterns:
+        # With repeated groups, or many repetitions or choices, matching can take exponential time
+        # on a single name.
+        choices = len(re.findall(r"\(", pattern)) + len(re.findall(r"(?<!\()\?", pattern))
+        is_slow = re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3
+        if is_slow or choices > 5 or len(pattern) > _MOST_PATTERN_CHARS:
+            raise ModelError(
+                f"{path}: pattern {short(pattern)} repeats too much: name the layers in full"
+            )
+        try:
+            compiled(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ModelError(f"{path}: {short(pattern)} is no pattern: {error}") from error
+
+
+def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
+    """Refuse patterns that together take long on the layer names, although each match is quick.
+
+    Args:
+        path: the settings' file, for error messages.
+        patterns: patterns that `require_quick_patterns` accepts.
+        layers: names of layers.
+
+    Raises:
+        ModelError: matching takes more than 2 seconds of CPU time.
+    """
+    end = time.thread_time() + _MOST_MATCH_SECONDS
+    for layer in layers:
+        for pattern in patterns:
+            compiled(pattern).match(layer)
+            if time.thread_time() > end:
+                raise ModelError(
+                    f"{path}: rank_pattern and alpha_pattern take too long on names such as "
+                    f"{layer}: name the layers in full"
+                )
+
+
+def short(value: object) -> str:
+    """A value for messages, cut at 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
@@ -304,9 +378,7 @@ def _require_rank(
 def _read(stored: StoredTensor) -> Tensor:
     if stored.kind not in FLOAT_FORMATS:
         raise ModelError(f"{stored.path}: {stored.name} is {stored.kind}, not floating-point")
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
-    stored.read_into(tensor)
-    return tensor
+    return stored.read()
 
 
 def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path: Path) -> None:
@@ -389,19 +461,3 @@ def base_name(given: str | Path, folder: Path) -> str:
         folder: the base model's folder, in the hub's cache for a hub id.
     """
     return str(folder.resolve()) if Path(given).expanduser().is_dir() else str(given)
-
-
-def save_adapter(folder: Path, model: Model, config: LoraConfig, base: str) -> None:
-    """Write an adapter into a folder, which must be missing or empty.
-
-    Args:
-        folder: the adapter's folder, for the files that this module's docstring describes.
-        model, config, base: see `adapter_files`.
-
-    Raises:
-        StorageError: a file system error; the folder is not made.
-    """
-    with new_folder(folder) as temporary:
-        for name, text in adapter_files(model, config, base).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        save_tensors(adapter_tensors(model), temporary / ADAPTER_WEIGHTS_NAME)

@@ -4,7 +4,7 @@
 Every second layer has a sliding window. Parameter names and layouts are those of Hugging Face's
 `GptOssForCausalLM`, so that import and export do not change tensors: a layer's experts are stacked
 and stored as [in, out], with interleaved columns of gate and up projection. OpenAI's files have the
-experts in MXFP4, which `weights/mxfp4.py` reads.
+experts in MXFP4, which `weights/stored.py` reads.
 
 Shape letters as in `models/moe.py`.
 """

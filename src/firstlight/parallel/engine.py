@@ -331,6 +331,19 @@ class DDPEngine(Engine):
     averages_gradients = True
     _ddp: DistributedDataParallel
 
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """See `Engine.session`. Its exit ends the use of the model that `share` has wrapped."""
+        try:
+            yield
+        finally:
+            if hasattr(self, "_ddp"):
+                # DDP's reducer (C++) owns the process group, too. As the group's last owner, it
+                # would end the group while it holds Python's lock (GIL), which gloo's threads may
+                # be waiting for: neither would ever end. Python's own reference to the group
+                # releases the lock first.
+                del self._ddp.reducer, self._ddp.logger
+
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """See `Engine.share`."""
         # Buffers are equal on all processes and never change, so DDP need not broadcast them.

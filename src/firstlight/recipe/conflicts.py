@@ -14,7 +14,7 @@ from firstlight.methods.precision import FP8_CAPABILITY
 from firstlight.models import ModelConfig
 from firstlight.optim.config import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
 from firstlight.parallel.engine import Engine
-from firstlight.parallel.selection import ENGINES
+from firstlight.parallel.engine_choice import ENGINES
 from firstlight.parallel.sharding import unshardable
 from firstlight.recipe.schema import ResolvedRecipe
 

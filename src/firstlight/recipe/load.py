@@ -67,7 +67,7 @@ def load_recipe(
     """
     name, path = str(path), Path(path)
     if not path.exists():
-        siblings = [str(p) for p in path.parent.glob("*.y*ml")]
+        siblings = [str(p) for p in path.parent.glob("*.y*ml") if _is_recipe(p)]
         raise ConfigError(f"recipe {name} does not exist{nearest(str(path), siblings)}")
     try:
         values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
@@ -83,6 +83,15 @@ def load_recipe(
     if recipe.run.dir is None:
         recipe = recipe.with_keys("run", dir=str(Path("runs") / path.stem))
     return recipe
+
+
+def _is_recipe(path: Path) -> bool:
+    """True if a YAML file has a section of a recipe."""
+    try:
+        values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
+    except (OSError, ValueError, InputError):
+        return False
+    return isinstance(values, dict) and not values.keys().isdisjoint(Recipe.model_fields)
 
 
 #: Largest number of mistakes in one message.

@@ -31,12 +31,12 @@ from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
 from firstlight.optim.schedule import ScheduleConfig
-from firstlight.parallel.selection import named_engine
+from firstlight.parallel.engine_choice import named_engine
 from firstlight.recipe.schema import DEFAULT_ROWS, Recipe, ResolvedRecipe
 
 #: torch.compile pays if the run's matrix products would take at least this number of seconds at the
 #: device's peak rate: the real run takes several times as long, and compiling up to a minute.
-_WORTH_COMPILING_SECONDS = 240.0
+WORTH_COMPILING_SECONDS = 240.0
 
 #: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
 USUAL_MFU = 0.4
@@ -250,8 +250,8 @@ def _resolve_efficiency(
         pays = earlier.get("compile")
         if pays is None:
             pays = (
-                _ideal_seconds(recipe, model, seq_len, precision, facts=facts)
-                >= _WORTH_COMPILING_SECONDS
+                ideal_seconds(recipe, model, seq_len, precision, facts=facts)
+                >= WORTH_COMPILING_SECONDS
             )
         # `conflicts.py` refuses compiling with other engines and with parts of layers.
         able = _is_whole(recipe) and not named_engine(recipe.distributed).updates_itself
@@ -375,7 +375,7 @@ def default_micro_batch_size(recipe: Recipe, seq_len: int, facts: Facts) -> int:
     return recipe.batch.dividing_rows(seq_len, facts.processes, most) or DEFAULT_ROWS
 
 
-def _ideal_seconds(
+def ideal_seconds(
     recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, *, facts: Facts
 ) -> float:
     """Seconds that the run's matrix products take at the device's peak rate; infinity if the peak

@@ -17,8 +17,8 @@ import numpy as np
 from markupsafe import Markup
 
 from firstlight.console import compact, visible
-from firstlight.evaluation.positions import ByPosition
-from firstlight.run_log.series import Floats, Series, thin
+from firstlight.evaluation.perplexity import ByPosition
+from firstlight.run_log.reader import Floats, Series, thin
 
 #: The colours of pages and charts by their names in the pages' style, in light and in dark mode.
 #: Charts are drawn in the light ones, which `svg` replaces by the style's variables.

@@ -18,8 +18,7 @@ from firstlight.report.summary import (
     is_accuracy,
     memory_unit,
 )
-from firstlight.run_log.reader import RunRecord
-from firstlight.run_log.series import Axis, Series, smoothed
+from firstlight.run_log.reader import Axis, RunRecord, smoothed
 
 #: X axes of a comparison, and their names.
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
@@ -36,7 +35,6 @@ class RunComparison:
         labels: a unique name for each run.
         numbers: `final_numbers` of each run.
         findings: `findings_of` each run.
-        smoothed: each run's smoothed training loss by step.
         differences: recipe keys ("section.key") whose values differ -> the value in each run.
     """
 
@@ -44,7 +42,6 @@ class RunComparison:
     labels: Sequence[str]
     numbers: Sequence[Mapping[str, Any]]
     findings: Sequence[Sequence[Finding]]
-    smoothed: Sequence[Series]
     differences: Mapping[str, Sequence[Any]]
 
 
@@ -66,9 +63,13 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
     """
     labels = distinct_labels([run.folder for run in runs])
     differences = recipe_differences([run.recipe for run in runs])
-    curves = [smoothed(run.metrics.series("train/loss")) for run in runs]
-    numbers, findings = [final_numbers(r) for r in runs], [findings_of(r) for r in runs]
-    return RunComparison(runs, labels, numbers, findings, smoothed=curves, differences=differences)
+    return RunComparison(
+        runs,
+        labels,
+        [final_numbers(run) for run in runs],
+        [findings_of(run) for run in runs],
+        differences=differences,
+    )
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:
@@ -122,15 +123,10 @@ def warnings_of(found: RunComparison) -> list[str]:
         "The runs have different tokenizers: losses, which count nats a token, can't be compared. "
         "Bits per byte can."
     )
-    named = zip(found.labels, found.findings, strict=True)
-    return [
-        *([tokenizers] if has_different_tokenizers(found) else []),
-        *(f"{label}: {finding.text}" for label, findings in named for finding in findings),
-    ]
-
-
-def _named(found: RunComparison) -> list[tuple[str, RunRecord]]:
-    return list(zip(found.labels, found.runs, strict=True))
+    warnings = [tokenizers] if has_different_tokenizers(found) else []
+    for label, findings in zip(found.labels, found.findings, strict=True):
+        warnings += [f"{label}: {finding.text}" for finding in findings]
+    return warnings
 
 
 def has_different_tokenizers(found: RunComparison) -> bool:
@@ -148,14 +144,9 @@ def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
         axis: the x axis.
     """
     lines = []
-    for number, (label, run) in enumerate(_named(found)):
+    for number, (label, run) in enumerate(zip(found.labels, found.runs, strict=True)):
         series = run.metrics.series(key, axis)
-        if key == "train/loss":
-            # The smoothed values by step are used for each axis. Steps without a value on this axis
-            # are the first ones, and are left out.
-            values = found.smoothed[number].y[-len(series) :] if len(series) else series.y
-            series = Series(series.x, values)
-        lines.append(Line(label, series, number))
+        lines.append(Line(label, smoothed(series) if key == "train/loss" else series, number))
     return lines
 
 

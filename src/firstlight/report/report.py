@@ -1,52 +1,76 @@
-"""Writes the report of a run, or of several runs: an HTML page and a PNG picture."""
+"""Writes the report of a run, or of several runs: an HTML page and a PNG picture.
+
+A page is one self-contained file, made by the templates in `pages/`. It loads no other files, and
+its Content-Security-Policy allows only its own inline style and script, by their hashes, and the
+styles in the markup of its charts. Without JavaScript, only the read-out under the pointer is
+missing. Texts from a run are escaped.
+"""
 
 from __future__ import annotations
 
+import base64
+import datetime
+import hashlib
+import math
+import re
 import textwrap
 import unicodedata
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup
+
+from firstlight.console import loss_text, own_version, plain, rounded, visible
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.report.charts import (
+    COLOURS,
+    LINE_COLOURS,
     NOTE_INCHES,
     PICTURE_ORIGIN,
+    Chart,
+    Line,
+    Mark,
+    data_of,
     draw_in_picture,
     draw_title,
     plain_text,
     png,
+    svg,
 )
-from firstlight.report.compare import RunComparison, compare, compared_charts, warnings_of
-from firstlight.report.page import (
-    comparison_page,
-    further_charts,
-    is_page,
-    key_figures,
-    loss_chart,
-    run_page,
+from firstlight.report.compare import (
+    AXES,
+    RunComparison,
+    compare,
+    compared_charts,
+    number_table,
+    warnings_of,
 )
-from firstlight.report.summary import final_numbers, findings_of
+from firstlight.report.summary import (
+    MOSTLY_LEARNED,
+    Finding,
+    accuracies,
+    duration,
+    final_numbers,
+    findings_of,
+    memory_unit,
+)
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
-from firstlight.run_log.reader import RunRecord, read_run, require_run
+from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
 
+#: Element by which an HTML report is recognised.
+GENERATOR = b'<meta name="generator" content="firstlight report">'
+#: Bytes from the beginning of a file in which the mark of a report is searched.
+_HEAD_BYTES = 2000
 #: Default file of the comparison of several runs.
 COMPARISON_NAME = "comparison.html"
-#: Bytes from the beginning of a PNG file in which `PICTURE_ORIGIN` is searched.
-_HEAD_BYTES = 1000
-#: Heights in inches: a chart beside that of the losses, a title, a line of a sample.
-_CHART_INCHES = 2.6
-_TITLE_INCHES = 0.4
-_LINE_INCHES = 0.14
-#: Characters of a line across the picture; largest number of lines of a column of samples, and
-#: fewest lines for which another column is begun.
-_CHARACTERS = 160
-_MAX_LINES = 18
-_FEWEST_LINES = 6
-#: Largest number of characters of a sample that are used.
-_MAX_TEXT = 10_000
 
 
 def draw_report(run_folder: Path) -> Path:
@@ -112,37 +136,39 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
         require_run(folder)
     if out is None and len(folders) > 1:
         out = Path(COMPARISON_NAME)
+    page, picture = folders[0] / HTML_NAME, folders[0] / REPORT_NAME
     if out is not None:
-        _require_replaceable(out)
+        page, picture = out, out.with_suffix(".png")
+        _require_replaceable(page, picture)
     found = compare([read_run(folder) for folder in folders])
     if len(folders) == 1:
-        html = folders[0] / HTML_NAME if out is None else out
-        picture = folders[0] / REPORT_NAME if out is None else out.with_suffix(".png")
-        write_run(found.runs[0], html, picture)
-        return WrittenReport(html, picture, found)
-    assert out is not None
-    write_file(out.with_suffix(".png"), comparison_picture(found))
-    write_file(out, comparison_page(found))
-    return WrittenReport(out, out.with_suffix(".png"), found)
+        write_run(found.runs[0], page, picture)
+    else:
+        write_file(picture, comparison_picture(found))
+        write_file(page, comparison_page(found))
+    return WrittenReport(page, picture, found)
 
 
-def _require_replaceable(out: Path) -> None:
-    """Refuse a path that does not end in .html, and existing files that are no reports."""
-    if out.suffix.lower() not in (".html", ".htm"):
+def _require_replaceable(page: Path, picture: Path) -> None:
+    """Refuse a page that does not end in .html, and existing files that are not reports."""
+    if page.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
-            f"--out {out} must end in .html: the picture gets the same name with .png"
+            f"--out {page} must end in .html: the picture gets the same name with .png"
         )
-    for path, is_ours in ((out, is_page), (out.with_suffix(".png"), _is_picture)):
-        if (path.exists() or path.is_symlink()) and not (path.is_file() and is_ours(path)):
+    for path, mark in ((page, GENERATOR), (picture, f"Software\0{PICTURE_ORIGIN}".encode())):
+        if (path.exists() or path.is_symlink()) and not (path.is_file() and mark in _head(path)):
             raise InputError(
                 f"{path} exists already, is no report, and is not overwritten: name another --out"
             )
 
 
-def _is_picture(path: Path) -> bool:
+def _head(path: Path) -> bytes:
     with open(path, "rb") as file:
-        head = file.read(_HEAD_BYTES)
-    return head.startswith(b"\x89PNG") and PICTURE_ORIGIN.encode() in head
+        return file.read(_HEAD_BYTES)
+
+
+#: Types of values that JSON has, besides null.
+_JSON = (str, int, float, bool, list, dict)
 
 
 def as_json(report: WrittenReport) -> dict[str, Any]:
@@ -158,17 +184,522 @@ def as_json(report: WrittenReport) -> dict[str, Any]:
             for label, numbers, findings in named
         ],
         "differences": {
-            key: [value if _is_json(value) else None for value in values]
+            key: [value if isinstance(value, _JSON) else None for value in values]
             for key, values in found.differences.items()
         },
     }
 
 
-def _is_json(value: object) -> bool:
-    return isinstance(value, str | int | float | bool | list | dict)
+# HTML pages
+
+
+def _page(template: str, values: Mapping[str, Any]) -> str:
+    """Render a template of the folder pages/.
+
+    Args:
+        template: file name of the template.
+        values: variables of the template; everything but `Markup` is escaped.
+    """
+    folder = resources.files("firstlight.report") / "pages"
+    files = {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.is_file()}
+    environment = Environment(
+        loader=DictLoader(files),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "visible": visible,
+        "explained": explained,
+        "plain": plain,
+        "shortened": shortened,
+        "kind_of": _kind_of,
+        "happening": _happening,
+    }
+    light, dark = (
+        " ".join(f"--{name}: {colours[mode]};" for name, colours in COLOURS.items())
+        for mode in (0, 1)
+    )
+    style = (
+        f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+        + files["style.css"]
+    )
+    script = files["readout.js"]
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; style-src-attr 'unsafe-inline'; "
+        f"script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
+    )
+    return environment.get_template(template).render(
+        policy=policy,
+        generator=Markup(GENERATOR.decode()),
+        version=own_version(),
+        # Not escaped: both are of this package, and don't contain "</".
+        style=Markup(style),
+        script=Markup(script),
+        **values,
+    )
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"sha256-{digest}"
+
+
+#: Explanations of technical terms, which are shown at the terms.
+_TERMS = {
+    "nats": "Unit of the loss: -ln of the probability that the model gave to the right token, on "
+    "average. One bit is 0.693 nats. Lower is better.",
+    "bits per byte": "Bits that the model needs for each byte of the text: the loss divided by "
+    "ln 2, per byte instead of per token. It compares models with different tokenizers. Lower is "
+    "better.",
+    "MFU": "Model FLOPs utilization: the share of the hardware's peak arithmetic that the model's "
+    "own computation takes. Higher is better.",
+    "perplexity": "e to the power of the loss: the number of equally likely tokens that the model "
+    "hesitates between on average. Lower is better.",
+}
+_TERM = re.compile(rf"\b({'|'.join(_TERMS)})\b", re.IGNORECASE)
+_MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
+
+
+def explained(text: object) -> Markup:
+    """An escaped text in which each technical term of `_TERMS` shows its explanation when the
+    reader points at it, taps it, or reaches it by the keyboard."""
+    term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
+    # `split` by a pattern with a group puts the terms at the odd indices.
+    parts = enumerate(_TERM.split(visible(text)))
+    return Markup("").join(
+        term.format(part, _MEANINGS[part.lower()]) if number % 2 else part for number, part in parts
+    )
+
+
+# Charts
+
+#: Width and height of a drawing in pixels, before the page scales it: of each chart, and of an
+#: additional one for charts over the whole width of a wide page.
+_SIZE, _WIDE_SIZE = (420, 225), (1060, 330)
+#: Buckets of thinned curves (see `thin`) per pixel of a drawing.
+_BUCKETS_PER_PIXEL = 0.7
+
+
+def _figure(
+    identity: str, chart: Chart, *, switch: bool = False, log: bool = False, wide: bool = False
+) -> dict[str, Any]:
+    """The arguments of the template's macro `figure`.
+
+    Args:
+        identity: id of the element, unique on the page.
+        chart: the chart.
+        switch: True lets the reader switch between linear and logarithmic axis.
+        log: True shows the logarithmic axis first, if there is a switch.
+        wide: True for a chart over the whole width of the page.
+    """
+    switch = switch and chart.has_log
+    marks = dict.fromkeys(mark.kind for mark in chart.marks)
+    legend = [
+        *((f"key {line.style}", line.name) for line in chart.lines if not line.faint),
+        *((f"key mark {kind}", kind.replace("-", " ")) for kind in marks),
+    ]
+    return {
+        "id": identity,
+        "chart": chart,
+        "drawings": _drawings(chart, both=switch, wide=wide),
+        # CSS class and name of each entry: the curves that are not faint, and the kinds of marks.
+        "legend": legend,
+        "log": log and switch,
+        "switch": switch,
+        "wide": wide,
+    }
+
+
+def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
+    """The drawings of a chart, with the data for its read-out.
+
+    Args:
+        chart: the chart.
+        both: True draws a linear and a logarithmic version, between which the page can switch.
+        wide: True draws a wide version too. The page's style shows the one that suits its width, so
+            that the letters have about their real size.
+    """
+    sizes = (_WIDE_SIZE, _SIZE) if wide else (_SIZE,)
+    thinned = [chart.thinned(round(width * _BUCKETS_PER_PIXEL)) for width, _ in sizes]
+    drawn = Markup("").join(
+        Markup('<div class="plot {} w{}">{}</div>').format(
+            "log" if log else "linear", size[0], svg(one, *size, log=log)
+        )
+        for log in ((False, True) if both else (False,))
+        for one, size in zip(thinned, sizes, strict=True)
+    )
+    return Markup('<div class="data" data-curves="{}">{}</div>').format(data_of(thinned[0]), drawn)
+
+
+# The page of a run
+
+#: Largest number of events in the list, the last ones.
+_MAX_EVENTS = 500
+
+#: Keys that get no chart in the section of further metrics: they are shown elsewhere on the page,
+#: or follow from another key.
+_SHOWN = {
+    "train/loss",
+    "val/loss",
+    "train_eval/loss",
+    "learning_rate",
+    "global_batch_tokens",
+    "grad_norm",
+    "tokens_per_second",
+    "learned_tokens_per_second",
+    "samples_per_second",
+    "memory_bytes",
+    "reserved_bytes",
+    "device_used_bytes",
+    "gpu_utilization",
+    "tokens_seen",
+    "epoch",
+    "seconds",
+    "perplexity",
+    "skipped",
+    "skipped_steps",
+}
+#: Largest number of charts of further metrics.
+_MAX_FURTHER = 40
+
+
+def run_page(run: RunRecord) -> str:
+    """The HTML page of a run."""
+    numbers, findings = final_numbers(run), findings_of(run)
+    samples, samples_note = chosen_samples(run.samples)
+    shown = {*_SHOWN, *accuracies(run.metrics)}
+    further = [k for k in run.metrics.columns if k not in shown and not k.endswith("_stderr")]
+    machine = run.start.get("machine")
+    return _page(
+        "run.html",
+        {
+            "run": run,
+            **_progress(run, findings),
+            "findings": findings,
+            "facts": _facts(run, numbers),
+            "cards": key_figures(numbers),
+            "figures": _figures(run, findings),
+            "further": [
+                _figure(f"more{number}", Chart(key, "", [Line(key, run.metrics.series(key), 7)]))
+                for number, key in enumerate(further[:_MAX_FURTHER])
+            ],
+            "further_count": len(further),
+            "accuracies": accuracies(run.metrics),
+            "evaluation_figure": _evaluation_figure(run.metrics),
+            "samples": samples,
+            "samples_note": samples_note,
+            "events": run.what_happened,
+            "max_events": _MAX_EVENTS,
+            "numbers": numbers,
+            "machine": machine if isinstance(machine, dict) else {},
+        },
+    )
+
+
+def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
+    """The template's variables `state` (a CSS class) and `progress` (a text)."""
+    step, most = run.last_step, run.max_steps
+    kinds = [one.kind for one in findings]
+    if "diverged" in kinds:
+        of = "" if most is None or step >= most else f" of {most:,}"
+        return {"state": "diverged", "progress": f"diverged: {step:,}{of} steps"}
+    if most is None:
+        return {"state": "", "progress": f"{step:,} steps"}
+    if step >= most:
+        # "complete" is shown in green, only for runs without findings.
+        state = "" if findings else "complete"
+        return {"state": state, "progress": ", ".join([f"complete: {step:,} steps", *kinds])}
+    return {"state": "", "progress": f"step {step:,} of {most:,}"}
+
+
+def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
+    """The facts in the line below the run's name."""
+    model = run.recipe.get("model")
+    family = model.get("model_type") if isinstance(model, dict) else None
+    facts = []
+    if numbers["parameters"]:
+        facts.append(f"{family or 'a model'} of {rounded(numbers['parameters'])} parameters")
+    machine = run.start.get("machine")
+    if isinstance(machine, dict) and isinstance(machine.get("name"), str):
+        facts.append(machine["name"])
+    began = run.starts[0].get("time") if run.starts else None
+    if isinstance(began, str):
+        facts.append(f"started {_when(began)}")
+    if run.length:
+        used, most = (
+            run.length.get("seconds_used", 0.0) / 60,
+            run.length.get("max_minutes", math.nan),
+        )
+        facts.append(f"{used:.2f} of {most:g} minutes")
+    return facts
+
+
+def _when(text: str) -> str:
+    try:
+        return f"{datetime.datetime.fromisoformat(text):%d %B %Y, %H:%M %Z}"
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """A number in large type, with its name, unit, and a note for comparison."""
+
+    name: str
+    value: str
+    unit: str = ""
+    note: str = ""
+
+
+def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
+    """The key figures at the top of the page, from `final_numbers`; unknown ones are left out."""
+    cards = []
+    if numbers["val/loss"] is not None:
+        best = (
+            f"best {loss_text(numbers['best_val/loss'])} at step {numbers['best_val/loss_step']:,}"
+        )
+        cards.append(KeyFigure("validation loss", loss_text(numbers["val/loss"]), "nats", best))
+    elif numbers["train/loss"] is not None:
+        cards.append(KeyFigure("training loss", loss_text(numbers["train/loss"]), "nats"))
+    if numbers["bits_per_byte"] is not None:
+        gzip = numbers["gzip_bits_per_byte"]
+        note = "" if gzip is None else f"gzip -9: {gzip:.3f} on all validation text"
+        cards.append(KeyFigure("bits per byte", loss_text(numbers["bits_per_byte"], 3), "", note))
+    if numbers["tokens_seen"] is not None:
+        epochs = "" if numbers["epoch"] is None else f"{numbers['epoch']:.3g} epochs"
+        cards.append(KeyFigure("tokens seen", rounded(numbers["tokens_seen"]), "", epochs))
+    if numbers["tokens_per_second"] is not None:
+        rate = rounded(numbers["tokens_per_second"])
+        cards.append(KeyFigure("throughput", rate, "tokens/s", _beside_throughput(numbers)))
+    if numbers["memory_bytes"] is not None:
+        size, unit = memory_unit(numbers["memory_bytes"])
+        cards.append(KeyFigure("peak memory", f"{numbers['memory_bytes'] / size:,.3g}", unit))
+    if numbers["hours"]:
+        cards.append(KeyFigure("training time", *duration(numbers["hours"]), "steps and saves"))
+    return cards
+
+
+def _beside_throughput(numbers: Mapping[str, Any]) -> str:
+    found = []
+    learned = numbers["learned_tokens_per_second"]
+    if learned is not None and learned < MOSTLY_LEARNED * numbers["tokens_per_second"]:
+        found.append(f"{rounded(learned)} learned tokens/s")
+    if numbers["samples_per_second"] is not None:
+        found.append(f"{rounded(numbers['samples_per_second'])} samples/s")
+    if numbers["mfu"] is not None:
+        found.append(f"MFU {numbers['mfu']:.1%}")
+    return f"{', '.join(found)}; medians" if found else ""
+
+
+def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
+    """The chart of a run's losses with its events: training loss of each step and smoothed,
+    validation loss, and the loss on fixed rows of the training split."""
+    raw = run.metrics.series("train/loss")
+    lines = [
+        Line("train/loss, each step", raw, 0, faint=True),
+        Line("train/loss, smoothed", smoothed(raw), 0),
+        Line("val/loss", run.metrics.series("val/loss"), 1),
+        Line("train_eval/loss", run.metrics.series("train_eval/loss"), 6),
+    ]
+    marks = [Mark(event["step"], _kind_of(event)) for event in run.what_happened]
+    marks += [
+        Mark(one.since_step, "lowest-validation-loss")
+        for one in findings
+        if one.kind == "overfitting"
+    ]
+    of = "pair" if run.recipe.get("preference") is not None else "token"
+    return Chart(
+        "Loss",
+        f"nats a {of}",
+        [line for line in lines if len(line.series)],
+        marks=marks,
+        below=("tokens seen", run.metrics.series("tokens_seen")),
+        above=("epochs", run.metrics.series("epoch")),
+    )
+
+
+def further_charts(metrics: Metrics) -> dict[str, Chart]:
+    """The charts of learning rate, batch, gradient norm, throughput, GPU utilization and memory
+    that a run has numbers for, by id."""
+    memory = [(metrics.series(key), name, colour) for key, name, colour in _MEMORY]
+    size, unit = memory_unit(max((max(one.y, default=0) for one, *_ in memory), default=0))
+    used = [Line(n, Series(s.x, s.y / size), colour) for s, n, colour in memory if len(s)]
+    busy = metrics.series("gpu_utilization")
+    charts = {}
+    for identity, title, unit_name, series, colour in (
+        ("rate", "Learning rate", "", metrics.series("learning_rate"), 2),
+        ("batch", "Tokens a step", "", metrics.series("global_batch_tokens"), 6),
+        ("norm", "Gradient norm", "before clipping", metrics.series("grad_norm"), 3),
+        ("speed", "Throughput", "tokens/s", metrics.series("tokens_per_second"), 5),
+        ("gpu", "GPU utilization", "%, by the driver", Series(busy.x, 100 * busy.y), 1),
+    ):
+        if len(series):
+            line = Line(title.lower(), series, colour)
+            charts[identity] = Chart(title, unit_name, [line], zero=True)
+    if used:
+        charts["memory"] = Chart("Memory", f"{unit}, peak so far", used, zero=True)
+    return charts
+
+
+#: Metric of memory, its name in the chart, and its colour.
+_MEMORY = (
+    ("memory_bytes", "memory", 4),
+    ("reserved_bytes", "reserved by the allocator", 6),
+    ("device_used_bytes", "used on the GPU, all processes", 7),
+)
+
+
+def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    loss = loss_chart(run, findings)
+    figures = [_figure("loss", loss, switch=True, wide=True, log=loss.needs_log)]
+    for identity, chart in further_charts(run.metrics).items():
+        is_norm = identity == "norm"
+        figures.append(_figure(identity, chart, switch=is_norm, log=is_norm))
+    return figures
+
+
+def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
+    """The chart of accuracies by step; None if there was at most one evaluation."""
+    lines = []
+    for number, key in enumerate(accuracies(metrics)):
+        series = metrics.series(key)
+        by_step = metrics.series(f"{key}_stderr")
+        errors = dict(zip(by_step.x.tolist(), by_step.y.tolist(), strict=True))
+        known = np.array([abs(errors.get(x, 0.0)) for x in series.x.tolist()])
+        lines.append(Line(key, series, number, errors=known if known.any() else None))
+    if max((len(line.series) for line in lines), default=0) < 2:
+        return None
+    shown = lines[: 2 * LINE_COLOURS]
+    note = "± one standard error"
+    if len(shown) < len(lines):
+        note += f"; the first {len(shown)} of {len(lines)}"
+    return _figure("accuracy", Chart("Accuracy", note, shown), wide=True)
+
+
+#: Name of an event -> its CSS class on a page, and its description in the list of events.
+_EVENTS = {
+    "rollback": ("rollback", "back to step {to_step}: {reason}"),
+    "out of memory": (
+        "out-of-memory",
+        "micro-batches of {micro_batch_rows} rows from here on (before: {before})",
+    ),
+    "resumed": ("resumed", "from the checkpoint of step {step}, {time}"),
+    "branched": ("resumed", "off {branched_from}, {time}"),
+    "diverged": ("diverged", "{reason}"),
+    "length": ("decision", "{max_steps:,} steps fit into {max_minutes} minutes"),
+    "correction": (
+        "decision",
+        "{max_steps:,} steps instead of {before:,}, as the speed changed",
+    ),
+}
+
+
+def _kind_of(event: Mapping[str, Any]) -> str:
+    """The CSS class of an event on a page."""
+    return _EVENTS.get(event["event"], ("event", ""))[0]
+
+
+def _happening(event: Mapping[str, Any]) -> str:
+    """The description of an event, for the list of events."""
+    if event["event"] not in _EVENTS:
+        details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
+        return f"{event['event']} {', '.join(details)}"
+    values: defaultdict[str, Any] = defaultdict(
+        lambda: None, {**event, "time": _when(str(event.get("time", "")))}
+    )
+    return _EVENTS[event["event"]][1].format_map(values)
+
+
+# The page of several runs
+
+
+def comparison_page(found: RunComparison) -> str:
+    """The HTML page that compares several runs."""
+    charts = compared_charts(found)
+    figures = []
+    for number, by_axis in enumerate(charts):
+        # With an odd number of charts, the first one fills the row.
+        wide = len(charts) % 2 == 1 and number == 0
+        drawn = [(axis, _drawings(one, both=True, wide=wide)) for axis, one in by_axis.items()]
+        figures.append({"chart": by_axis["step"], "by_axis": drawn, "wide": wide})
+    lines = charts[0]["step"].lines
+    return _page(
+        "comparison.html",
+        {
+            "log": any(by_axis["step"].needs_log for by_axis in charts),
+            "title": f"{len(found.runs)} runs",
+            "labels": [(line.name, f"key {line.style}") for line in lines],
+            "axes": AXES,
+            "figures": figures,
+            "numbers": number_table(found),
+            "differences": found.differences,
+            "recipes": sum(bool(run.recipe) for run in found.runs),
+            "samples": [
+                (label, *(chosen_samples(run.samples)[0] or [("", [])])[0])
+                for label, run in zip(found.labels, found.runs, strict=True)
+            ],
+            "warnings": warnings_of(found),
+        },
+    )
+
+
+# Samples
+
+#: Largest number of bytes of all samples on a page, after escaping; and of characters of one text.
+_MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
+
+
+def chosen_samples(
+    samples: Sequence[Mapping[str, Any]],
+) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
+    """The samples to show, the newest first.
+
+    If there are more than `_MAX_SAMPLES`, only the last step and every second, fourth and so on
+    before it are taken.
+
+    Args:
+        samples: lines of samples.jsonl.
+
+    Returns:
+        For each step its number as text, and pairs (prompt, text); and a note on left-out steps, ""
+        if there are none.
+    """
+    steps = [
+        (f"{step:,}", [(shortened(line["prompt"]), shortened(line["text"])) for line in lines])
+        for step, lines in groupby(samples, key=lambda line: line["step"])
+    ][::-1]
+    sizes = [
+        sum(len(str(Markup.escape(visible(text))).encode()) for pair in pairs for text in pair)
+        for _, pairs in steps
+    ]
+    every = 1
+    while every < len(steps) and sum(sizes[::every]) > _MAX_SAMPLES:
+        every *= 2
+    shown = steps[::every]
+    note = "" if len(shown) == len(steps) else f"{len(shown)} of {len(steps)} evaluations"
+    return shown, note
+
+
+def shortened(text: str) -> str:
+    """A text truncated to `_MAX_TEXT` characters."""
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
 
 
 # Pictures
+
+#: Heights in inches: a chart beside that of the losses, a title, a line of a sample.
+_CHART_INCHES = 2.6
+_TITLE_INCHES = 0.4
+_LINE_INCHES = 0.14
+#: Characters of a line across the picture; largest number of lines of a column of samples, and
+#: fewest lines for which another column is begun.
+_CHARACTERS = 160
+_MAX_LINES = 18
+_FEWEST_LINES = 6
+#: Largest number of characters of a sample that are used.
+_MAX_PICTURE_TEXT = 10_000
 
 
 def picture_of(run: RunRecord) -> bytes:
@@ -239,7 +770,7 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         if sample["step"] != samples[-1]["step"]:
             continue
         # Only as much of a text as the picture could show.
-        text = (sample["prompt"] + sample["text"])[:_MAX_TEXT].expandtabs(4)
+        text = (sample["prompt"] + sample["text"])[:_MAX_PICTURE_TEXT].expandtabs(4)
         for line in text.splitlines():
             lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]
         lines.append("")

@@ -18,8 +18,7 @@ import numpy as np
 from firstlight.checkpoint.manifest import Saved, best_saved
 from firstlight.console import loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
-from firstlight.run_log.reader import RunRecord
-from firstlight.run_log.series import Floats, Metrics, Series
+from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series
 
 #: The rate of learned tokens (tokens with a loss) is shown if it is below this fraction of the rate
 #: of all tokens. In plain text all tokens are learned, except the padding of an epoch's last row.
@@ -59,13 +58,8 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """The finding as a JSON object."""
-        return {
-            "kind": self.kind,
-            "since_step": self.since_step,
-            "text": self.text,
-            "advice": self.advice,
-            **self.figures,
-        }
+        fields = {"kind": self.kind, "since_step": self.since_step, "text": self.text}
+        return {**fields, "advice": self.advice, **self.figures}
 
 
 def findings_of(run: RunRecord) -> list[Finding]:
@@ -352,13 +346,12 @@ def _positive(value: object) -> Any:
 
 def duration(hours: float) -> tuple[str, str]:
     """Number and unit of a time, as texts: ("12.3", "min")."""
-    for unit, length in (("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600)):
-        if hours >= length or unit == "s":
-            return (
-                f"{hours / length:,.3g}" if hours < 100 * length else f"{hours / length:,.0f}",
-                unit,
-            )
-    raise AssertionError("unreachable")
+    unit, value = "h", hours
+    if value < 1:
+        unit, value = "min", 60 * hours
+    if value < 1:
+        unit, value = "s", 3600 * hours
+    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}", unit
 
 
 def memory_unit(most: float) -> tuple[int, str]:

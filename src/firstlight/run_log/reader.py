@@ -1,15 +1,22 @@
-"""Reads the files of a run folder, at any time of the run: whole, or line by line while another
-process writes them."""
+"""Reads the files of a run folder, at any time of the run: whole, the metrics as curves, or line by
+line while another process writes them."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic_core import from_json
 
 from firstlight.errors import CheckpointError, InputError, nearest
 from firstlight.files.atomic import read_file, read_json_object
@@ -22,7 +29,186 @@ from firstlight.run_log.names import (
     SAMPLES_NAME,
     STARTS_NAME,
 )
-from firstlight.run_log.series import MAX_LOG_BYTES, MAX_STEP, Metrics, read_metrics
+
+Floats = npt.NDArray[np.float64]
+Axis = Literal["step", "tokens", "hours"]
+
+#: Largest accepted size of a run's log file in bytes: about ten million steps.
+MAX_LOG_BYTES = 1 << 32
+#: Number of lines that are converted to arrays at a time, so that their objects take only some MB.
+_LINES = 4096
+#: Largest accepted absolute value: computing with larger ones could overflow.
+_GREATEST = 1e100
+#: Largest accepted step: up to here a float can represent every integer.
+MAX_STEP = 2**53
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of a curve, in the order of the run.
+
+    Attributes:
+        x, y: finite coordinates of the points, [N] each.
+    """
+
+    x: Floats
+    y: Floats
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The numbers of metrics.jsonl, by column.
+
+    Attributes:
+        steps: step of each of the N lines, rising, [N].
+        columns: key -> the indices (from 0) of the lines that have a number, and the numbers,
+            [M] each. Values that are not finite numbers (null, a text) are left out.
+    """
+
+    steps: Floats
+    columns: Mapping[str, tuple[npt.NDArray[np.intp], Floats]]
+
+    def values(self, key: str) -> Floats:
+        """All numbers of a key, [M]; empty if there are none."""
+        return self.columns[key][1] if key in self.columns else np.empty(0)
+
+    def last(self, key: str) -> float | None:
+        """The last number of a key; None if there is none."""
+        found = self.values(key)
+        return float(found[-1]) if len(found) else None
+
+    def series(self, key: str, axis: Axis = "step") -> Series:
+        """The curve of a key.
+
+        Args:
+            key: key of the metric.
+            axis: quantity of the x axis: "step", "tokens" (tokens seen), or "hours" (of training).
+        """
+        if key not in self.columns:
+            return Series(np.empty(0), np.empty(0))
+        lines, values = self.columns[key]
+        x = self._axis(axis)[lines]
+        known = np.isfinite(x)
+        return Series(x[known], values[known])
+
+    def _axis(self, axis: Axis) -> Floats:
+        if axis == "tokens":
+            return self._filled("tokens_seen", math.nan)
+        return self.steps if axis == "step" else self.hours
+
+    @property
+    def hours(self) -> Floats:
+        """Hours of training up to each line, [N]: time of the steps, and of saves for which they
+        waited."""
+        seconds = self._filled("seconds", 0.0) + self._filled("save_stall_seconds", 0.0)
+        return np.cumsum(seconds) / 3600
+
+    def _filled(self, key: str, missing: float) -> Floats:
+        result = np.full(len(self.steps), missing)
+        if key in self.columns:
+            lines, values = self.columns[key]
+            result[lines] = values
+        return result
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read metrics.jsonl. A missing file has no lines; an incomplete last line, which a killed
+    process leaves, is left out.
+
+    Raises:
+        CheckpointError: the file can't be read, another line than the last one is damaged, or steps
+            don't rise.
+    """
+    steps = [np.empty(0)]
+    pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]] = {}
+    lines, count = _sound_lines(path), 0
+    while records := list(itertools.islice(lines, _LINES)):
+        steps.append(np.array([record["step"] for record in records], dtype=np.float64))
+        _gather(records, count, pieces)
+        count += len(records)
+    columns = {
+        key: (np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found]))
+        for key, found in pieces.items()
+    }
+    metrics = Metrics(np.concatenate(steps), columns)
+    falling = np.flatnonzero(np.diff(metrics.steps) <= 0)
+    if len(falling):
+        line = int(falling[0])
+        before, after = metrics.steps[line : line + 2]
+        raise CheckpointError(
+            f"{path}:{line + 2} is damaged: step {after:.0f} comes after step {before:.0f}"
+        )
+    return metrics
+
+
+def _gather(
+    records: Sequence[Mapping[str, Any]],
+    first: int,
+    pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]],
+) -> None:
+    """Append the numbers of some lines to columns.
+
+    Args:
+        records: objects of the lines.
+        first: index of the first line in the file.
+        pieces: columns in pieces, by key; changed in place.
+    """
+    keys = set().union(*records) - {"step"}
+    for key in sorted(keys):
+        values = [record.get(key) for record in records]
+        try:
+            # None becomes NaN.
+            numbers = np.array(values, dtype=np.float64)
+        except (ValueError, TypeError, OverflowError):
+            numbers = np.array([_number(value) for value in values])
+        lines = np.flatnonzero(np.abs(numbers) <= _GREATEST)
+        if len(lines):
+            pieces.setdefault(key, []).append((lines + first, numbers[lines]))
+
+
+def _number(value: object) -> float:
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def smoothed(series: Series) -> Series:
+    """The exponential moving average of a curve, with a half-life of a fiftieth of its points, and
+    with the bias correction of Adam (Kingma and Ba 2015, section 3)."""
+    decay = 0.5 ** (1 / max(len(series) / 50, 1))
+    average = 0.0
+    weight = 0.0
+    result = []
+    for value in series.y.tolist():
+        average = decay * average + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        result.append(average / weight)
+    return Series(series.x, np.array(result, dtype=np.float64))
+
+
+def thin(series: Series, buckets: int = 800) -> Series:
+    """Reduce a curve to at most 2 x `buckets` + 2 points that look the same if a bucket is about a
+    pixel wide.
+
+    The points are divided into buckets of equal numbers of points. The lowest and the highest point
+    of each bucket are kept, and the first and the last point of the curve. A curve that has at most
+    this number of points is returned unchanged.
+    """
+    count = len(series)
+    if count <= 2 * buckets + 2:
+        return series
+    edges = np.arange(buckets + 1) * count // buckets
+    kept = {0, count - 1}
+    for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        part = series.y[start:end]
+        kept |= {start + int(part.argmin()), start + int(part.argmax())}
+    chosen = np.array(sorted(kept))
+    return Series(series.x[chosen], series.y[chosen])
+
 
 #: Largest size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`, because it has all keys.
 _RESOLVED = 8
@@ -133,38 +319,55 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: the file can't be read, or another line than the last one is damaged.
     """
-    records, problem = sound_json_lines(path)
-    if problem is not None:
-        raise CheckpointError(problem)
-    return records
+    return list(_sound_lines(path))
 
 
 def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     """The objects of all readable lines of a file of JSON lines, and a message about the first
     unreadable line or about the file; None without a problem. An incomplete last line, which a
     killed process leaves, is no problem."""
+    lines = list(_lines(path))
+    problem = next((str(line) for line in lines if isinstance(line, CheckpointError)), None)
+    return [line for line in lines if not isinstance(line, CheckpointError)], problem
+
+
+def _sound_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in _lines(path):
+        if isinstance(line, CheckpointError):
+            raise line
+        yield line
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any] | CheckpointError]:
+    """Each line of a log as an object, or as the error that it is damaged; one error if the file
+    can't be read. A missing file has no lines, and an incomplete last line is left out."""
     if not path.exists():
-        return [], None
+        return
     try:
-        lines = read_file(path, MAX_LOG_BYTES).splitlines(keepends=True)
+        content = read_file(path, MAX_LOG_BYTES)
     except InputError as error:
-        return [], str(error)
-    records, problem = [], None
-    for number, line in enumerate(lines, start=1):
+        yield CheckpointError(str(error))
+        return
+    file = io.BytesIO(content)
+    for number, line in enumerate(file, start=1):
         try:
-            records.append(_record(line))
+            yield _record(line)
         except (ValueError, RecursionError) as error:
-            if number < len(lines):
-                problem = problem or f"{path}:{number} is damaged: {error}"
-    return records, problem
+            if file.tell() < len(content):
+                yield CheckpointError(f"{path}:{number} is damaged: {error}")
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    record = json.loads(line.decode("utf-8-sig"))
+    try:
+        record = from_json(line)
+    except ValueError:
+        # `json` is slower than `from_json`, but reads everything that it writes itself, such as
+        # single surrogates.
+        record = json.loads(line.decode("utf-8-sig"))
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or abs(step) > MAX_STEP:
         raise ValueError(f"it is no object with a step up to {MAX_STEP:,}")
-    return dict(record)
+    return record  # type: ignore[no-any-return]
 
 
 def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:

@@ -159,7 +159,9 @@ class Access:
         """
         host = (header(scope, b"host") or "").lower()
         match = _HOST.fullmatch(host)
-        if match is None or not self._is_allowed(match[1]):
+        name = "" if match is None else match[1]
+        is_allowed = self._any_host or name in self._hosts or is_loopback(name.strip("[]"))
+        if not name or not is_allowed:
             raise RequestError(
                 403,
                 "this server does not answer to the name in the header Host: use localhost, or "
@@ -181,17 +183,12 @@ class Access:
         Raises:
             RequestError: status 401.
         """
-        if self._key_digest is not None and scope["path"] != "/health":
-            self._require_key(header(scope, b"authorization") or "", self._key_digest)
-
-    def _is_allowed(self, name: str) -> bool:
-        return self._any_host or name in self._hosts or is_loopback(name.strip("[]"))
-
-    def _require_key(self, authorization: str, expected: bytes) -> None:
-        scheme, _, key = authorization.partition(" ")
+        if self._key_digest is None or scope["path"] == "/health":
+            return
+        scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
         # Digests have equal lengths, so that the time of the comparison says nothing about the key.
         digest = hashlib.sha256(key.encode("latin-1")).digest()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(digest, expected):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._key_digest):
             raise RequestError(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",

@@ -1,5 +1,5 @@
-"""Options of the server: `ServerOptions` and `Limits`, which the command line reads without
-importing the server; the API key, and the address to listen at.
+"""Limits of requests and options of the server, which the command line reads without importing the
+server; the API key, and the address to listen at.
 """
 
 from __future__ import annotations
@@ -17,13 +17,33 @@ from firstlight.files.atomic import read_file
 KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
 
 _MAX_KEY_BYTES = 4096
+
+#: Greatest number of choices of a prompt.
+MAX_CHOICES = 8
+#: Greatest number of prompts of a request, and of token ids of one prompt in the JSON. The encoder
+#: has the model's limit.
+MAX_PROMPTS, MAX_PROMPT_IDS = 64, 200_000
+#: Greatest number of messages of a conversation, and of parts of a message.
+MAX_MESSAGES, MAX_PARTS = 512, 64
+#: Greatest number of stop texts, and of characters of a stop text.
+MAX_STOPS, MAX_STOP_CHARS = 4, 256
+#: Greatest `logprobs` of a completion, and `top_logprobs` of a chat.
+MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
+#: Greatest number of entries of `logit_bias`.
+MAX_BIASES = 1024
+#: Greatest number of names and objects in the JSON of a body. Validating a body of a million bytes
+#: that is nothing but names would hold up the answers of other clients.
+MAX_NAMES = 20_000
+#: OpenAI's default of `max_tokens` for completions. Without it, a chat's answer may fill the
+#: context.
+COMPLETION_TOKENS = 16
 #: Connections that the operating system queues until they are accepted.
 BACKLOG = 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and connections.
+    """Limits of requests and connections that a server's options can change.
 
     Attributes:
         request_timeout: seconds from a request's arrival in the queue to the end of its response.
@@ -43,6 +63,24 @@ class Limits:
     max_body_bytes: int = 2**20
     max_header_bytes: int = 16 * 2**10
     max_connections: int = 512
+
+
+_MOST = 2**31
+#: Least and greatest value of each option that is a number.
+_RANGES = {
+    "port": (0, 65535),
+    "max_batch_size": (1, 4096),
+    "max_queue": (0, _MOST),
+    "max_context_tokens": (2, _MOST),
+    "shutdown_timeout": (0, _MOST),
+    "request_timeout": (0.001, _MOST),
+    "header_timeout": (0.001, _MOST),
+    "body_timeout": (0.001, _MOST),
+    "write_timeout": (0.001, _MOST),
+    "max_body_bytes": (1, _MOST),
+    "max_header_bytes": (256, 2**20),
+    "max_connections": (1, 2**20),
+}
 
 
 @dataclass(frozen=True)
@@ -96,23 +134,9 @@ class ServerOptions:
                 "allowed_origins can't be '*', which would let every web page use this server: "
                 "give each origin, such as https://chat.example"
             )
-        limits = self.limits
-        most = 2**31
-        ranges = (
-            ("port", self.port, 0, 65535),
-            ("max_batch_size", self.max_batch_size, 1, 4096),
-            ("max_queue", self.max_queue, 0, most),
-            ("max_context_tokens", self.max_context_tokens, 2, most),
-            ("shutdown_timeout", self.shutdown_timeout, 0, most),
-            ("request_timeout", limits.request_timeout, 0.001, most),
-            ("header_timeout", limits.header_timeout, 0.001, most),
-            ("body_timeout", limits.body_timeout, 0.001, most),
-            ("write_timeout", limits.write_timeout, 0.001, most),
-            ("max_body_bytes", limits.max_body_bytes, 1, most),
-            ("max_header_bytes", limits.max_header_bytes, 256, 2**20),
-            ("max_connections", limits.max_connections, 1, 2**20),
-        )
-        for name, value, least, highest in ranges:
+        values = {**vars(self), **vars(self.limits)}
+        for name, (least, highest) in _RANGES.items():
+            value = values[name]
             # Written so that NaN is refused, too: its comparisons are false.
             if value is not None and not least <= value <= highest:
                 raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from firstlight.errors import (
     TokenizerError,
     nearest,
 )
-from firstlight.generation.chat import turn_end_ids
+from firstlight.files.atomic import unique_keys
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
@@ -40,7 +39,21 @@ from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.serving.access import ClientGoneError, RequestError, header
-from firstlight.serving.config import Limits
+from firstlight.serving.config import (
+    COMPLETION_TOKENS,
+    MAX_BIASES,
+    MAX_CHAT_LOGPROBS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_NAMES,
+    MAX_PARTS,
+    MAX_PROMPT_IDS,
+    MAX_PROMPTS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    Limits,
+)
 from firstlight.serving.response import (
     ChatFormat,
     CompletionFormat,
@@ -48,24 +61,7 @@ from firstlight.serving.response import (
     ResponseFormat,
     TokenTexts,
 )
-
-#: Greatest number of choices of a prompt, prompts of a request, messages of a conversation, parts
-#: of a message, stop texts, characters of a stop text, `logprobs` of a completion, `top_logprobs`
-#: of a chat, and entries of `logit_bias`.
-MAX_CHOICES, MAX_PROMPTS = 8, 64
-MAX_MESSAGES, MAX_PARTS = 512, 64
-MAX_STOPS, MAX_STOP_CHARS = 4, 256
-MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
-MAX_BIASES = 1024
-#: Greatest number of names and objects in the JSON of a body. Validating a body of a million bytes
-#: that is nothing but names would hold up the answers of other clients.
-MAX_NAMES = 20_000
-#: OpenAI's default of `max_tokens` for completions. Without it, a chat's answer may fill the
-#: context.
-_COMPLETION_TOKENS = 16
-#: Greatest number of token ids of one prompt in the JSON; the encoder has the model's limit.
-_MAX_PROMPT_IDS = 200_000
-
+from firstlight.tokenizer.chat_labels import turn_end_ids
 
 _Text = Annotated[str, Field(max_length=256)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
@@ -240,7 +236,7 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         str
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[_TokenIds, Field(max_length=_MAX_PROMPT_IDS)]
+        | Annotated[_TokenIds, Field(max_length=MAX_PROMPT_IDS)]
         | Annotated[list[_TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -320,14 +316,17 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
 
+#: Least likeness of an unknown field's name to that of a field that is suggested.
+_LIKENESS = 0.75
 #: Field -> error message, for fields of which pydantic's messages are unclear.
 _MESSAGES = {
     "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists, "
-    f"none of them empty, at most {MAX_PROMPTS} texts or lists and {_MAX_PROMPT_IDS:,} ids in each",
-    "stop": "must be a text or a list of up to 4 texts, of 1 to 256 characters",
+    f"none of them empty, at most {MAX_PROMPTS} texts or lists and {MAX_PROMPT_IDS:,} ids in each",
+    "stop": f"must be a text or a list of up to {MAX_STOPS} texts, of 1 to {MAX_STOP_CHARS} "
+    "characters",
     "content": "must be a text, or a list of parts such as {'type': 'text', 'text': ...}",
-    "logit_bias": "must be an object of up to 1,024 numbers from -100 to 100 by token id, such as "
-    "{'50256': -100}",
+    "logit_bias": f"must be an object of up to {MAX_BIASES:,} numbers from -100 to 100 by token "
+    "id, such as {'50256': -100}",
     "tool_calls": "is not supported by this server: leave it out",
     "annotations": "is not supported by this server: leave it out",
 }
@@ -347,10 +346,11 @@ class LimitedRequest(Request):
         """
         if not hasattr(self, "_body"):
             kind = (header(self.scope, b"content-type") or "").partition(";")[0].strip().lower()
-            if kind != "application/json" or header(self.scope, b"content-encoding") is not None:
-                message = (
-                    "the body must be JSON, not compressed: send Content-Type: application/json"
-                )
+            if kind != "application/json":
+                message = "the body must be JSON: send Content-Type: application/json"
+                raise RequestError(415, message)
+            if header(self.scope, b"content-encoding") not in (None, "identity"):
+                message = "the body must not be compressed: send it without Content-Encoding"
                 raise RequestError(415, message)
             self._body = await self._read(self.app.state.service.options.limits)
         return self._body
@@ -437,11 +437,7 @@ def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
         if count > MAX_NAMES:
             message = f"the body has more than {MAX_NAMES:,} names and objects: send fewer"
             raise RequestError(413, message, code="body_too_large")
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            name = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
-            raise ValueError(f"{_shortened(name)} is given twice")
-        return made
+        return unique_keys(pairs)
 
     return make
 
@@ -453,7 +449,9 @@ def _invalid_request(kind: type[GenerationRequest], error: ValidationError) -> R
     name = str(parts[0])
     if first["type"] == "extra_forbidden" and len(parts) == 1:
         shown = _shortened(name)
-        message = f"unknown field '{shown}'{nearest(shown, kind.model_fields)}"
+        supported = set(kind.model_fields) - set(UnsupportedFields.model_fields)
+        hint = nearest(shown, supported, likeness=_LIKENESS) or ": leave it out"
+        message = f"unknown field '{shown}'{hint}"
         return _invalid(shown, message, "unknown_parameter")
     if name in UnsupportedFields.model_fields:
         return _unsupported(name)
@@ -489,12 +487,10 @@ class EncodedRequest:
     Attributes:
         texts: new continuations: all choices of the first prompt, then those of the second, ...
         response: format of the response.
-        stream: True to send events while the texts are generated.
     """
 
     texts: list[Continuation]
     response: ResponseFormat
-    stream: bool
 
 
 class RequestEncoder:
@@ -531,7 +527,7 @@ class RequestEncoder:
             ModelError: the file of the weights was changed.
         """
         self._loaded.require_unchanged()
-        if request.model is not None and request.model != self.name:
+        if request.model not in (None, self.name):
             raise RequestError(
                 404,
                 f"the model '{request.model}' does not exist: this server has '{self.name}'",
@@ -549,7 +545,7 @@ class RequestEncoder:
             raise _invalid(param, f"{param}: {error}") from None
 
     def _completion(self, request: CompletionRequest) -> EncodedRequest:
-        most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        most = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         scored = request.logprobs if request.echo else None
         if most == 0 and scored is None:
             scored = 0
@@ -576,7 +572,7 @@ class RequestEncoder:
             echoes.append(Echo(shown, text))
         has_logprobs = request.logprobs is not None
         response = CompletionFormat(**self._format(request, texts, has_logprobs), echoes=echoes)
-        return EncodedRequest(texts, response, bool(request.stream))
+        return EncodedRequest(texts, response)
 
     def _chat(self, request: ChatRequest) -> EncodedRequest:
         if not self.has_chat:
@@ -601,7 +597,7 @@ class RequestEncoder:
         }
         texts = self._continuations(request, [prompt_ids], wanted, self._chat_ends)
         response = ChatFormat(**self._format(request, texts, bool(request.logprobs)))
-        return EncodedRequest(texts, response, bool(request.stream))
+        return EncodedRequest(texts, response)
 
     def _format(
         self, request: GenerationRequest, texts: Sequence[Continuation], has_logprobs: bool

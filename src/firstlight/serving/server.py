@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal
@@ -41,13 +42,13 @@ from firstlight.serving.access import (
 )
 from firstlight.serving.config import (
     BACKLOG,
+    MAX_CHOICES,
     Limits,
     ServerOptions,
     listening_socket,
     url_for,
 )
 from firstlight.serving.request import (
-    MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     EncodedRequest,
@@ -280,12 +281,13 @@ async def _respond(
     """Encode a request, generate its texts, and respond.
 
     Raises:
-        RequestError, ClientGoneError: see `Service.encode` and `Service.generate`.
+        RequestError, ClientGoneError, ModelError: see `RequestEncoder`, `Service.in_thread` and
+            `Service.generate`.
     """
     try:
-        encoded = await service.encode(body, request)
+        encoded = await service.in_thread(request, partial(service.encoder.encode, body))
         updates = service.generate(encoded, request)
-        if encoded.stream:
+        if body.stream:
             # The response starts with the first token, so that a failure before it can still have
             # an error's status.
             first = encoded.response.events(await anext(updates))

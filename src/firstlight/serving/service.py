@@ -25,8 +25,6 @@ from firstlight.models.accounting import cache_bytes_per_token, state_bytes
 from firstlight.serving.access import FAILED, OUT_OF_MEMORY, ClientGoneError, RequestError
 from firstlight.serving.config import ServerOptions
 from firstlight.serving.request import (
-    ChatRequest,
-    CompletionRequest,
     EncodedRequest,
     RequestEncoder,
     schema_error,
@@ -173,20 +171,6 @@ class Service:
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
         sequence = token * self.scheduler.max_tokens + state_bytes(model.config)
         return sequence * self.scheduler.max_sequences
-
-    async def encode(
-        self, body: CompletionRequest | ChatRequest, request: Request
-    ) -> EncodedRequest:
-        """Encode a request in a thread.
-
-        Args:
-            body: the request's fields.
-            request: the HTTP request.
-
-        Raises:
-            RequestError, ModelError: see `RequestEncoder` and `in_thread`.
-        """
-        return await self.in_thread(request, partial(self.encoder.encode, body))
 
     async def in_thread(self, request: Request, work_on: Callable[[], T]) -> T:
         """Do a request's work in the thread for bodies of its size, so that neither the event loop

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from firstlight.console import compact, loss_text, plain, rounded
-from firstlight.conversion.gguf.shape import ARCHITECTURES
+from firstlight.conversion.gguf.architectures import ARCHITECTURES
 from firstlight.data.remote import is_url
 from firstlight.evaluation.scores import with_error
 from firstlight.report.summary import duration, memory_unit

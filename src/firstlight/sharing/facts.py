@@ -33,8 +33,7 @@ from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.recipe.load import parse_yaml
 from firstlight.report.summary import final_numbers
 from firstlight.run_log.names import METRICS_NAME, RECIPE_NAME
-from firstlight.run_log.reader import RunRecord, read_json_lines, read_run
-from firstlight.run_log.series import Metrics
+from firstlight.run_log.reader import Metrics, RunRecord, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import read_config, tokenizer_of
 

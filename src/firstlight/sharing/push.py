@@ -1,22 +1,26 @@
-"""`push` and `push_data`: write the folder of a model or corpus that is shared, and upload it."""
+"""`push` and `push_data`: write the folder of a model or corpus that is shared, and upload it to
+the Hugging Face hub by huggingface_hub. No other module uploads anything."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from firstlight.checkpoint.selection import read_model_folder
+from firstlight.console import own_version
 from firstlight.conversion.convert import convert
 from firstlight.data import shards
-from firstlight.errors import DataError, InputError
+from firstlight.errors import ConfigError, DataError, HubError, InputError, first_line
 from firstlight.files.atomic import (
     new_folder,
     read_file,
@@ -36,7 +40,6 @@ from firstlight.sharing.card import (
     model_card,
 )
 from firstlight.sharing.facts import ModelFacts, corpus_facts, facts_of, neutral_recipe
-from firstlight.sharing.upload import require_name, require_repository, upload_folder
 from firstlight.tokenizer import Tokenizer
 
 #: Files in which other programs may have written the path that a model was read from.
@@ -106,7 +109,7 @@ def push(
         MissingDependencyError: a package that the GGUF format needs is not installed.
         StorageError: the file system refuses a write.
     """
-    _require_free_name(repository, upload=upload)
+    _require_repository(repository, upload=upload)
     with _place(repository, out, upload=upload) as (folder, kept):
 
         def written(source: Path) -> tuple[ModelFacts, tuple[str, ...]]:
@@ -158,7 +161,7 @@ def push_data(
         HubError: the hub refuses, can't be reached, or the connection breaks.
         StorageError: the file system refuses a write.
     """
-    _require_free_name(repository, upload=upload)
+    _require_repository(repository, upload=upload)
     source = Path(os.path.abspath(Path(folder).expanduser()))
     manifest = shards.read_manifest(source)
     names = [*_verified_shards(source, manifest), shards.MANIFEST_NAME, *_TOKENIZER_FILES]
@@ -173,11 +176,6 @@ def push_data(
             write_file(new / CARD_NAME, text)
         url = upload_folder(place, repository, kind="dataset", private=private) if upload else None
         return Pushed(repository, url, kept, _sizes(place))
-
-
-def _require_free_name(repository: str, *, upload: bool) -> None:
-    """Check the repository's name, and before an upload that the user is logged in."""
-    (require_repository if upload else require_name)(repository)
 
 
 @contextmanager
@@ -279,3 +277,128 @@ def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
     if missing:
         raise InputError(f"{folder} has no {missing[0]}: prepare the corpus again")
     return [one["file"] for one in entries]
+
+
+#: USER/NAME as the hub accepts it: letters, digits, "-", "_" and ".", but no two of "-" and "." in
+#: a row in NAME.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/\w+(?:[.-]\w+)*", re.ASCII)
+_MAX_NAME = 96
+#: Patterns of an earlier upload's weights, which are deleted if they are not in the new folder: a
+#: program would load them together with the new ones.
+_REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"]
+
+
+def _require_repository(repository: str, *, upload: bool) -> None:
+    """Check a repository's name, and that an upload to it is possible, before any work is done.
+
+    Raises:
+        ConfigError: the name is not USER/NAME, or no repository of the hub can have it.
+        HubError: `upload` is True, and there is no token (the user is not logged in), or
+            HF_HUB_OFFLINE is set.
+    """
+    if "/" not in repository:
+        raise ConfigError(
+            f"'{repository}' has no owner: write USER/{repository}, with your name on the hub or "
+            "that of an organization"
+        )
+    name = repository.rpartition("/")[2]
+    if _REPOSITORY.fullmatch(repository) is None or len(name) > _MAX_NAME:
+        raise ConfigError(
+            f"'{repository}' is no name of a repository: write USER/NAME of letters, digits, and "
+            "single - _ . between them"
+        )
+    if not upload:
+        return
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("HF_HUB_OFFLINE is set, and nothing can be uploaded: unset it")
+    if not get_token():
+        raise HubError(
+            "there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN, to a "
+            "token that may write"
+        )
+
+
+def upload_folder(
+    folder: Path, repository: str, *, kind: Literal["model", "dataset"], private: bool
+) -> str:
+    """Upload a folder, and return the repository's URL. The repository is created if it does not
+    exist.
+
+    A file that the hub has with the same content is not sent again, so that a second call continues
+    an interrupted upload. Weights of an earlier upload that are not in the folder are deleted (for
+    models); all other files in the repository stay.
+
+    Args:
+        folder: the folder; links in it are followed.
+        repository: USER/NAME.
+        kind: kind of the repository.
+        private: create a private repository, and refuse a public one. With False, the hub's
+            defaults decide for a new repository.
+
+    Raises:
+        ConfigError: `private` is True, and the repository is public.
+        HubError: the hub refuses, can't be reached, or the connection breaks.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="firstlight", library_version=own_version())
+    try:
+        api.create_repo(repository, repo_type=kind, private=private or None, exist_ok=True)
+        found = api.repo_info(repository, repo_type=kind)
+        if private and not found.private:
+            raise ConfigError(
+                f"{repository} is there already and public: make it private in its settings on "
+                "the hub, or leave --private out"
+            )
+        with warnings.catch_warnings():
+            # huggingface_hub warns of a card without a licence. The user has chosen to give none,
+            # and the card says so.
+            warnings.filterwarnings("ignore", message="Warnings while validating metadata")
+            api.upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                repo_type=kind,
+                commit_message=f"Upload {repository.rpartition('/')[2]} with firstlight",
+                delete_patterns=_REPLACED if kind == "model" else None,
+            )
+    except ConfigError:
+        raise
+    except Exception as error:
+        # huggingface_hub passes on errors of its HTTP library, which differs between versions.
+        raise HubError(f"{repository} can't be uploaded: {_reason(error, repository)}") from error
+    prefix = "datasets/" if kind == "dataset" else ""
+    return f"{api.endpoint}/{prefix}{repository}"
+
+
+def _reason(error: BaseException, repository: str) -> str:
+    """One line with the reason why an upload failed, and a remedy."""
+    from huggingface_hub import errors
+
+    owner = repository.partition("/")[0]
+    for one in _chain(error):
+        status = one.response.status_code if isinstance(one, errors.HfHubHTTPError) else None
+        if status == 401:
+            return "the hub refused the token: log in with `hf auth login` or set HF_TOKEN anew"
+        if status in (403, 404):
+            return (
+                f"the hub does not let this token write there: {owner} must be your name or an "
+                "organization of yours, and the token one that may write"
+            )
+        if status is not None and 400 <= status < 500 and status not in (408, 429):
+            return first_line(one)
+        if isinstance(one, ValueError) and "metadata" in str(one):
+            return f"the hub refuses the card: {' '.join(str(one).split())}"
+    last = list(_chain(error))[-1]
+    return (
+        f"{first_line(last) or type(last).__name__}; what has arrived is kept: give the same "
+        "command again, which sends the rest"
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, its cause (or the error during whose handling it was raised), and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -49,6 +49,20 @@ _LONGEST_PIECE = 256
 _BATCH_CHARACTERS = 1 << 18
 
 
+def require_vocab_size(vocab_size: int, special_tokens: int = 1) -> None:
+    """Check that a byte-level vocabulary of a size is possible.
+
+    Raises:
+        TokenizerError: `vocab_size` is too small.
+    """
+    smallest = 256 + special_tokens
+    if vocab_size < smallest:
+        raise TokenizerError(
+            f"vocab_size {vocab_size} is too small: byte-level BPE needs at least {smallest} "
+            f"(256 bytes and {special_tokens} special)"
+        )
+
+
 def train_tokenizer(
     texts: Iterable[str],
     vocab_size: int,
@@ -71,12 +85,7 @@ def train_tokenizer(
         TokenizerError: `vocab_size` is too small, or the texts are empty.
         InputError: a text has a lone surrogate, which is not a character.
     """
-    smallest = 256 + len(special_tokens)
-    if vocab_size < smallest:
-        raise TokenizerError(
-            f"vocab_size {vocab_size} is too small: byte-level BPE needs at least {smallest} "
-            f"(256 bytes and {len(special_tokens)} special)"
-        )
+    require_vocab_size(vocab_size, len(special_tokens))
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = byte_level_split(pattern, rf"[\s\S]{{{_LONGEST_PIECE}}}")
     backend.decoder = decoders.ByteLevel()

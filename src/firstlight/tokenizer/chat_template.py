@@ -30,94 +30,29 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from firstlight.errors import InputError, TokenizerError
 from firstlight.files.atomic import plain_lines, read_file
 from firstlight.files.limits import LimitedProcess, LimitExceededError
+from firstlight.tokenizer.parts import MAX_TEMPLATE_BYTES
 
-#: OpenAI's ChatML, without a bos before the first turn.
-_CHATML = """\
-{%- for message in messages -%}
-    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
-
-#: Llama 2's (meta-llama/llama `llama/generation.py`): the system message is inside the first user
-#: turn.
-_LLAMA2 = """\
-{%- set system = '' -%}
-{%- set turns = messages -%}
-{%- if messages[0].role == 'system' -%}
-    {%- set system = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' -%}
-    {%- set turns = messages[1:] -%}
-    {%- if not turns -%}
-        {{- raise_exception('a system message needs a user message after it') -}}
-    {%- endif -%}
-{%- endif -%}
-{%- for message in turns -%}
-    {%- if message.role != ('assistant' if loop.index0 % 2 else 'user') -%}
-        {{- raise_exception('after the system message, if any, user and assistant take turns, '
-                            ~ 'user first') -}}
-    {%- endif -%}
-    {%- if message.role == 'user' -%}
-        {%- set content = ((system if loop.first else '') ~ message.content) | trim -%}
-        {{- bos_token -}}{{- '[INST] ' ~ content ~ ' [/INST]' -}}
-    {%- else -%}
-        {{- ' ' ~ message.content | trim ~ ' ' -}}{{- eos_token -}}
-    {%- endif -%}
-{%- endfor -%}
-"""
-
-#: Llama 3's (meta-llama/llama3 `llama/tokenizer.py`, ChatFormat).
-_LLAMA3 = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {{- '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\\n\\n' -}}
-    {{- message.content | trim ~ '<|eot_id|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
-{%- endif -%}
-"""
-
-#: Alpaca's (tatsu-lab/stanford_alpaca `train.py`, PROMPT_DICT): plain text, with eos after each
-#: answer. A system message replaces the first two sentences.
-_ALPACA = """\
-{{- bos_token -}}
-{%- if messages[0].role == 'system' -%}
-    {{- messages[0].content ~ '\\n\\n' -}}
-    {%- set turns = messages[1:] -%}
-{%- else -%}
-    {{- 'Below is an instruction that describes a task. Write a response that appropriately '
-        ~ 'completes the request.\\n\\n' -}}
-    {%- set turns = messages -%}
-{%- endif -%}
-{%- for message in turns -%}
-    {%- if message.role == 'user' -%}
-        {{- '### Instruction:\\n' ~ message.content ~ '\\n\\n### Response:\\n' -}}
-    {%- else -%}
-        {{- message.content -}}{{- eos_token -}}{{- '\\n\\n' -}}
-    {%- endif -%}
-{%- endfor -%}
-"""
-
-#: The built-in templates by name.
-CHAT_TEMPLATES: dict[str, str] = {
-    "chatml": _CHATML,
-    "llama2": _LLAMA2,
-    "llama3": _LLAMA3,
-    "alpaca": _ALPACA,
-}
-
+#: The special tokens, besides bos and eos, that each built-in template writes. The templates are
+#: the files templates/NAME.jinja:
+#:
+#:     chatml    OpenAI's ChatML, without a bos before the first turn
+#:     llama2    Llama 2's (meta-llama/llama `llama/generation.py`): the system message is inside
+#:               the first user turn; [INST] and <<SYS>> are plain text; turns end with eos_token
+#:     llama3    Llama 3's (meta-llama/llama3 `llama/tokenizer.py`, ChatFormat)
+#:     alpaca    Alpaca's (tatsu-lab/stanford_alpaca `train.py`, PROMPT_DICT): plain text, with eos
+#:               after each answer; a system message replaces the first two sentences
 _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
-    # [INST] and <<SYS>> are plain text, and turns end with eos_token.
     "llama2": (),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "alpaca": (),
 }
+_FOLDER = Path(__file__).with_name("templates")
+#: The built-in templates by name.
+CHAT_TEMPLATES = {
+    name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in _REQUIRED_TOKENS
+}
 
-#: Most bytes of a chat template's file.
-_MAX_TEMPLATE_BYTES = 4_000_000
 #: Most characters of a template, and of a rendered conversation.
 _MAX_TEMPLATE_CHARS, _MAX_CHARS = 1_000_000, 10_000_000
 #: Limits of the child process: seconds of processor time for each rendering (a conversation of a
@@ -143,7 +78,7 @@ def find_template(name: str) -> tuple[str, tuple[str, ...]]:
     if not path.is_file():
         raise InputError(f"chat template {name} is neither {', '.join(CHAT_TEMPLATES)} nor a file")
     try:
-        return plain_lines(read_file(path, _MAX_TEMPLATE_BYTES).decode("utf-8")), ()
+        return plain_lines(read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")), ()
     except UnicodeDecodeError as error:
         raise InputError(f"chat template {name} is not UTF-8: {error}") from error
 

@@ -24,7 +24,6 @@ from firstlight.errors import TokenizerError, describe_os_error
 from firstlight.files.atomic import plain_lines
 from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.tokenizer.parts import (
-    LARGEST_FILE_BYTES,
     TokenizerParts,
     add_special_tokens,
     byte_level_split,
@@ -77,31 +76,21 @@ _NUM_GPT2_RANKS = 50_256
 #: whose 250,000 tokens become a tree, takes 32 bytes of memory for each of its bytes.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
-#: Sections of tokenizer.json with steps.
-_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 #: Most tokens or characters that a tokenizer may make of one character (some write "\n" as
 #: "<|newline|>"), and put around a text.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
-#: Most bytes that sentencepiece's map of characters may put in the place of one character.
-_LONGEST_MAPPED = 256
 #: Highest id that is accepted; no vocabulary reaches it.
 _HIGHEST_ID = 1 << 26
 #: Most characters of the added tokens of a known tokenizer, as JSON.
 _MOST_KNOWN_CHARS = 500_000
-#: Most characters of an added token or a string of a step, of all added tokens, and of all strings
-#: of a section of steps.
-_LONGEST_STRING = 10_000
-_MOST_ADDED_CHARS = 4_000_000
-_MOST_STEP_CHARS = 100_000
-#: Largest `max_input_chars_per_word` of a WordPiece model, which tries every part of a word; it is
-#: 100 for BERT.
-_LONGEST_WORD = 1000
 
 #: Name of other vocabularies in tiktoken's format, by their number of ranks. They are refused,
 #: because they would silently be read with Llama 3's split pattern.
 _OTHER_RANKS = {50_280: "p50k_base", 100_256: "cl100k_base", 151_643: "Qwen", 199_998: "o200k_base"}
 
-_USUAL_NAMES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_USUAL_NAMES = ("tokenizer.json", "vocab.json", "encoder.json", "tokenizer.model")
+#: Endings of tiktoken's and sentencepiece's files under other names.
+_USUAL_ENDINGS = (".tiktoken", ".model")
 #: nanochat's file, which is recognised only to give advice.
 _PICKLED_NAME = "tokenizer.pkl"
 PICKLED_TOKENIZER = (
@@ -114,75 +103,33 @@ PICKLED_TOKENIZER = (
 
 #: The two usual names of GPT-2's vocabulary, each with the name of its file of merges.
 _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
-#: Endings of weights and data, which are not opened in the search for a tokenizer.
-_NEVER_TOKENIZERS = frozenset(
-    ".bin .ckpt .gguf .gz .h5 .jsonl .msgpack .npy .npz .onnx .parquet .pt .pth .safetensors "
-    ".tar .zip .zst".split()
-)
 
 
 def find_tokenizer_file(folder: Path) -> Path:
-    """The tokenizer's file in a folder: one with a usual name, or else the only file whose content
-    is that of a tokenizer.
+    """The tokenizer's file in a folder: one with a usual name, or else the only file with a usual
+    ending.
 
     Raises:
-        TokenizerError: the folder has no tokenizer or several different ones, or can't be read.
+        TokenizerError: the folder has no tokenizer or several, or can't be read.
     """
-    for name in _USUAL_NAMES:
-        if (folder / name).is_file():
-            return folder / name
-    found: dict[bytes, Path] = {}
     try:
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and path.suffix not in _NEVER_TOKENIZERS and path.name[0] != ".":
-                content = _tokenizer_content(path)
-                if content is not None:
-                    found.setdefault(content, path)
+        files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     except OSError as error:
         reason = describe_os_error(error)
         raise TokenizerError(f"tokenizer {folder} can't be read: {reason}") from error
+    usual = next((name for name in _USUAL_NAMES if name in files), None)
+    if usual is not None:
+        return files[usual]
+    found = [name for name in files if name.endswith(_USUAL_ENDINGS)]
     if len(found) > 1:
-        names = ", ".join(path.name for path in found.values())
+        names = ", ".join(found)
         raise TokenizerError(f"{folder} holds several tokenizers ({names}): name one of the files")
-    if not found and (folder / _PICKLED_NAME).is_file():
-        return folder / _PICKLED_NAME
-    if not found:
+    if not found and _PICKLED_NAME not in files:
         raise TokenizerError(
             f"no tokenizer in {folder}: expected tokenizer.json, vocab.json + merges.txt, "
             "or tokenizer.model (train one with `firstlight tokenizer train`)"
         )
-    return next(iter(found.values()))
-
-
-def _tokenizer_content(path: Path) -> bytes | None:
-    """The content of a file if it is a tokenizer; None if not. Of most other files, only the first
-    4096 bytes are read."""
-    if path.stat().st_size > LARGEST_FILE_BYTES:
-        return None
-    with open(path, "rb") as file:
-        beginning = file.read(4096)
-        is_json = beginning.lstrip()[:1] == b"{"
-        # A sentencepiece model begins with its first piece: field 1 of bytes, which is b"\n".
-        if not is_json and not _looks_like_tiktoken(beginning) and beginning[:1] != b"\n":
-            return None
-        content = beginning + file.read()
-    try:
-        if is_json:
-            state = json.loads(content)
-            model = state.get("model")
-            known = "vocab" in model if isinstance(model, dict) else _is_vocabulary(path, state)
-        else:
-            known = beginning[:1] != b"\n" or any(True for _ in _sentencepiece_pieces(content))
-    except (ValueError, IndexError, RecursionError):
-        return None
-    return content if known else None
-
-
-def _is_vocabulary(path: Path, state: dict[str, Any]) -> bool:
-    """True if the file, with the content `state`, is GPT-2's vocabulary and has its file of merges
-    beside it."""
-    numbers = all(type(token_id) is int for token_id in state.values())
-    return numbers and 0 in state.values() and _other_of_pair(path, _MERGES_NAMES) is not None
+    return files[found[0] if found else _PICKLED_NAME]
 
 
 def read_tokenizer_file(path: Path) -> TokenizerParts:
@@ -561,7 +508,6 @@ def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
             f"tokenizer {path} has a BPE dropout of {dropout!r:.100}, which gives the same text "
             "other tokens each time: set model.dropout to null in the file"
         )
-    _require_few_characters(path, state)
     key = hashlib.sha256(content).digest()
     if key in _TRIED or _is_known(state):
         return
@@ -581,54 +527,6 @@ def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
 
 #: SHA-256 of the files that were tried in this process.
 _TRIED: set[bytes] = set()
-
-
-def _require_few_characters(path: Path, state: dict[str, Any]) -> None:
-    """Refuse steps and tokens that take much time on long texts only, which are not tried."""
-    for section in ("added_tokens", *_STEPS):
-        most = _MOST_ADDED_CHARS if section == "added_tokens" else _MOST_STEP_CHARS
-        lengths = [len(text) for text in _strings(state.get(section))]
-        if max(lengths, default=0) > _LONGEST_STRING or sum(lengths) > most:
-            raise TokenizerError(
-                f"tokenizer {path} has texts of {sum(lengths):,} characters in its {section}: no "
-                "real tokenizer does"
-            )
-        # A regular expression or a character can be one that no text of the trial has.
-        for part in _parts(state.get(section)):
-            _require_little_growth(path, section, part)
-    longest = state["model"].get("max_input_chars_per_word")
-    if isinstance(longest, int) and longest > _LONGEST_WORD:
-        raise TokenizerError(
-            f"tokenizer {path} takes words of {longest:,} characters for one token: no real "
-            "tokenizer does"
-        )
-
-
-def _require_little_growth(path: Path, section: str, part: Any) -> None:
-    """Refuse a Replace step or map of characters that makes a long text of a short one."""
-    if not isinstance(part, dict):
-        return
-    made, pattern = part.get("content"), part.get("pattern")
-    if isinstance(made, str) and isinstance(pattern, dict):
-        found = pattern.get("String")
-        length = len(found) if isinstance(found, str) else 0  # a regular expression
-        if len(made) > _MOST_GROWTH * max(1, length):
-            raise TokenizerError(
-                f"tokenizer {path} has a Replace in its {section} that makes {len(made):,} "
-                f"characters of {max(1, length)}: no real tokenizer does"
-            )
-    charsmap = part.get("precompiled_charsmap")
-    try:
-        content = base64.b64decode(charsmap) if isinstance(charsmap, str) else b""
-    except ValueError:
-        return  # the library reports it
-    # The length of a trie, the trie, and texts that each end with a zero byte.
-    texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
-    if (longest := max(map(len, texts))) > _LONGEST_MAPPED:
-        raise TokenizerError(
-            f"tokenizer {path} has a map of characters that makes {longest:,} bytes of one "
-            "character: no real tokenizer does"
-        )
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
@@ -723,18 +621,14 @@ def _try_out(request: tuple[str, str]) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The strings in JSON data; in a tokenizer's steps, what the steps look for in texts."""
-    return (part for part in _parts(value) if isinstance(part, str))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """JSON data with all that it holds, but for sentencepiece's map of characters, a long string in
-    base64."""
+    """The strings in a tokenizer's steps, which are what the steps look for in texts; without
+    sentencepiece's map of characters, a long string in base64."""
     rest = [value]
     while rest:
         part = rest.pop()
-        yield part
-        if isinstance(part, list):
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, list):
             rest.extend(part)
         elif isinstance(part, dict):
             rest.extend(v for name, v in part.items() if name != "precompiled_charsmap")

@@ -49,7 +49,7 @@ _PAD_TOKENS = (
 _THREAD, _LONGEST_WAIT = "tokenizers", 2.0
 
 #: Most bytes of a chat template's file.
-_MAX_TEMPLATE_BYTES = 4_000_000
+MAX_TEMPLATE_BYTES = 4_000_000
 
 #: Largest file of a tokenizer that is read.
 LARGEST_FILE_BYTES = 100_000_000
@@ -137,7 +137,7 @@ def read_chat_template(folder: Path) -> dict[str, Any]:
     jinja = folder / "chat_template.jinja"
     try:
         if jinja.is_file():
-            content = read_file(jinja, _MAX_TEMPLATE_BYTES).decode("utf-8")
+            content = read_file(jinja, MAX_TEMPLATE_BYTES).decode("utf-8")
             return {"chat_template": plain_lines(content)}
     except InputError as error:
         raise TokenizerError(str(error)) from error

@@ -89,8 +89,8 @@ class Tokenizer:
         Kinds: `tokenizer.json`; GPT-2's `vocab.json` + `merges.txt` (or `encoder.json` +
         `vocab.bpe`); tiktoken's rank files of Llama 3 (`tokenizer.model`) and GPT-2; sentencepiece
         BPE models (Llama 2's `tokenizer.model`). In a folder, a file with one of these names is
-        read, or else the only file whose content is that of a tokenizer. The chat template is read
-        from the files beside it.
+        read, or else the only one that ends in .tiktoken or .model. The chat template is read from
+        the files beside it.
 
         Raises:
             TokenizerError: there is no readable tokenizer, or it is damaged.

@@ -18,9 +18,8 @@ import psutil
 import torch
 
 from firstlight.files.atomic import write_json
-from firstlight.hardware.allocator import AllocatedPeak
 from firstlight.hardware.device import Hardware, peak_memory_bytes
-from firstlight.hardware.resident import reset_peak
+from firstlight.hardware.process_memory import AllocatedPeak, reset_peak
 from firstlight.recipe import ResolvedRecipe
 from firstlight.report.summary import MOSTLY_LEARNED
 from firstlight.run_log.names import FORECAST_NAME

@@ -31,8 +31,8 @@ from torch import Tensor
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.corpus import Corpus
-from firstlight.data.examples import PreferenceDataset, preference_splits
 from firstlight.data.loader import rows_to_batch
+from firstlight.data.packing import PreferenceDataset, preference_splits
 from firstlight.errors import CheckpointError, ConfigError, InputError, ModelError
 from firstlight.files.atomic import make_folder, read_json, write_json
 from firstlight.files.cache import cache_folder, held

@@ -31,7 +31,7 @@ from firstlight.parallel import (
     process_group,
 )
 from firstlight.parallel.engine import Engine
-from firstlight.parallel.selection import make_engine
+from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe import Recipe
 
 T = TypeVar("T")

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from firstlight.checkpoint.checkpoint import Checkpoint, load_checkpoint
-from firstlight.checkpoint.saver import CheckpointSaver, Saver
+from firstlight.checkpoint.saver import CheckpointSaver, Saver, ShardedSaver
 from firstlight.checkpoint.selection import checkpoint_before
-from firstlight.checkpoint.sharded_saver import ShardedSaver
 from firstlight.errors import FirstlightError
 from firstlight.files.atomic import remove_file
 from firstlight.parallel import barrier

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, Self, TypeVar
 
@@ -30,12 +30,14 @@ from torch import Tensor, nn
 from firstlight.errors import ModelError
 from firstlight.models import Model, ModelConfig, allocate, padded_vocab_size
 from firstlight.models.family import ExpertNames
-from firstlight.weights.mxfp4 import AnyStored, open_tensors, with_packed
 from firstlight.weights.stored import (
     FLOAT_FORMATS,
+    AnyStored,
     FileState,
     StoredTensor,
+    open_tensors,
     stored_tensors,
+    with_packed,
 )
 
 LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
@@ -220,31 +222,56 @@ def require_fit(
         for name, tensor in stored.items()
         if tensor.kind not in FLOAT_FORMATS
     )
-    head = stored.pop(head_name, None) if model.config.tie_word_embeddings else None
-    wrong = [
-        f"{name} is {list(stored[name].shape)}, expected {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in stored and stored[name].shape != tensor.shape
-    ]
     embedding = embedding_name(model)
-    if head is not None and head.shape != (shape := expected[embedding].shape):
-        wrong.append(f"{head_name} is {list(head.shape)}, expected {list(shape)}")
-    for problem, names, advice in (
-        ("lacks", sorted(expected.keys() - stored.keys()), ""),
-        ("has unknown", sorted(stored.keys() - expected.keys()), ""),
-        ("has misshapen", wrong, ""),
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    if model.config.tie_word_embeddings and head_name in stored:
+        shapes[head_name] = shapes[embedding]
+    require_tensors(str(folder), shapes, {name: t.shape for name, t in stored.items()})
+    if quantised:
         # Quantised weights are useless without their scales, which are not read.
-        ("has quantised", quantised, ": take the model that was not quantised"),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"{folder} {problem} tensors: {', '.join(names[:3])}{more}{advice}")
+        raise ModelError(
+            f"{folder} has quantised tensors: {first_names(quantised)}: take the model that was "
+            "not quantised"
+        )
+    head = stored.pop(head_name, None) if model.config.tie_word_embeddings else None
     if head is not None and not head.has_values_of(stored[embedding]):
         raise ModelError(
             f"{folder}: config.json ties {head_name} to {embedding}, but the two differ: set "
             "tie_word_embeddings to false in it"
         )
     return stored
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first three of `names` and the number of the remaining ones, for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def require_tensors(
+    where: str, expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse tensors that are missing, extra or misshapen.
+
+    Args:
+        where: name of the model or file, for the message.
+        expected, given: shapes by tensor name.
+
+    Raises:
+        ModelError: a tensor is missing, extra or misshapen; the message names up to three.
+    """
+    wrong = [
+        f"{name} is {list(given[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in given and tuple(given[name]) != tuple(shape)
+    ]
+    for problem, names in (
+        ("lacks", sorted(expected.keys() - given.keys())),
+        ("has unknown", sorted(given.keys() - expected.keys())),
+        ("has misshapen", wrong),
+    ):
+        if names:
+            raise ModelError(f"{where} {problem} tensors: {first_names(names)}")
 
 
 def _load_sequentially(
@@ -358,19 +385,23 @@ def weights_to_save(model: Model) -> dict[str, Tensor]:
 @torch.no_grad()
 def nonfinite_tensor(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """The name of the first tensor with a NaN or an infinity; None if there is none."""
-    for name, tensor in tensors:
-        # NaN propagates through both extremes, and no second tensor of this size is made.
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            return name
-    return None
+    return next((name for name, tensor in tensors if not is_finite(tensor)), None)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """True if all numbers of a tensor of any shape are finite."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.itemsize == 1:  # torch has no extremes of fp8
+        tensor = tensor.float()
+    # NaN propagates through both extremes, and no second tensor of this size is made.
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def stored_values(stored: Mapping[str, AnyStored]) -> Iterator[tuple[str, Tensor]]:
     """The names and values of the tensors of `fitting_tensors`, one after the other in memory."""
     for name, tensor in stored.items():
-        values = torch.empty(tensor.shape, dtype=tensor.dtype)
-        tensor.read_into(values)
-        yield name, values
+        yield name, tensor.read()
 
 
 # Adding rows for new tokens to an existing model

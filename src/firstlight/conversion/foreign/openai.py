@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.conversion.check import first_names
 from firstlight.conversion.foreign.layout import (
     GPT2_MODULES,
     GPT2_SHAPES,
@@ -36,22 +35,10 @@ from firstlight.conversion.foreign.layout import (
 )
 from firstlight.errors import ModelError, describe_os_error
 from firstlight.files.atomic import read_file, read_json
+from firstlight.weights.loading import first_names
 
 CONFIG = "hparams.json"
 
-#: Modules of Hugging Face's GPT-2 -> OpenAI's.
-_MODULES = {
-    "transformer.wte": "model/wte",
-    "transformer.wpe": "model/wpe",
-    "transformer.h.{}.ln_1": "model/h{}/ln_1",
-    "transformer.h.{}.attn.c_attn": "model/h{}/attn/c_attn",
-    "transformer.h.{}.attn.c_proj": "model/h{}/attn/c_proj",
-    "transformer.h.{}.ln_2": "model/h{}/ln_2",
-    "transformer.h.{}.mlp.c_fc": "model/h{}/mlp/c_fc",
-    "transformer.h.{}.mlp.c_proj": "model/h{}/mlp/c_proj",
-    "transformer.ln_f": "model/ln_f",
-    "lm_head": "model/wte",
-}
 #: Maximum size of an index in bytes; each tensor takes less than 100.
 _MAX_INDEX_BYTES = 16_000_000
 _MAX_DIMENSIONS = 16
@@ -78,16 +65,17 @@ _LANES = 4096
 
 def _names() -> dict[str, tuple[str, ...]]:
     """OpenAI's tensors by Hugging Face's names: g (gain) and b of norms, w and b of linear layers,
-    and the embeddings, which have no suffix."""
+    and the embeddings, which have no suffix. `transformer.h.{}.ln_1` is `model/h{}/ln_1`."""
     names: dict[str, tuple[str, ...]] = {}
     for module, (_, bias) in GPT2_MODULES.items():
-        theirs = _MODULES[module]
+        theirs = module.replace("h.{}", "h{}").replace(".", "/").replace("transformer", "model")
         if not bias:
             names[f"{module}.weight"] = (theirs,)
             continue
         names[f"{module}.weight"] = (theirs + ("/g" if "ln_" in module else "/w"),)
         names[f"{module}.bias"] = (f"{theirs}/b",)
-    return names
+    # The head is always tied.
+    return names | {"lm_head.weight": names["transformer.wte.weight"]}
 
 
 LAYOUT = Layout(

@@ -1,6 +1,6 @@
 """The metadata of a GGUF file: shape and settings of a model, from and to a config.json.
 
-`add_model` writes the entries, `config_of` reads them. The tokenizer's are in `tokenizer`.
+`add_model` writes the entries, `config_of` reads them. The tokenizer's are written by `writer`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.conversion.gguf.shape import (
-    ARCHITECTURES,
-    ROPE_FACTORS,
-    ROPE_FACTORS_LONG,
-    ROPE_FACTORS_SHORT,
-    ModelShape,
-    Rope,
-    rope_of,
-    yarn_factors,
-)
+from firstlight.conversion.gguf.architectures import ARCHITECTURES
 from firstlight.errors import ModelError
 from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames, FamilySpec
-from firstlight.models.rope import rope_magnitude, yarn_magnitude
+from firstlight.models.rope import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    YarnRope,
+    rope_magnitude,
+    yarn_magnitude,
+)
+from firstlight.weights.huggingface import config_from_hf
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -50,6 +49,20 @@ KEPT_KEYS = (
     "topk_group",
     "use_sliding_window",
 )
+#: GGUF's keys of sizes that all families have, after the architecture's name -> our keys.
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+
+#: GGUF's tensor of Llama 3's frequency divisors.
+ROPE_FACTORS = "rope_freqs.weight"
+#: GGUF's tensors of LongRoPE's frequency divisors.
+ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+
 #: GGUF entry of firstlight's own: a JSON object with settings that have no GGUF key.
 KEPT = "firstlight.config"
 
@@ -70,138 +83,159 @@ _LLAMA3 = {
 }
 
 
-def add_model(
-    writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape, rope: Rope | None
-) -> None:
+def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None:
     """Add the entries from which llama.cpp reads a model's shape, and firstlight.config.
 
     Args:
         writer: the writer of the GGUF file.
         config: Hugging Face's config.json as an object.
-        shape: shape of the model.
-        rope: settings of rotary positions; None for learned positions.
-
-    Raises:
-        ModelError: a number is missing or invalid.
+        model: its model, from `supported_model`.
     """
+    family = model.family
     writer.add_type("model")
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_context_length(shape.max_positions)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_block_count(shape.num_layers)
-    writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_head_count(shape.num_heads)
+    writer.add_vocab_size(model.vocab_size)
+    for key, name in _SIZES.items():
+        writer.add_uint32(f"{writer.arch}.{key}", getattr(model, name))
     kept = {key: config[key] for key in KEPT_KEYS if config.get(key) is not None}
-    if rope is None:
-        writer.add_layer_norm_eps(_epsilon(config, "layer_norm_epsilon"))
+    if not model.has_rotary:
+        writer.add_layer_norm_eps(model.layer_norm_epsilon)
     else:
-        if shape.family.norm_kind == "layer":
-            writer.add_layer_norm_eps(shape.model.rms_norm_eps)
+        if family.norm_kind == "layer":
+            writer.add_layer_norm_eps(model.rms_norm_eps)
         else:
-            writer.add_layer_norm_rms_eps(_epsilon(config, "rms_norm_eps"))
-        if "use_parallel_residual" in shape.family.own_keys:
-            writer.add_parallel_residual(shape.parallel)
-        heads, key_length, value_length = shape.cached_sizes
+            writer.add_layer_norm_rms_eps(model.rms_norm_eps)
+        if "use_parallel_residual" in family.own_keys:
+            writer.add_parallel_residual(model.use_parallel_residual)
+        heads, key_length, value_length = _cached_sizes(model)
         writer.add_head_count_kv(heads)
         writer.add_key_length(key_length)
         writer.add_value_length(value_length)
-        writer.add_rope_dimension_count(shape.rotary_dim)
-        writer.add_rope_freq_base(rope.theta)
-        _add_kinds_of_layers(writer, config, shape)
-        if (part := shape.model.partial_rotary_factor) is not None:
+        writer.add_rope_dimension_count(model.rotary_dim)
+        writer.add_rope_freq_base(model.rope_theta)
+        _add_windows(writer, model)
+        if (part := model.partial_rotary_factor) is not None:
             kept["partial_rotary_factor"] = part
-        kept |= _add_rope_scaling(writer, shape, rope)
-    if shape.num_experts:
-        writer.add_expert_count(shape.num_experts)
-        writer.add_expert_used_count(shape.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(shape.expert_size)
-    for key, name in shape.family.gguf.numbers.items():
-        if (number := getattr(shape.model, key)) is not None:
-            writer.add_float32(f"{shape.architecture}.{name}", number)
-    for key, name in shape.family.gguf.counts.items():
-        writer.add_uint32(f"{shape.architecture}.{name}", getattr(shape.model, key) or 0)
-    if shape.family.gguf.layer == "latent":
-        _add_latent(writer, shape)
-    if shape.family.gguf.layer == "delta":
-        model = shape.model
+        kept |= _add_rope_scaling(writer, model)
+    if model.expert_count:
+        writer.add_expert_count(model.num_experts)
+        writer.add_expert_used_count(model.num_experts_per_tok)
+        size = "intermediate_size" if family.experts is None else family.experts.size
+        writer.add_expert_feed_forward_length(getattr(model, size))
+    for key, name in family.gguf.numbers.items():
+        if (number := getattr(model, key)) is not None:
+            writer.add_float32(f"{writer.arch}.{name}", number)
+    for key, name in family.gguf.counts.items():
+        writer.add_uint32(f"{writer.arch}.{name}", getattr(model, key) or 0)
+    if family.gguf.layer == "latent":
+        _add_latent(writer, model)
+    if family.gguf.layer == "delta":
         writer.add_ssm_inner_size(model.linear_num_value_heads * model.linear_value_head_dim)
-        kinds = [model.is_linear(layer) for layer in range(shape.num_layers)]
-        writer.add_array(f"{shape.architecture}.attention.recurrent_layers", kinds)
+        kinds = [model.is_linear(layer) for layer in range(model.num_hidden_layers)]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
     writer.add_string(KEPT, json.dumps(kept))
 
 
-def _add_rope_scaling(writer: GGUFWriter, shape: ModelShape, rope: Rope) -> dict[str, Any]:
+def _cached_sizes(model: Any) -> tuple[int, int, int]:
+    """(heads, size of a key, size of a value) in llama.cpp's cache. Latent attention caches one
+    head: the KV latent and the key's rotated part as the key, the KV latent as the value."""
+    if model.family.gguf.layer == "latent":
+        rank = model.kv_lora_rank
+        return 1, rank + model.rotary_dim, rank
+    return model.num_key_value_heads, model.head_dim, model.head_dim
+
+
+def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
     """Add the entries for the rescaling of rotary positions. Return the settings as an entry of
     firstlight.config if GGUF's entries do not hold all of them."""
     import gguf
 
-    if rope.kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope.scaling["factor"])
-    if rope.kind == "llama3":
-        # The file has the divisors of the frequencies, from which the settings can't be computed.
-        return {"rope_scaling": {"rope_type": rope.kind, **rope.scaling}}
-    if rope.kind not in ("longrope", "yarn"):
+    scaling = model.rope_scaling
+    if scaling is None:
         return {}
-    scaling = shape.model.rope_scaling
-    if rope.kind == "yarn":
-        magnitude, multiplier = yarn_factors(shape)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    if isinstance(scaling, LinearRope):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
-        if multiplier:
-            # For DeepSeek, llama.cpp divides the entry by 0.1.
-            writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
-    else:
-        magnitude = rope_magnitude(scaling, shape.max_positions)
-    writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
-    writer.add_rope_scaling_attn_factors(magnitude)
+        return {}
+    # The file has the divisors of Llama 3's frequencies, from which the settings can't be computed.
+    if not isinstance(scaling, Llama3Rope):
+        magnitude = rope_magnitude(scaling, model.max_position_embeddings)
+        if isinstance(scaling, YarnRope):
+            magnitude, multiplier = _yarn_factors(model)
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(scaling.factor)
+            if multiplier:
+                # For DeepSeek, llama.cpp divides the entry by 0.1.
+                writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(magnitude)
     return {"rope_scaling": scaling.model_dump(exclude_none=True)}
 
 
-def _add_latent(writer: GGUFWriter, shape: ModelShape) -> None:
+def _yarn_factors(model: Any) -> tuple[float, float]:
+    """YaRN's numbers for llama.cpp: (attn_factor, m).
+
+    attn_factor is the factor of cos and sin. If m is 0, llama.cpp multiplies it by YaRN's own
+    magnitude. m is a factor of DeepSeek's attention scores: llama.cpp multiplies the scores by the
+    square of attn_factor and the square of 1 + 0.1 m ln(factor).
+    """
+    rope = model.rope_scaling
+    wanted, own = rope_magnitude(rope, model.max_position_embeddings), yarn_magnitude(rope.factor)
+    if model.family.gguf.layer != "latent" or rope.factor == 1:
+        return wanted / own, 0.0
+    scale = (model.attention_spec(0).scale or 1.0) * math.sqrt(model.head_dim)
+    multiplier = (math.sqrt(scale) / wanted - 1) / (0.1 * math.log(rope.factor))
+    return (wanted / own, 0.0) if abs(multiplier) < 1e-9 else (wanted, multiplier)
+
+
+def rope_factors(model: Any) -> dict[str, Tensor]:
+    """Tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF's names; none
+    for kinds other than "llama3" and "longrope"."""
+    scaling = getattr(model, "rope_scaling", None)
+    if isinstance(scaling, LongRope):
+        return {
+            ROPE_FACTORS_LONG: torch.tensor(scaling.long_factor, dtype=torch.float32),
+            ROPE_FACTORS_SHORT: torch.tensor(scaling.short_factor, dtype=torch.float32),
+        }
+    if isinstance(scaling, Llama3Rope):
+        return {ROPE_FACTORS: llama3_factors(scaling, model.rope_theta, model.rotary_dim)}
+    return {}
+
+
+def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor:
+    """Divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2].
+
+    Source: the rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
+    """
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+    wavelengths = 2 * math.pi * theta**exponents
+    turns = scaling.original_max_position_embeddings / wavelengths
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - blend) / scaling.factor + blend)).float()
+
+
+def _add_latent(writer: GGUFWriter, model: Any) -> None:
     """Add the entries for latent attention's heads and for the routing of tokens to experts."""
     from gguf import ExpertGatingFuncType
 
-    model, gating = shape.model, shape.family.gguf.gating
     writer.add_key_length_mla(model.head_dim)
     writer.add_expert_weights_norm(model.norm_topk_prob)
-    writer.add_expert_gating_func(ExpertGatingFuncType[gating.upper()])
+    writer.add_expert_gating_func(ExpertGatingFuncType[model.family.gguf.gating.upper()])
     if model.topk_group < model.n_group:
         writer.add_expert_group_count(model.n_group)
         writer.add_expert_group_used_count(model.topk_group)
 
 
-def _add_kinds_of_layers(writer: GGUFWriter, config: Mapping[str, Any], shape: ModelShape) -> None:
+def _add_windows(writer: GGUFWriter, model: Any) -> None:
     """Add the entries for the sliding window and for the rotary base of layers that have it."""
-    window = window_of(config)
-    spec = shape.family.gguf
-    model = shape.model
-    if spec.has_windows:
-        window = model.sliding_window
-        if window is None and spec.needs_window:
-            # llama.cpp needs a window for this family: one that covers the whole context.
-            window = shape.max_positions
+    window, spec = model.sliding_window, model.family.gguf
+    if window is None and spec.needs_window:
+        # llama.cpp needs a window for this family: one that covers the whole context.
+        window = model.max_position_embeddings
     if window is not None:
         writer.add_sliding_window(window)
     if spec.has_window_base:
-        name = f"{shape.architecture}.rope.freq_base_swa"
-        writer.add_float32(name, model.rope_local_base_freq)
-
-
-def _epsilon(config: Mapping[str, Any], key: str) -> float:
-    value = config.get(key)
-    if not isinstance(value, float) or not 0 < value < 1:
-        raise ModelError(f"config.json: {key} is {value!r}, not a small number above 0")
-    return value
-
-
-def window_of(config: Mapping[str, Any]) -> int | None:
-    """The sliding window in tokens that a config.json has in use; None if there is none."""
-    window = config.get("sliding_window")
-    family = FAMILIES[config["model_type"]].spec
-    always = "sliding_window" in family.own_keys and not family.has_window_switch
-    uses = config.get("use_sliding_window", always)
-    return window if uses and isinstance(window, int) and window > 0 else None
+        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", model.rope_local_base_freq)
 
 
 class _Values:
@@ -273,8 +307,6 @@ def config_of(
     config = {family.json_names.get(key, key): value for key, value in config.items()}
     for key in family.derived_keys:
         del config[key]
-    if rotary:
-        rope_of(config)  # refuses kinds of scaling that the family lacks
     return {"architectures": [family.architecture], **config}
 
 
@@ -292,15 +324,12 @@ def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _gpt2_config(values: _Values) -> dict[str, Any]:
-    positions = values.whole("context_length")
+    names = FAMILIES["gpt2"].config.hf_names
+    sizes = {names[ours]: values.whole(key) for key, ours in _SIZES.items()}
     return {
         "model_type": "gpt2",
-        "n_layer": values.whole("block_count"),
-        "n_embd": values.whole("embedding_length"),
-        "n_inner": values.whole("feed_forward_length"),
-        "n_head": values.whole("attention.head_count"),
-        "n_positions": positions,
-        "n_ctx": positions,
+        **sizes,
+        "n_ctx": sizes["n_positions"],
         "layer_norm_epsilon": values.real("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
@@ -310,7 +339,8 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
     """The config of a family with rotary positions, without these, under firstlight's keys."""
-    hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
+    sizes = {ours: values.whole(key) for key, ours in _SIZES.items()}
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
     window, experts = values.whole("attention.sliding_window", 0), values.whole("expert_count", 0)
     model_type = kept.get("model_type") or _family_of(values, experts, window)
@@ -328,16 +358,12 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     eps = "layer_norm_epsilon" if family.norm_kind == "layer" else "layer_norm_rms_epsilon"
     config: dict[str, Any] = {
         "model_type": model_type,
-        "hidden_size": hidden,
-        "intermediate_size": values.whole("feed_forward_length"),
-        "num_hidden_layers": values.whole("block_count"),
-        "num_attention_heads": heads,
+        **sizes,
         "num_key_value_heads": (
             heads if is_latent else values.whole("attention.head_count_kv", heads)
         ),
         "head_dim": head_dim,
         family.activation_key: family.activation,
-        "max_position_embeddings": values.whole("context_length"),
         "rms_norm_eps": values.real(f"attention.{eps}"),
         # None is written as well, since Mistral's default is a window.
         "sliding_window": window or None,
@@ -527,7 +553,7 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
         if own != 1:
             raise ModelError(f"yarn with an attn_factor of {own} is not supported: only 1 is")
-        # The inverse of `yarn_factors`. The file has 0.1 times m: llama.cpp divides it by 0.1.
+        # The inverse of `_yarn_factors`. The file has 0.1 times m: llama.cpp divides it by 0.1.
         multiplier = round(multiplier / 0.1, 6)
         if multiplier:
             return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
@@ -541,9 +567,9 @@ def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) 
     give the file's divisors of the frequencies, `factors`, fp32 [rotary_dim / 2]."""
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
-    config = {"model_type": "llama", "rope_theta": theta, "rope_scaling": scaling}
-    expected = rope_of(config).factors(rotary_dim)
-    if expected is None or expected.shape != factors.shape:
+    model: Any = config_from_hf({"model_type": "llama", "rope_scaling": scaling}, "the file")
+    expected = llama3_factors(model.rope_scaling, theta, rotary_dim)
+    if expected.shape != factors.shape:
         raise ModelError(f"the file is damaged: tensor {ROPE_FACTORS} does not fit the heads")
     if not torch.allclose(expected, factors, rtol=1e-4):
         raise ModelError(f"tensor {ROPE_FACTORS} holds no rotary factors of Llama 3")

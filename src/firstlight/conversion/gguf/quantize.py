@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.conversion.check import check_dtype, logits_of
-from firstlight.conversion.gguf.shape import shape_of
+from firstlight.conversion.gguf.architectures import supported_model
 from firstlight.conversion.gguf.tensors import tensor_rules
-from firstlight.conversion.source import Source
 from firstlight.errors import ConfigError, MissingDependencyError, ModelError
 from firstlight.models import Model, build_model
 from firstlight.tokenizer import Tokenizer
@@ -200,10 +199,9 @@ def importance_matrix(
     ids = torch.tensor(tokenizer.encode(text))
     if len(ids) < rows:
         raise ConfigError(f"the calibration text has {len(ids)} tokens: give {rows} or more")
-    shape = shape_of(config, tied=own.tie_word_embeddings)
     modules = dict(model.named_modules())
     sums: dict[str, Tensor] = {}
-    for rule in tensor_rules(shape):
+    for rule in tensor_rules(supported_model(config)):
         module = modules.get(rule.sources[0].removesuffix(".weight"))
         if rule.gguf.startswith("blk.") and len(rule.gguf_shape) == 2 and module is not None:
             module.register_forward_pre_hook(_square_sums(sums, rule.gguf))
@@ -298,15 +296,23 @@ class QuantisationLoss:
 
 
 def quantise_source(
-    model: Source, plain: Path, out: Path, dtype: str, text: str | None, limit: float | None
+    plain: Path,
+    out: Path,
+    dtype: str,
+    *,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    text: str | None,
+    limit: float | None,
 ) -> QuantisationLoss:
     """Quantise a converted file, and refuse a result whose perplexity is too high.
 
     Args:
-        model: the source of the conversion.
         plain: the unrounded GGUF file of the model; it is deleted.
         out: the file to write.
         dtype: one of `QUANTISED`.
+        config, tensors, tokenizer: the source of the conversion.
         text: calibration text for the importance matrix; None quantises without one.
         limit: greatest allowed relative increase of the perplexity; None is the format's own limit
             (`PERPLEXITY_LIMITS`).
@@ -315,16 +321,14 @@ def quantise_source(
         ConfigError: the calibration text is too short.
         ModelError: llama.cpp fails, or the perplexity rises by more than the limit.
     """
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
     importance = None
     if text is not None:
-        importance = importance_matrix(model.config, model.tensors, tokenizer, text)
+        importance = importance_matrix(config, tensors, tokenizer, text)
     quantise(plain, out, dtype, importance)
     plain.unlink()
-    own = config_from_hf(model.config, model.name)
+    own = config_from_hf(config, "the model")
     ids = evaluation_ids(tokenizer, own.max_position_embeddings)
-    expected = logits_of(model.config, model.tensors, ids, check_dtype(own))
+    expected = logits_of(config, tensors, ids, check_dtype(own))
     found = llama_cpp_logits(out, ids)
     before, after = perplexity(expected, ids), perplexity(found, ids)
     limit = perplexity_limit(dtype) if limit is None else limit
@@ -335,7 +339,7 @@ def quantise_source(
             "--calibration, or allow more with --tolerance; nothing was written"
         )
     expected, found = (x - x.mean(-1, keepdim=True) for x in (expected, found))
-    weights = sum(tensor.numel() for tensor in model.tensors.values())
+    weights = sum(tensor.numel() for tensor in tensors.values())
     return QuantisationLoss(
         before,
         after,

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.conversion.check import require_tensors
-from firstlight.conversion.gguf.metadata import config_of
-from firstlight.conversion.gguf.shape import (
+from firstlight.conversion.gguf.architectures import supported_model
+from firstlight.conversion.gguf.metadata import (
     ROPE_FACTORS,
     ROPE_FACTORS_LONG,
     ROPE_FACTORS_SHORT,
-    shape_of,
+    config_of,
 )
 from firstlight.conversion.gguf.tensors import tensor_rules
 from firstlight.conversion.gguf.writer import import_gguf
 from firstlight.errors import ModelError, describe_os_error
+from firstlight.weights.loading import require_tensors
 
 _VERSIONS = (2, 3)
 _FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
@@ -86,8 +86,7 @@ def read_gguf(path: Path) -> GGUFModel:
             }
             shapes = {name: tensor.shape for name, tensor in stored.items()}
             config = config_of(metadata, shapes, factors)
-            shape = shape_of(config, tied=config["tie_word_embeddings"])
-            rules = list(tensor_rules(shape))
+            rules = list(tensor_rules(supported_model(config)))
             expected = {rule.gguf: rule.gguf_shape for rule in rules}
             require_tensors("the file", expected, shapes)
             tensors: dict[str, Tensor] = {}

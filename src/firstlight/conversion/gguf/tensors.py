@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from firstlight.conversion.gguf.shape import ModelShape
 from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames
 
@@ -139,111 +138,117 @@ class TensorRule:
         return stored if self.dropped is None else stored.unsqueeze(self.dropped)
 
 
-def tensor_rules(shape: ModelShape) -> Iterator[TensorRule]:
-    """All tensors of a model, except its rotary factors, in the order of the file."""
-    model, spec = FAMILIES[shape.model_type].model, shape.family
-    table = (shape.vocab_size, shape.hidden_size)
-    yield TensorRule("token_embd.weight", (f"{model.embedding_name}.weight",), table)
-    if not shape.rotary:
-        table = (shape.max_positions, shape.hidden_size)
-        yield TensorRule("position_embd.weight", ("transformer.wpe.weight",), table)
-    for i in range(shape.num_layers):
-        theirs, ours = f"blk.{i}.", f"{model.layers_name}.{i}."
-        yield from _layer_rules(shape, i, theirs, ours)
-    yield from _norm_rules(shape, "output_norm", model.final_modules[0])
-    head = (shape.vocab_size, shape.hidden_size)
-    if not shape.tied:
-        yield TensorRule("output.weight", (model.head_file_name,), head)
-    elif spec.gguf.head == "written":
-        yield TensorRule("output.weight", (f"{model.embedding_name}.weight",), head)
+def tensor_rules(model: Any) -> Iterator[TensorRule]:
+    """All tensors of a model, except its rotary factors, in the order of the file.
+
+    Args:
+        model: the model's config.
+    """
+    names = FAMILIES[model.model_type].model
+    embedding, table = f"{names.embedding_name}.weight", (model.vocab_size, model.hidden_size)
+    yield TensorRule("token_embd.weight", (embedding,), table)
+    if not model.has_rotary:
+        positions = (model.max_position_embeddings, model.hidden_size)
+        yield TensorRule("position_embd.weight", ("transformer.wpe.weight",), positions)
+    for i in range(model.num_hidden_layers):
+        yield from _layer_rules(model, i, f"blk.{i}.", f"{names.layers_name}.{i}.")
+    yield from _norm_rules(model, "output_norm", names.final_modules[0])
+    if not model.tie_word_embeddings:
+        yield TensorRule("output.weight", (names.head_file_name,), table)
+    elif model.family.gguf.head == "written":
+        yield TensorRule("output.weight", (embedding,), table)
 
 
-def _layer_rules(shape: ModelShape, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
+def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
     """The tensors of layer number `layer`, counted from 0."""
-    model, kind = shape.model, shape.family.gguf.layer
+    kind = model.family.gguf.layer
     if kind == "named":
-        yield from _named_rules(shape, theirs, ours)
+        yield from _named_rules(model, theirs, ours)
     elif kind == "latent":
-        yield from _two_norm_rules(shape, theirs, ours, "ffn_norm")
+        yield from _two_norm_rules(model, theirs, ours, "ffn_norm")
         yield from _latent_rules(model, theirs, f"{ours}self_attn.")
         if model.has_experts(layer):
-            yield from _shared_expert_rules(shape, theirs, ours, "mlp.shared_experts.")
+            yield from _shared_expert_rules(model, theirs, ours, "mlp.shared_experts.")
         else:
-            yield from _mlp_rules(shape, theirs, f"{ours}mlp.")
+            yield from _mlp_rules(model, theirs, f"{ours}mlp.")
     elif kind == "sinks":
-        yield from _two_norm_rules(shape, theirs, ours, "post_attention_norm")
-        yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
+        yield from _two_norm_rules(model, theirs, ours, "post_attention_norm")
+        yield from _attention_rules(model, theirs, f"{ours}self_attn.")
         sinks = (f"{ours}self_attn.sinks",)
-        yield TensorRule(f"{theirs}attn_sinks.weight", sinks, (shape.num_heads,))
-        yield from _biased_expert_rules(shape, theirs, f"{ours}mlp.")
+        yield TensorRule(f"{theirs}attn_sinks.weight", sinks, (model.num_attention_heads,))
+        yield from _biased_expert_rules(model, theirs, f"{ours}mlp.")
     elif kind == "delta":
-        yield from _two_norm_rules(shape, theirs, ours, "post_attention_norm")
+        yield from _two_norm_rules(model, theirs, ours, "post_attention_norm")
         if model.is_linear(layer):
             yield from _delta_rules(model, theirs, f"{ours}linear_attn.")
         else:
-            yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
-        yield from _shared_expert_rules(shape, theirs, ours, "mlp.shared_expert.")
-        gate, sizes = (f"{ours}mlp.shared_expert_gate.weight",), (1, shape.hidden_size)
+            yield from _attention_rules(model, theirs, f"{ours}self_attn.")
+        yield from _shared_expert_rules(model, theirs, ours, "mlp.shared_expert.")
+        gate, sizes = (f"{ours}mlp.shared_expert_gate.weight",), (1, model.hidden_size)
         yield TensorRule(f"{theirs}ffn_gate_inp_shexp.weight", gate, sizes, dropped=0)
     else:
-        yield from _block_rules(shape, theirs, ours)
+        yield from _block_rules(model, theirs, ours)
 
 
-def _norm_rules(shape: ModelShape, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
+def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
     """The tensors of a norm over `size` numbers; 0 stands for hidden_size."""
-    kind: Change = "one_plus" if shape.family.norm_kind == "one_plus" else "none"
-    sizes = (size or shape.hidden_size,)
+    kind: Change = "one_plus" if model.family.norm_kind == "one_plus" else "none"
+    sizes = (size or model.hidden_size,)
     yield TensorRule(f"{theirs}.weight", (f"{ours}.weight",), sizes, kind)
-    if shape.family.norm_kind == "layer" or not shape.rotary:
+    if model.family.norm_kind == "layer" or not model.has_rotary:
         yield TensorRule(f"{theirs}.bias", (f"{ours}.bias",), sizes)
 
 
-def _named_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """The tensors of a layer with biases everywhere, whose parts `GGUFSpec.block` names."""
-    C = shape.hidden_size
-    F = shape.intermediate_size
-    config = FAMILIES[shape.model_type].config
+    C = model.hidden_size
+    F = model.intermediate_size
+    heads = model.num_attention_heads
     sizes = {"attn_qkv": (3 * C, C), "attn_output": (C, C), "ffn_up": (F, C), "ffn_down": (C, F)}
-    for word, name in shape.family.gguf.block.items():
+    for word, name in model.family.gguf.block.items():
         if word not in sizes:
-            yield from _norm_rules(shape, theirs + word, ours + name)
+            yield from _norm_rules(model, theirs + word, ours + name)
             continue
-        change: Change = "transposed" if config.stores_transposed else "none"
-        if word == "attn_qkv" and shape.rotary:
+        change: Change = "transposed" if model.stores_transposed else "none"
+        if word == "attn_qkv" and model.has_rotary:
             change = "interleaved"
         rows = sizes[word][0]
         matrix = sizes[word][::-1] if change == "transposed" else sizes[word]
         source = (f"{ours}{name}.weight",)
-        yield TensorRule(f"{theirs}{word}.weight", source, matrix, change, heads=shape.num_heads)
+        yield TensorRule(f"{theirs}{word}.weight", source, matrix, change, heads=heads)
         change = "interleaved" if change == "interleaved" else "none"
         source = (f"{ours}{name}.bias",)
-        yield TensorRule(f"{theirs}{word}.bias", source, (rows,), change, heads=shape.num_heads)
+        yield TensorRule(f"{theirs}{word}.bias", source, (rows,), change, heads=heads)
 
 
-def _block_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+def _block_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """The tensors of a layer of the Llama-like families."""
-    spec = shape.family
+    spec = model.family
     norms = spec.norms
     for word, name in (
         ("attn_norm", norms.before_attention),
         ("post_attention_norm", norms.after_attention),
-        ("ffn_norm", None if shape.parallel else norms.before_mlp),
+        ("ffn_norm", None if model.use_parallel_residual else norms.before_mlp),
         ("post_ffw_norm", norms.after_mlp),
     ):
         if name is not None:
-            yield from _norm_rules(shape, theirs + word, ours + name)
-    yield from _attention_rules(shape, theirs, f"{ours}self_attn.")
+            yield from _norm_rules(model, theirs + word, ours + name)
+    yield from _attention_rules(model, theirs, f"{ours}self_attn.")
     if spec.experts is not None:
-        yield from _expert_rules(shape, spec.experts, theirs, ours)
+        yield from _expert_rules(model, spec.experts, theirs, ours)
     else:
-        yield from _mlp_rules(shape, theirs, f"{ours}mlp.")
+        yield from _mlp_rules(model, theirs, f"{ours}mlp.")
 
 
-def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    C = shape.hidden_size
-    D = shape.head_dim
-    spec = shape.family
-    counts = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
+def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
+    C = model.hidden_size
+    D = model.head_dim
+    spec = model.family
+    counts = {
+        "q": model.num_attention_heads,
+        "k": model.num_key_value_heads,
+        "v": model.num_key_value_heads,
+    }
     if spec.fused is True:
         rows = sum(counts.values()) * D
         yield TensorRule(f"{theirs}attn_qkv.weight", (f"{ours}qkv_proj.weight",), (rows, C))
@@ -252,37 +257,37 @@ def _attention_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[Tens
     wide = 2 if spec.gguf.layer == "delta" else 1
     for letter, heads in counts.items():
         change: Change = "rotary" if spec.gguf.rotates_pairs and letter != "v" else "none"
-        for kind, rest in (("weight", (C,)), ("bias", ()))[: 2 if shape.qkv_bias else 1]:
+        for kind, rest in (("weight", (C,)), ("bias", ()))[: 2 if model.qkv_bias else 1]:
             rows = heads * D * (wide if letter == "q" else 1)
             name, sizes = f"{ours}{letter}_proj.{kind}", (rows, *rest)
             yield TensorRule(f"{theirs}attn_{letter}.{kind}", (name,), sizes, change, heads=heads)
         if letter != "v":
             yield from _head_norm_rules(
-                shape, f"{theirs}attn_{letter}_norm", ours, letter, heads=heads
+                model, f"{theirs}attn_{letter}_norm", ours, letter, heads=heads
             )
-    columns = shape.num_heads * D
+    columns = model.num_attention_heads * D
     yield TensorRule(f"{theirs}attn_output.weight", (f"{ours}o_proj.weight",), (C, columns))
-    if shape.attention_bias and spec.output_bias:
+    if model.attention_bias and spec.output_bias:
         yield TensorRule(f"{theirs}attn_output.bias", (f"{ours}o_proj.bias",), (C,))
 
 
 def _head_norm_rules(
-    shape: ModelShape, theirs: str, ours: str, letter: str, *, heads: int
+    model: Any, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
     """The norm of queries or keys, if the model has one."""
-    D = shape.head_dim
-    if shape.qk_norm == "own":
+    D = model.head_dim
+    if model.qk_norm == "own":
         names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))
         yield TensorRule(f"{theirs}.weight", names, (D,), stacked=True)
-    elif shape.qk_norm is not None:
-        size = D if shape.qk_norm == "head" else heads * D
-        yield from _norm_rules(shape, theirs, f"{ours}{letter}_norm", size)
+    elif model.qk_norm is not None:
+        size = D if model.qk_norm == "head" else heads * D
+        yield from _norm_rules(model, theirs, f"{ours}{letter}_norm", size)
 
 
-def _mlp_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
-    C = shape.hidden_size
-    F = shape.intermediate_size
-    spec = shape.family
+def _mlp_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
+    C = model.hidden_size
+    F = model.intermediate_size
+    spec = model.family
     parts = [("up", "up_proj", F, C), ("down", "down_proj", C, F)]
     if spec.fused:
         parts[0] = ("up", "gate_up_proj", 2 * F, C)
@@ -290,16 +295,14 @@ def _mlp_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule
         parts = [("gate", "gate_proj", F, C), *parts]
     for word, name, outputs, inputs in parts:
         yield TensorRule(f"{theirs}ffn_{word}.weight", (f"{ours}{name}.weight",), (outputs, inputs))
-        if shape.mlp_bias:
+        if model.mlp_bias:
             yield TensorRule(f"{theirs}ffn_{word}.bias", (f"{ours}{name}.bias",), (outputs,))
 
 
-def _expert_rules(
-    shape: ModelShape, names: ExpertNames, theirs: str, ours: str
-) -> Iterator[TensorRule]:
-    C = shape.hidden_size
-    F = shape.expert_size
-    E = shape.num_experts
+def _expert_rules(model: Any, names: ExpertNames, theirs: str, ours: str) -> Iterator[TensorRule]:
+    C = model.hidden_size
+    F = getattr(model, names.size)
+    E = model.num_experts
     yield TensorRule(f"{theirs}ffn_gate_inp.weight", (f"{ours}{names.router}",), (E, C))
     for word, outputs, inputs in (("gate", F, C), ("up", F, C), ("down", C, F)):
         sources = tuple(ours + names.matrix(word, expert) for expert in range(E))
@@ -308,10 +311,10 @@ def _expert_rules(
         )
 
 
-def _two_norm_rules(shape: ModelShape, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
+def _two_norm_rules(model: Any, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
     """The norms before attention and MLP; `second` is llama.cpp's name of the latter."""
-    yield from _norm_rules(shape, f"{theirs}attn_norm", f"{ours}input_layernorm")
-    yield from _norm_rules(shape, theirs + second, f"{ours}post_attention_layernorm")
+    yield from _norm_rules(model, f"{theirs}attn_norm", f"{ours}input_layernorm")
+    yield from _norm_rules(model, theirs + second, f"{ours}post_attention_layernorm")
 
 
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
@@ -347,16 +350,14 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
         yield TensorRule(f"{theirs}{word}.weight", source, shape, change, heads=H, taken=taken)
 
 
-def _shared_expert_rules(
-    shape: ModelShape, theirs: str, ours: str, shared: str
-) -> Iterator[TensorRule]:
+def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Iterator[TensorRule]:
     """A layer's routed experts, and its shared experts, which are one MLP."""
-    if shape.family.experts is not None:
-        yield from _expert_rules(shape, shape.family.experts, theirs, ours)
-    C, model = shape.hidden_size, shape.model
-    if shape.family.gguf.layer == "latent":
+    if model.family.experts is not None:
+        yield from _expert_rules(model, model.family.experts, theirs, ours)
+    C = model.hidden_size
+    if model.family.gguf.layer == "latent":
         size = model.moe_intermediate_size * model.n_shared_experts
-        if shape.family.has_buffers:
+        if model.family.has_buffers:
             bias = (f"{ours}mlp.gate.e_score_correction_bias",)
             yield TensorRule(f"{theirs}exp_probs_b.bias", bias, (model.num_experts,))
     else:
@@ -366,12 +367,12 @@ def _shared_expert_rules(
         yield TensorRule(f"{theirs}ffn_{word}_shexp.weight", source, sizes)
 
 
-def _biased_expert_rules(shape: ModelShape, theirs: str, ours: str) -> Iterator[TensorRule]:
+def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
     """gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate between the
     gate's and the up projection's."""
-    C = shape.hidden_size
-    F = shape.expert_size
-    E = shape.num_experts
+    C = model.hidden_size
+    F = model.intermediate_size
+    E = model.num_experts
     for kind, router in (("weight", (E, C)), ("bias", (E,))):
         yield TensorRule(f"{theirs}ffn_gate_inp.{kind}", (f"{ours}router.{kind}",), router)
     gates, ups = range(0, 2 * F, 2), range(1, 2 * F, 2)

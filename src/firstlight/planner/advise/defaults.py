@@ -1,5 +1,4 @@
-"""Constants for choosing settings: layouts, learning rates, shapes, and the formula of the expected
-loss.
+"""Constants for choosing settings: layouts, shapes, and the formula of the expected loss.
 
 Constants without another source were measured with models of 0.8 to 5 million parameters that were
 trained on the source code of Python's standard library (`python -m benchmarks learning`). For
@@ -18,11 +17,6 @@ LAYOUT: dict[str, Any] = {
     for section, values in {"model": MODEL, **NEW_MODEL}.items()
     for key, value in values.items()
 }
-
-#: Learning rates of other optimizers than Muon, if the user chooses one. AdamW's is that of the
-#: setting `nanogpt-tuned` in the benchmark; Lion takes a third to a tenth of it (Chen et al. 2023),
-#: and the steps of Adafactor are relative to the parameters' size.
-RATES = {"adamw": 2e-3, "adamw8bit": 2e-3, "paged_adamw8bit": 2e-3, "lion": 4e-4, "adafactor": 1e-2}
 
 #: (hidden_size, num_hidden_layers) of the candidate models, smallest first. Widths are multiples of
 #: 64, the size of an attention head.
@@ -196,16 +190,6 @@ EVALUATION_SPEED = 3.0
 #: GPT-2 of 124M parameters, and gave 2.3 times the speed.
 COMPILE_SECONDS = 180.0
 
-#: Fine-tuning all weights: AdamW's learning rate TUNING_RATE for a hidden_size of TUNING_WIDTH. It
-#: is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was the best
-#: of 7e-4, 2e-3 and 5e-3.
-TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
-#: Fine-tuning: learning rates of optimizers as multiples of AdamW's. Lion's is as in `RATES`.
-TUNING_RATES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
-#: Fine-tuning adapters: the learning rate at TUNING_WIDTH as a multiple of TUNING_RATE, and the
-#: power of the inverse width (Schulman et al. 2025, "LoRA Without Regret", fitted to Llama models
-#: of 1 billion parameters and more).
-ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
 #: Largest number of passes over MANY_CHATS or more conversations, and over few conversations.

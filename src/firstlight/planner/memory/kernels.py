@@ -1,7 +1,7 @@
 """The operators that a trace counts, and the memory of a target's kernels for them.
 
 A trace on fake CPU tensors sees shapes, not the memory that a kernel allocates inside
-(`workspace_bytes`): a separate function with its own test for each such kernel. `emulation.py` has
+(`workspace_bytes`): a separate function with its own test for each such kernel. `program.py` has
 the GPU kernels for which autograd keeps other tensors than for a CPU's.
 """
 

@@ -16,13 +16,14 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
 from firstlight.generation.few_rows import quantize_int8
 from firstlight.models import ModelConfig, build_model
-from firstlight.planner.memory.emulation import kernels_of, replaced
 from firstlight.planner.memory.kernels import Target, this_cpu
 from firstlight.planner.memory.prediction import MemoryPrediction, predict
 from firstlight.planner.memory.program import (
     fake_tensors,
+    kernels_of,
     mark_weights,
     optimizer_phases,
+    replaced,
 )
 from firstlight.planner.memory.trace import Trace, Tracer
 

@@ -14,10 +14,10 @@ from typing import Any
 from firstlight.errors import ConfigError
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, is_inside_a_layer, meta_model
-from firstlight.parallel.deepspeed_model import zero_settings
+from firstlight.parallel.deepspeed import zero_settings
 from firstlight.parallel.engine import DistributedConfig, Engine
+from firstlight.parallel.engine_choice import ENGINES, engine_name, named_engine
 from firstlight.parallel.pipeline import unstageable
-from firstlight.parallel.selection import ENGINES, engine_name, named_engine
 from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe

@@ -16,12 +16,6 @@ from firstlight.methods import autocast, same_bits
 from firstlight.models import build_model
 from firstlight.models.ops import MaskFunction
 from firstlight.optim.eight_bit import compiles_update
-from firstlight.planner.memory.emulation import (
-    graphs_kept,
-    kernels_of,
-    stubbed_compiler,
-    without_garbage_collection,
-)
 from firstlight.planner.memory.kernels import Target, this_cpu
 from firstlight.planner.memory.layers import (
     Join,
@@ -38,13 +32,17 @@ from firstlight.planner.memory.program import (
     Equivalent,
     equivalent,
     fake_tensors,
+    graphs_kept,
     host_activations,
+    kernels_of,
     mark_weights,
     marked_log_probs,
     marked_loss,
     optimizer_phases,
+    stubbed_compiler,
     uncompiled,
     watch_program,
+    without_garbage_collection,
 )
 from firstlight.planner.memory.trace import ALIVE, Trace, Tracer
 from firstlight.planner.plan.processes import WorkerProcesses

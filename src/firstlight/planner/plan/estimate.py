@@ -12,7 +12,7 @@ from typing import Any
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.optim.config import OPTIMIZERS
-from firstlight.parallel.selection import named_engine
+from firstlight.parallel.engine_choice import named_engine
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled, without_compile
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of, of_one_rank, own_part
@@ -20,15 +20,15 @@ from firstlight.planner.memory.recipe import evaluation_job, run_jobs, training_
 from firstlight.planner.plan.machine import Machine, facts_of, with_changes
 from firstlight.planner.plan.processes import WorkerProcesses
 from firstlight.planner.speed.gpu import Range
-from firstlight.planner.speed.recipe import estimate_speed
-from firstlight.planner.speed.throughput import SpeedPrediction
+from firstlight.planner.speed.throughput import SpeedPrediction, estimate_speed
 from firstlight.planner.speed.timed import StepTime, time_step, timed_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend
 
-#: Seconds after which no further method of the table is timed.
-_METHODS_SECONDS = 30.0
+#: Seconds of timed steps after which an `Estimator` times no further candidates, and after which it
+#: times no further methods of the table.
+_TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
 _GIB = 2**30
 
@@ -146,6 +146,7 @@ class Estimator:
     ) -> None:
         self._workers, self.tell = workers or WorkerProcesses(), tell
         self._times: dict[str, StepTime] = {}
+        self._timing_seconds = 0.0
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """The estimate for one candidate, without a speed for a CPU (see `timed`)."""
@@ -177,12 +178,18 @@ class Estimator:
         # Estimates are kept until the plan is shown: drop the thousands of operators.
         return dataclasses.replace(estimate, speed=speed, compile_gain=gain, traced=None)
 
-    def timed(self, estimate: Estimate, machine: Machine) -> Estimate:
+    def timed(
+        self, estimate: Estimate, machine: Machine, most_seconds: float = _TIMING_SECONDS
+    ) -> Estimate:
         """The estimate with the speed of steps that are timed, if it fits and is for one device of
-        this machine; else the same estimate. Nothing may run in the workers."""
+        this machine, and all timings so far took less than `most_seconds`; else the same estimate.
+        Nothing may run in the workers."""
         if not (_is_timed(machine) and estimate.fits) or _is_offloaded(estimate.recipe):
             return estimate
         key = estimate.recipe.model_dump_json()
+        if key not in self._times and self._timing_seconds > most_seconds:
+            return estimate
+        begun = time.monotonic()
         try:
             if key not in self._times:
                 self._times[key] = time_step(estimate.recipe, machine.hardware)
@@ -190,6 +197,8 @@ class Estimator:
             if not is_out_of_memory(error):
                 raise
             return estimate
+        finally:
+            self._timing_seconds += time.monotonic() - begun
         speed = timed_speed(estimate.recipe, self._times[key], estimate.compile_gain)
         return dataclasses.replace(estimate, speed=speed)
 
@@ -291,13 +300,12 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
         )
         for name, changes in methods(recipe, machine)
     ]
-    found, begun = list(estimator.estimate_all(candidates)), time.monotonic()
-    for place, one in enumerate(found):
-        if time.monotonic() - begun > _METHODS_SECONDS:
-            break
-        if machine.gpu is not None or "efficiency.compile" not in one.changes:
-            found[place] = estimator.timed(one, machine)
-    return found
+    return [
+        estimator.timed(one, machine, _METHODS_SECONDS)
+        if machine.gpu is not None or "efficiency.compile" not in one.changes
+        else one
+        for one in list(estimator.estimate_all(candidates))
+    ]
 
 
 def methods(  # noqa: C901 - a flat list: one independent case per method

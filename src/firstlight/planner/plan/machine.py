@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from firstlight.checkpoint.selection import read_model_folder
-from firstlight.data.alignment import open_training_split
 from firstlight.data.corpus import Kind
-from firstlight.data.examples import kind_of
+from firstlight.data.packing import kind_of, open_training_split
 from firstlight.data.shards import MANIFEST_NAME
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.errors import ConfigError
+from firstlight.hardware.environment import cores_are_busy
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.optim.config import OPTIMIZERS
-from firstlight.parallel.selection import named_engine
+from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
+from firstlight.parallel.engine_choice import named_engine
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import MachineFacts, TextFacts
+from firstlight.planner.advise.learning_rates import NEW_MODEL_RATES, new_model_rates
 from firstlight.planner.advise.model import (
     Suggestion,
     model_ladder,
@@ -47,7 +49,7 @@ from firstlight.planner.plan.search import best_estimate, nearest_estimates, ope
 from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.planner.speed.timed import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
-from firstlight.recipe.resolve import resolve
+from firstlight.recipe.resolve import WORTH_COMPILING_SECONDS, ideal_seconds, resolve
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Plan:
         nearest: changed settings that would fit, if no candidate fits.
         budget: the time or the tokens to train with, and the price.
         warnings: warnings of sizes of the model that the machine computes slowly.
+        notes: assumptions of the plan about this machine and the run.
         suggestion: the model and the schedule for the budget.
         suggested: the estimate for `suggestion`.
         replacements: old and new value of each key (`section.key`) whose value in the suggested
@@ -109,6 +112,7 @@ class Plan:
     nearest: list[Estimate] = field(default_factory=list)
     budget: Budget = Budget()
     warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
     suggestion: Suggestion | None = None
     suggested: Estimate | None = None
     replacements: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -168,6 +172,7 @@ class Plan:
             "reasons": self.reasons,
             "methods": [one.to_json() for one in self.methods],
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "nearest": [one.to_json() for one in self.nearest],
             "suggestion": suggestion,
             "suggested": None if self.suggested is None else self.suggested.to_json(),
@@ -212,6 +217,7 @@ def make_plan(
     estimator = estimator or Estimator()
     estimator.tell("as it stands")
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
+    notes = _notes(recipe, resolved, machine)
     first = estimator.timed(first, machine)
     if first.problem:
         raise ConfigError(first.problem)
@@ -223,7 +229,7 @@ def make_plan(
         )
     here = machine.hardware.device if machine.is_here else None
     warnings = list(alignment_warnings(resolved, here, machine.hardware.capability))
-    plan = Plan(machine, resolved, first, run, budget=budget, warnings=warnings)
+    plan = Plan(machine, resolved, first, run, budget=budget, warnings=warnings, notes=notes)
     if searches:
         best = best_estimate(open_micro_batch(resolved), machine, estimator, first)
         reasons = {} if best is None else reasons_for(recipe, best, first, machine)
@@ -235,13 +241,38 @@ def make_plan(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods, run=run
         )
     if budget.is_given:
-        compiles_by_itself = recipe.efficiency.compile == "auto"
-        found = _for_budget(plan, budget, estimator, compiles_by_itself=compiles_by_itself)
+        found = _for_budget(plan, budget, estimator, recipe)
         plan = dataclasses.replace(plan, **found)
         assert plan.suggested is not None
         changed = _replacements(recipe, resolved, plan.suggested.recipe)
         plan = dataclasses.replace(plan, replacements=changed)
     return plan
+
+
+def _notes(written: Recipe, resolved: ResolvedRecipe, machine: Machine) -> list[str]:
+    """See `Plan.notes`. The speed of this machine's CPU has to be measured next, because other
+    programs may use its cores only for a while."""
+    notes = []
+    if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
+        notes.append("other programs keep this machine busy: it may be faster than measured")
+    if written.efficiency.compile != "auto":
+        return notes
+    precision, facts = resolved.efficiency.precision, facts_of(written, machine)
+    seconds = ideal_seconds(
+        written, resolved.model, resolved.data.seq_len, precision=precision, facts=facts
+    )
+    if math.isinf(seconds) and written.schedule.max_steps is None:
+        notes.append(
+            "without the data the length of the run is not known: efficiency.compile auto is "
+            "planned as for a long run"
+        )
+    elif machine.is_here and 0.5 < seconds / WORTH_COMPILING_SECONDS < 2:
+        notes.append(
+            f"efficiency.compile auto compiles from {WORTH_COMPILING_SECONDS:.0f} s of matrix "
+            f"products on, and this run has about {seconds:.0f} s at the rate measured here: "
+            "train measures again and may decide otherwise"
+        )
+    return notes
 
 
 def _starting_weights(recipe: Recipe, init_from: str | None) -> str:
@@ -291,7 +322,7 @@ _STATE_BYTES = 16
 
 
 def _for_budget(
-    plan: Plan, budget: Budget, estimator: Estimator, *, compiles_by_itself: bool
+    plan: Plan, budget: Budget, estimator: Estimator, written: Recipe
 ) -> dict[str, Any]:
     """The suggestion and its estimate, as attributes of `Plan`.
 
@@ -299,8 +330,8 @@ def _for_budget(
         plan: the plan of the recipe as it stands.
         budget: the time or tokens.
         estimator: makes the estimates.
-        compiles_by_itself: True if the recipe leaves `efficiency.compile` open, which then follows
-            the length of the suggested run.
+        written: the recipe as written. Where it leaves `efficiency.compile` or the learning rates
+            open, they follow the suggested run and model.
 
     The models of the first try are compared by the machine's speed for new models. Where the
     suggested one has quite another speed with the recipe's methods, they are compared again, at a
@@ -342,8 +373,8 @@ def _for_budget(
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
-        suggestion = _suggested_recipe(plan, found)
-        if compiles_by_itself:
+        suggestion = _suggested_recipe(plan, found, written)
+        if written.efficiency.compile == "auto":
             efficiency = suggestion.efficiency.model_copy(update={"compile": "auto"})
             suggestion = suggestion.model_copy(update={"efficiency": efficiency})
             suggestion = resolve(suggestion, facts_of(suggestion, machine))
@@ -415,15 +446,11 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
     )
 
 
-def _suggested_recipe(plan: Plan, found: Suggestion) -> ResolvedRecipe:
+def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> ResolvedRecipe:
     """The recipe with the suggestion's model, batch and number of steps, and with the learning
     rates of its width."""
-    recipe, optimizer = plan.recipe, plan.recipe.optimizer
-    if has_width_rule(recipe):
-        # Without a tuned_width, the rates are those of the recipe's own model.
-        width = optimizer.tuned_width or recipe.model.hidden_size
-        optimizer = optimizer.model_copy(update={"tuned_width": width})
-        optimizer = optimizer.for_width(found.config.hidden_size)
+    recipe = plan.recipe
+    optimizer = optimizer_of_width(recipe, written, found.config.hidden_size)
     schedule = _kept_schedule(plan)
     if recipe.schedule.initial_learning_rate is not None:
         # The warm-up begins at the same share of the peak.
@@ -440,6 +467,26 @@ def _suggested_recipe(plan: Plan, found: Suggestion) -> ResolvedRecipe:
             "schedule": {**schedule, "max_steps": found.max_steps},
         },
     )
+
+
+def optimizer_of_width(
+    recipe: ResolvedRecipe, written: Recipe, hidden_size: int
+) -> OptimizerConfig:
+    """The recipe's optimizer with the learning rates of a model of this width: those that the
+    recipe gives, converted from its own width, or those of new models."""
+    optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
+    # Muon's rates of new models were measured together with their initial weights and betas, which
+    # only a recipe without an optimizer section gets.
+    is_open = not given if optimizer.name == "muon" else "learning_rate" not in given
+    if is_open and optimizer.name in NEW_MODEL_RATES:
+        rates = new_model_rates(optimizer.name, hidden_size)
+        kept = {key: value for key, value in rates.items() if key not in given - {"tuned_width"}}
+        return optimizer.model_copy(update=kept)
+    if has_width_rule(recipe):
+        # Without a tuned_width, the rates are those of the recipe's own model.
+        width = optimizer.tuned_width or recipe.model.hidden_size
+        optimizer = optimizer.model_copy(update={"tuned_width": width}).for_width(hidden_size)
+    return optimizer
 
 
 def has_width_rule(recipe: Recipe) -> bool:

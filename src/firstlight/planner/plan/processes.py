@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import multiprocessing.reduction
+import os
 import signal
 import subprocess
 import sys
@@ -130,14 +131,27 @@ def started() -> Iterator[WorkerProcesses]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Only the fork server for now: starting a worker would wait for its imports.
-    forkserver.ensure_running()
+    # A worker that is killed leaves semaphores to the resource tracker, which removes them, with a
+    # warning that is of no use to the user.
+    before = os.environ.get("PYTHONWARNINGS")
+    quiet = "ignore:resource_tracker:UserWarning"
+    os.environ["PYTHONWARNINGS"] = quiet if before is None else f"{before},{quiet}"
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONWARNINGS")
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
     processes: dict[Connection, BaseProcess] = {}
 
     def start() -> Mapping[Connection, BaseProcess]:
         for _ in range(_COUNT):
             here, there = context.Pipe()
-            processes[here] = process = context.Process(target=_work, args=(there,), daemon=True)
+            process = context.Process(target=_work, args=(there,), daemon=True)
             process.start()
+            # Not before: a signal during the start leaves a process that can't be joined. If it
+            # runs nevertheless, it ends with this end of its pipe.
+            processes[here] = process
             # So that the pipe ends when the process does.
             there.close()
         return processes

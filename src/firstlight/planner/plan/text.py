@@ -34,7 +34,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     if plan.as_it_stands.speed is not None:
         yield f"speed of {machine.name}: {plan.as_it_stands.speed.source}"
     found = plan.as_it_stands.training
-    for note in (*machine.notes, *(found.notes if found else ())):
+    for note in (*machine.notes, *plan.notes, *(found.notes if found else ())):
         yield f"note: {note}"
     for warning in plan.warnings:
         yield f"warning: {warning}"
@@ -235,8 +235,8 @@ def _suggestion(plan: Plan) -> Iterator[str]:
         yield f"      {key:<{width}}  {before} -> {_written(new)}"
     if not has_width_rule(plan.recipe):
         yield (
-            f"    note: the learning rates are the recipe's: for {plan.recipe.optimizer.name}, no "
-            "rule is known by which they follow the width"
+            f"    note: for {plan.recipe.optimizer.name}, no rule is known by which learning rates "
+            "follow the width"
         )
 
 

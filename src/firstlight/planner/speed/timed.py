@@ -33,8 +33,8 @@ from firstlight.training.micro_batch import trial_program
 #: counts: other programs only make a step slower.
 _STEPS = 2
 
-#: Seconds that the steps of a recipe should take at most. A model of two layers with one sequence
-#: is timed however long it takes.
+#: Seconds that the steps of a recipe should take at most. One step of a model of two layers with
+#: one sequence is timed however long it takes.
 SECONDS = 3.0
 
 #: Tokens of a micro-batch, by kind of device, below which a token takes longer.
@@ -105,14 +105,14 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
     share = rows / timed_rows
     of_rows = "" if timed_rows == rows else f"{timed_rows} of {rows} sequences"
     if least < 1 or not are_alike(recipe.model) or expected(timed_rows, depth) <= seconds:
-        passes, update = _timed(recipe, hardware, timed_rows)
+        passes, update = _timed(recipe, hardware, timed_rows, seconds)
         return StepTime(share * passes, update, peak, of_rows)
     # The deeper of two models, whose difference is the time of further layers.
     deep = next(
         (n for n in range(depth, least, -1) if expected(timed_rows, n) <= seconds / 2), least + 1
     )
-    few = _timed(with_layers(recipe, least), hardware, timed_rows)
-    more = _timed(with_layers(recipe, deep), hardware, timed_rows)
+    few = _timed(with_layers(recipe, least), hardware, timed_rows, seconds / 2)
+    more = _timed(with_layers(recipe, deep), hardware, timed_rows, seconds / 2)
     further = (depth - deep) / (deep - least)
     passes, update = (b + further * max(b - a, 0.0) for a, b in zip(few, more, strict=True))
     of_layers = f"{least} and {deep} of {depth} layers"
@@ -120,8 +120,14 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
     return StepTime(share * passes, update, peak, timed)
 
 
-def _timed(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> tuple[float, float]:
-    """Seconds of the passes and of the update of a step of one micro-batch of `rows` sequences."""
+def _timed(
+    recipe: ResolvedRecipe, hardware: Hardware, rows: int, most_seconds: float
+) -> tuple[float, float]:
+    """Seconds of the passes and of the update of a step of one micro-batch of `rows` sequences.
+
+    No further step is begun after `most_seconds`: some precisions are much slower on a CPU than
+    their matrix products, by which the size of the step was chosen.
+    """
     batch: dict[str, Any] = {"micro_batch_size": rows, "gradient_accumulation_steps": 1}
     batch |= {"global_batch_tokens": None, "ramp_start_tokens": None, "ramp_steps": None}
     program, tokens = trial_program(recipe.with_keys("batch", **batch), hardware)
@@ -135,15 +141,18 @@ def _timed(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> tuple[float
         return clip(*args)
 
     setattr(optimizer, "clip_gradients", clipped)  # noqa: B010  (a method of this object alone)
-    times = []
-    for _ in range(1 + _STEPS):
+    times: list[tuple[float, float]] = []
+    begun = time.perf_counter()
+    while len(times) < 1 + _STEPS:
+        if times and time.perf_counter() - begun > most_seconds:
+            break
         synchronize(hardware.device)
         start = time.perf_counter()
         # An update with a learning rate of 0 takes as much time as any other.
         program.step([tokens], lr_scale=0.0)
         synchronize(hardware.device)
         times.append((passed - start, time.perf_counter() - passed))
-    return min(times[1:], key=sum)
+    return min(times[1:] or times, key=sum)
 
 
 def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> SpeedPrediction:

@@ -1,0 +1,154 @@
+"""Results of benchmarks as tables and pictures.
+
+Cells of tables come from templates: those of a row are one string, separated by " | ". A template
+is a format string of Python, with the names of `UNITS` as further format specifications. Pictures
+are PNG files: panels of horizontal bars, and parts of other figures.
+"""
+
+from __future__ import annotations
+
+import io
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firstlight.console import human_bytes
+
+
+def _binary(size: int) -> str:  # the sizes of caches in processors' data sheets
+    return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
+
+
+#: Format specifications of templates for numbers with a unit: "{peak_bytes:GiB}".
+UNITS: Mapping[str, Callable[[Any], str]] = {
+    "bytes": human_bytes,
+    "MB": lambda size: f"{size / 1e6:,.0f} MB",
+    "GiB": lambda size: f"{size / 2**30:,.2f} GiB",
+    "mebi": lambda size: f"{size / 2**20:,.0f}",
+    "GB/s": lambda rate: f"{rate / 1e9:.1f} GB/s",
+    "binary": _binary,
+    "giga": lambda rate: f"{rate / 1e9:.3g}",
+    "tera": lambda rate: f"{rate / 1e12:.3g}",
+}
+
+
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        unit = UNITS.get(format_spec)
+        formatted: str = super().format_field(value, format_spec) if unit is None else unit(value)
+        return formatted
+
+
+def cell(template: str, row: Mapping[str, Any]) -> str:
+    """A cell of a row; "" if the row lacks one of the template's values, or has None for it."""
+    try:
+        return _Formatter().vformat(template, (), row)
+    except (KeyError, TypeError):  # None has no format and no items
+        return ""
+
+
+def cells(templates: str, row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row, from templates that are separated by " | "."""
+    return [cell(template, row) for template in templates.split(" | ")]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of horizontal bars.
+
+    Attributes:
+        xlabel: quantity and unit.
+        names: names of the bars, from the top.
+        values: lengths of the bars.
+        labels: texts beside the bars; None writes the values.
+        colors: color of each bar, or of all bars.
+        spread: lowest and highest value of each bar; None draws no error lines.
+        inner: lengths of thin black bars inside the bars; empty for none.
+        line: name and value of a dashed vertical line, such as a goal or a ceiling.
+        title: heading of the panel.
+    """
+
+    xlabel: str
+    names: Sequence[str]
+    values: Sequence[float]
+    labels: Sequence[str] | None = None
+    colors: Sequence[str] | str = "tab:blue"
+    spread: Sequence[tuple[float, float]] | None = None
+    inner: Sequence[float] = ()
+    line: tuple[str, float] | None = None
+    title: str = ""
+
+
+def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
+    """A PNG of panels.
+
+    Args:
+        title: heading of the picture.
+        grid: rows of panels; all rows have the same number of panels.
+    """
+    # Without panels, one empty panel: the picture then has only its heading.
+    grid = grid or [[Panel("", [], [])]]
+    heights = [len(panels[0].names) + 3.5 for panels in grid]
+    figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)
+    ratios = {"height_ratios": heights}
+    axes = figure.subplots(len(grid), len(grid[0]), squeeze=False, gridspec_kw=ratios)
+    for row, panels in zip(axes, grid, strict=True):
+        for number, (place, panel) in enumerate(zip(row, panels, strict=True)):
+            _draw(place, panel)
+            # The names of the bars stand only at the first of several panels that share them.
+            if number and panel.names == panels[0].names:
+                place.set_yticklabels([])
+    # Not parsed as math: the path of a model or the name of a GPU may have dollar signs.
+    figure.suptitle(title, parse_math=False)
+    return png_of(figure)
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    places = range(len(panel.names))
+    bars = axes.barh(places, panel.values, color=panel.colors)
+    if panel.inner:
+        axes.barh(places, panel.inner, color="black", height=0.15)
+    most = max([*panel.values, 1e-12])
+    if panel.spread is not None:
+        pairs = list(zip(panel.values, panel.spread, strict=True))
+        # max: by rounding errors, a median may lie outside its own spread.
+        low = [max(value - least, 0.0) for value, (least, _) in pairs]
+        high = [max(greatest - value, 0.0) for value, (_, greatest) in pairs]
+        style: dict[str, Any] = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+        axes.errorbar(panel.values, places, xerr=(low, high), **style)
+        most = max(most, *(greatest for _, greatest in panel.spread))
+    labels = panel.labels
+    if labels is None:
+        labels = [f"{value:,.0f}" if most >= 10 else f"{value:.2f}" for value in panel.values]
+    # At the ends of the bars, labels would overlap the error lines.
+    place = "center" if panel.spread is not None else "edge"
+    axes.bar_label(bars, labels, label_type=place, padding=0 if place == "center" else 3)
+    axes.set_yticks(places, panel.names, parse_math=False)
+    axes.invert_yaxis()
+    if panel.line is not None:
+        name, value = panel.line
+        axes.axvline(value, color="black", linestyle="--", linewidth=0.8, label=name)
+        axes.legend(loc="lower right", fontsize="small")
+        most = max(most, value)
+    axes.set(xlabel=panel.xlabel, xlim=(0, 1.15 * most))
+    axes.set_title(panel.title, loc="left", fontsize="medium")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure of a size in inches.
+
+    It is made without pyplot, which would look for a window system and keep global state.
+    """
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def png_of(figure: Any) -> bytes:
+    """A matplotlib figure as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    return picture.getvalue()

@@ -1,0 +1,161 @@
+"""Selects the engine for a recipe and a number of processes, and refuses invalid combinations."""
+
+from __future__ import annotations
+
+import torch
+
+from firstlight.errors import ConfigError
+from firstlight.parallel.deepspeed import DeepSpeedEngine
+from firstlight.parallel.engine import DDPEngine, DistributedConfig, Engine
+from firstlight.parallel.pipeline import PipelineEngine
+from firstlight.parallel.sharding import FSDPEngine, TensorParallelEngine
+from firstlight.parallel.world import World
+
+ENGINES: dict[str, type[Engine]] = {
+    "none": Engine,
+    "ddp": DDPEngine,
+    "fsdp": FSDPEngine,
+    "deepspeed": DeepSpeedEngine,
+    "tensor_parallel": TensorParallelEngine,
+    "pipeline": PipelineEngine,
+}
+
+
+def make_engine(config: DistributedConfig, world: World, device: torch.device) -> Engine:
+    """The engine of a run.
+
+    Args:
+        config: the recipe's `distributed` section.
+        world: this process among the others; its process group is open.
+        device: this process' device.
+
+    Raises:
+        ConfigError: the engine can't run with this number of processes.
+    """
+    name = engine_name(config, world.size)
+    if config.pipeline > 1:
+        name = "pipeline"
+    elif config.tensor_parallel > 1 and name == "none":
+        name = "tensor_parallel"
+    return ENGINES[name](config, world, device)
+
+
+def named_engine(config: DistributedConfig) -> type[Engine]:
+    """The engine class that a recipe names; for "auto" the engine of one process."""
+    return ENGINES.get(config.engine, Engine)
+
+
+def engine_name(config: DistributedConfig, processes: int) -> str:
+    """The engine between processes that compute different sequences: none, ddp, fsdp or deepspeed.
+
+    Args:
+        config: the recipe's `distributed` section.
+        processes: all processes of the run, with those of tensor and pipeline parallelism.
+
+    Raises:
+        ConfigError: the section is invalid for them.
+    """
+    if config.pipeline > 1:
+        return _engine_of_stages(config, processes)
+    name, group = config.engine, config.tensor_parallel
+    size, rest = divmod(processes, group)
+    if rest:
+        raise ConfigError(
+            f"distributed.tensor_parallel is {group} and this run has {processes} "
+            f"process{'' if processes == 1 else 'es'}: "
+            f"start it with --nproc {group}, or a multiple of it, or leave the key out"
+        )
+    one = "one process"
+    several = "processes"
+    others = "ddp or fsdp"
+    if group > 1:
+        one = f"one group of {group} processes"
+        several = "groups"
+        others = "fsdp"
+        if name == "ddp":
+            raise ConfigError(
+                "distributed.engine ddp needs whole parameters, and distributed.tensor_parallel "
+                "cuts them: set distributed.engine to fsdp"
+            )
+    if name == "auto":
+        name = "none" if size == 1 else ("fsdp" if group > 1 else "ddp")
+    if name == "none" and size > 1:
+        raise ConfigError(
+            f"distributed.engine none is for {one}, and there are {size}: each would train "
+            f"a separate model; set it to {others}"
+        )
+    if group > 1 and name == "deepspeed":
+        raise ConfigError(
+            "distributed.tensor_parallel is not for distributed.engine deepspeed: set "
+            "distributed.engine to fsdp, or leave tensor_parallel out"
+        )
+    # DeepSpeed is useful for one process, too: it offloads.
+    if name not in ("none", "deepspeed") and size == 1:
+        if group > 1:
+            raise ConfigError(
+                f"distributed.engine {name} shares a model between groups of {group} processes "
+                f"(distributed.tensor_parallel {group}), and the {group} processes of this run are "
+                f"one group: leave distributed.engine out, or start the run with --nproc "
+                f"{2 * group} or another multiple of {group}"
+            )
+        raise ConfigError(
+            f"distributed.engine {name} is for several processes, and this run has one: start it "
+            "with --nproc 2 or more, or set distributed.engine to none"
+        )
+    _require_own_keys(config, name)
+    if config.shard is not None and size % config.shard:
+        raise ConfigError(
+            f"distributed.shard {config.shard} does not divide the {size} {several} evenly: "
+            f"take one of {', '.join(str(n) for n in range(2, size + 1) if size % n == 0)}"
+        )
+    return name
+
+
+def _require_own_keys(config: DistributedConfig, name: str) -> None:
+    """Refuse keys that are set and belong to another engine than `name`."""
+    stage, nvme = config.zero_stage, config.offload == "nvme"
+    own = {
+        "shard": (config.shard is not None, ("fsdp",)),
+        "offload": (config.offload != "none", ("deepspeed",) if nvme else ("fsdp", "deepspeed")),
+        "zero_stage": (stage is not None, ("deepspeed",)),
+        "deepspeed_config": (config.deepspeed_config is not None, ("deepspeed",)),
+        "nvme_path": (config.nvme_path is not None, ("deepspeed",)),
+    }
+    for key, (is_set, engines) in own.items():
+        if is_set and name not in engines:
+            raise ConfigError(
+                f"distributed.{key} {getattr(config, key)} is for distributed.engine "
+                f"{' or '.join(engines)}, and the engine is {name}: set it to {engines[0]}, or "
+                f"leave {key} out"
+            )
+    if nvme and (stage != 3 or config.nvme_path is None):
+        raise ConfigError(
+            "distributed.offload nvme needs distributed.zero_stage 3, and a folder on a fast disk "
+            "as distributed.nvme_path: set both, or set distributed.offload to cpu"
+        )
+    if config.nvme_path is not None and not nvme:
+        raise ConfigError(
+            "distributed.nvme_path is for distributed.offload nvme: set that, or leave it out"
+        )
+
+
+def _engine_of_stages(config: DistributedConfig, processes: int) -> str:
+    """`engine_name` for a pipeline, which has no other engine beside it."""
+    others = {
+        f"engine {config.engine}": config.engine not in ("auto", "none"),
+        f"tensor_parallel {config.tensor_parallel}": config.tensor_parallel > 1,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            raise ConfigError(
+                f"distributed.pipeline {config.pipeline} has one process for each stage, and can't "
+                f"be combined with distributed.{name}: leave one of them out"
+            )
+    _require_own_keys(config, "none")
+    if processes != config.pipeline:
+        raise ConfigError(
+            f"distributed.pipeline is {config.pipeline} and this run has {processes} "
+            f"process{'' if processes == 1 else 'es'}: "
+            f"start it with --nproc {config.pipeline}, or set the key to {processes}"
+        )
+    return "none"

@@ -1,0 +1,225 @@
+"""Reading other programs' pickled checkpoints: what is refused, and how."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from firstlight.conversion.foreign.model import read_foreign
+from firstlight.errors import ModelError
+from foreign_files import LLAMA_CONFIG, book_gpt, book_llama, draw, nanogpt, save
+
+Save = Callable[[Any], Path]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Save:
+    """Saves an object with torch.save; gives the file's path."""
+    return functools.partial(save, tmp_path / "model.pth")
+
+
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "ckpt.pt"
+    checkpoint = {**nanogpt(), "config": Trap(marker)}
+    torch.save(checkpoint, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ModelError, match=r"holds more than weights \(\w+\.mkdir\).*state_dict"):
+        read_foreign(path)
+    assert not marker.exists()
+    torch.load(path, weights_only=False)
+    assert marker.exists(), "the trap is none"
+
+
+def test_a_bare_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "ckpt.pt"
+    path.write_bytes(pickle.dumps(Trap(marker), protocol=2))
+    with pytest.raises(ModelError, match=r"torch\.save didn't write it"):
+        read_foreign(path)
+    assert not marker.exists()
+
+
+def test_a_whole_pickled_model_is_refused(saved: Save) -> None:
+    with pytest.raises(ModelError, match=r"\(torch\.nn\.modules\.linear\.Linear\).*state_dict"):
+        read_foreign(saved(torch.nn.Linear(2, 2)))
+
+
+def test_the_environment_cant_make_unpickling_unsafe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    test_code_in_a_pickle_is_refused_and_not_run(tmp_path, zipped=True)
+
+
+def _safetensors(path: Path) -> None:
+    safetensors.torch.save_file(draw({"tok_emb.weight": (3, 4)}), path)
+
+
+def _other_zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("notes.txt", "nothing")
+
+
+@pytest.mark.parametrize(
+    "write, message",
+    [
+        (lambda path: path.write_bytes(b""), "not a PyTorch checkpoint: it is empty"),
+        (lambda path: path.write_text("hello there, all"), r"torch\.save didn't write it"),
+        (_safetensors, r"torch\.save didn't write it"),
+        (lambda path: path.mkdir(), "is a folder: name the checkpoint file in it"),
+        (lambda path: None, "No such file"),
+        (_other_zip, "is damaged, cut short, or not a checkpoint of weights"),
+    ],
+    ids=["empty", "text", "safetensors", "folder", "missing", "zip"],
+)
+def test_what_is_no_checkpoint_is_refused(
+    tmp_path: Path, write: Callable[[Path], Any], message: str
+) -> None:
+    path = tmp_path / "model.pth"
+    write(path)
+    with pytest.raises(ModelError, match=message) as caught:
+        read_foreign(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+def test_a_file_cut_short_is_refused(tmp_path: Path, zipped: bool, share: float) -> None:
+    path = tmp_path / "ckpt.pt"
+    torch.save(nanogpt(), path, _use_new_zipfile_serialization=zipped)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ModelError, match="is damaged, cut short"):
+        read_foreign(path)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ([torch.zeros(2)], "holds a list, not a state_dict"),
+        (torch.zeros(2), "holds a Tensor, not a state_dict"),
+        ({}, "no tensors by name"),
+        ({"model": {}}, "no tensors by name"),
+        ({3: torch.zeros(2)}, "no tensors by name"),
+        ({"encoder.weight": torch.zeros(2)}, r"unknown layout, it begins with 'encoder\.weight'"),
+        ({"epoch": 3}, "unknown layout, it begins with 'epoch'"),
+    ],
+)
+def test_checkpoints_of_other_programs_are_refused(saved: Save, content: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_foreign(saved(content))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"trf_blocks.0.att.q_norm.scale": torch.ones(8)},
+            r"LLMs-from-scratch's model doesn't have: trf_blocks\.0\.att\.q_norm\.scale$",
+        ),
+        ({"out_head.bias": torch.ones(7)}, r"doesn't have: out_head\.bias$"),
+        ({"pos_emb.weight": None}, r"lacks tensors: pos_emb\.weight$"),
+        ({"trf_blocks.1.norm2.shift": None}, r"lacks tensors: trf_blocks\.1\.norm2\.shift$"),
+        (
+            {"trf_blocks.9.norm2.shift": torch.ones(64)},
+            r"doesn't have: trf_blocks\.9\.norm2\.shift$",
+        ),
+        (
+            {"trf_blocks.1.att.W_key.weight": torch.ones(32, 64)},
+            r"misshapen tensors: trf_blocks\.1\.att\.W_key\.weight is \[32, 64\], "
+            r"expected \[64, 64\]$",
+        ),
+        (
+            {"trf_blocks.0.ff.layers.2.weight": torch.ones(256, 64)},
+            r"trf_blocks\.0\.ff\.layers\.2\.weight is \[256, 64\], expected \[64, 256\]$",
+        ),
+        ({"tok_emb.weight": torch.ones(7)}, r"tok_emb\.weight is \[7\], expected a matrix"),
+        ({"tok_emb.weight": torch.ones(0, 64)}, r"tok_emb\.weight is \[0, 64\], expected a matrix"),
+        (
+            {"out_head.weight": torch.ones(7, 64, dtype=torch.int8)},
+            r"not plain floating point: out_head\.weight is int8$",
+        ),
+        (
+            {"out_head.weight": torch.ones(7, 64).to(torch.float8_e4m3fn)},
+            r"not plain floating point: out_head\.weight is float8_e4m3fn$",
+        ),
+        ({"out_head.weight": 3.5}, r"not plain floating point: out_head\.weight is no tensor$"),
+    ],
+)
+def test_tensors_that_dont_fit_are_refused_by_name(
+    saved: Save, change: dict[str, Any], message: str
+) -> None:
+    weights = {**book_gpt(), **change}
+    with pytest.raises(ModelError, match=message):
+        read_foreign(saved({name: t for name, t in weights.items() if t is not None}))
+
+
+def test_hugging_faces_own_pickled_gpt2_is_not_taken_for_nanogpts(saved: Save) -> None:
+    weights = nanogpt()["model"]
+    for name in list(weights):
+        if name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
+            weights[name] = weights[name].t().contiguous()
+    with pytest.raises(ModelError, match=r"c_attn\.weight is \[64, 192\], expected \[192, 64\]"):
+        read_foreign(saved(weights))
+
+
+def test_rotary_tables_that_are_none_are_refused_or_ignored(saved: Save) -> None:
+    weights: dict[str, Any] = {**book_llama(), "trf_blocks.0.att.sin": torch.ones(12, 5)}
+    with pytest.raises(ModelError, match=r"rotary tables are \[12, 5\], which can't be"):
+        read_foreign(saved(weights), config=LLAMA_CONFIG)
+    weights["trf_blocks.0.att.sin"] = "none"
+    foreign = read_foreign(saved(weights), config=LLAMA_CONFIG)
+    assert foreign.config["num_attention_heads"] == 8
+
+
+def test_tensors_of_fewer_numbers_than_their_shape_says_are_refused(saved: Save) -> None:
+    content = {n: torch.zeros(1).expand(t.shape) for n, t in nanogpt()["model"].items()}
+    with pytest.raises(ModelError, match="fewer numbers than their shape says: transformer"):
+        read_foreign(saved({"model": content}))
+
+
+def test_a_pickle_that_is_far_too_long_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02(" + b"]" * 2_000_000 + b"l.")
+    with pytest.raises(ModelError, match="not a checkpoint of weights alone"):
+        read_foreign(path)
+
+
+def test_a_long_pickle_from_before_pytorch_1_6_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at each of its opcodes would take long."""
+    monkeypatch.setattr("firstlight.conversion.pickled._MAX_PICKLE_BYTES", 10_000)
+    path = tmp_path / "model.pth"
+    torch.save([1] * 10_000, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ModelError, match=r"model\.pth is damaged, cut short, or not a checkpoint"):
+        read_foreign(path)
+
+
+def test_settings_of_lists_that_hold_each_other_are_refused(saved: Save) -> None:
+    """A list that holds another twice, and so on: a few bytes each, and messages without end."""
+    value: Any = 1
+    for _ in range(21):
+        value = [value, value]
+    with pytest.raises(ModelError, match=r"model\.pth is damaged, cut short, or not a checkpoint"):
+        read_foreign(saved(nanogpt(n_layer=value)))

@@ -1,0 +1,120 @@
+"""Separators of documents in texts, told from mentions of them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.data.cleaning import ChangeCounts, change_lines, cleaned, split_documents
+
+_END = "<|endoftext|>"
+
+
+def documents(text: str, size: int = 1 << 20, *, is_code: bool = False) -> list[str]:
+    content = text.encode()
+    blocks = [content[place : place + size] for place in range(0, len(content), size)]
+    found = split_documents(blocks, is_code=is_code)
+    return [part.content.decode() for part in found if part.content is not None]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"One.\n{_END}\nTwo.\n", ["One.", "Two."]),
+        (f"One.\r\n\r\n{_END}\r\n\r\nTwo.", ["One.", "Two."]),
+        (f"THE END{_END}The next", ["THE END", "The next"]),
+        (f'"Bye!"{_END}"Hello," she said', ['"Bye!"', '"Hello," she said']),
+        (f"Tea? {_END} In the", ["Tea?", "In the"]),
+        (f"One.{_END} two", ["One.", "two"]),
+        (f"first line {_END}\nsecond line {_END}\n", ["first line", "second line"]),
+        (f"\u7d42\u3002{_END}\u59cb", ["\u7d42\u3002", "\u59cb"]),
+        (f"{_END}One.{_END}{_END}Two.{_END}", ["One.", "Two."]),
+        ("<|begin_of_text|>a<|end_of_text|><|begin_of_text|>b<|end_of_text|>", ["a", "b"]),
+        ("<s>\na\n</s>\n<s>\nb\n</s>\n", ["a", "b"]),
+        ("a\n<eos>\nb\n<\uff5cend\u2581of\u2581sentence\uff5c>\nc", ["a", "b", "c"]),
+        (f"\n{_END}\n", [""]),
+    ],
+)
+def test_separators_between_texts_end_documents(text: str, expected: list[str]) -> None:
+    assert documents(text) == expected
+    assert documents(text, 5) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"eos = '{_END}'",
+        f'f"{_END}" + text',
+        f'{{"{_END}": 50256}}',
+        f"the token `{_END}` ends",
+        f"eos_token: {_END}\n",
+        f"- {_END}\n",
+        f"GPT-2 has {_END} as its end",
+        f"It ends. {_END} tells the model so",
+        f"'Hello{_END}'",
+        "some <s>struck</s> words",
+    ],
+)
+def test_mentions_of_separators_are_text(text: str) -> None:
+    (part,) = split_documents([text.encode()])
+    assert part.content == text.encode()
+    assert part.changes[0].startswith("kept <")
+
+
+def test_in_code_only_a_separator_on_its_own_line_ends_a_document() -> None:
+    code = f'x = "a.{_END}b"\n{_END}\ny = 1\n'
+    assert documents(code, is_code=True) == [f'x = "a.{_END}b"', "y = 1"]
+
+
+_PIECES = st.sampled_from([_END, "</s>", "\n", " ", "a", "B.", '"', "word " * 20, "<", "<|end"])
+
+
+@given(st.lists(_PIECES, max_size=14).map("".join), st.integers(1, 100))
+def test_documents_do_not_depend_on_the_blocks(text: str, size: int) -> None:
+    assert documents(text, size) == documents(text)
+
+
+def test_a_document_that_is_too_long_is_left_out_alone() -> None:
+    text = f"a\n{_END}\n{'b' * 100}\n{_END}\nc".encode()
+    blocks = [text[place : place + 10] for place in range(0, len(text), 10)]
+    found = [(part.line, part.content) for part in split_documents(blocks, 50)]
+    assert found == [(1, b"a"), (2, None), (5, b"c")]
+
+
+def test_changes_are_counted_by_document_and_file() -> None:
+    assert cleaned("a\r\nb") == ("a\nb", ("crlf",))
+    header = "*** START OF THE PROJECT GUTENBERG EBOOK A ***"
+    assert cleaned(f"{header}\r\na\n") == ("a\n", ("crlf", "gutenberg"))
+    assert cleaned(f"{header}\na\n", is_code=True)[1] == ()
+    counts = ChangeCounts()
+    for origin, changes in (("a", (_END, "crlf")), ("a", (_END,)), ("b", ("crlf",))):
+        counts.add(origin, changes)
+    counts.add("c", (f"kept {_END}",))
+    assert list(change_lines(counts.record(), counts.names())) == [
+        f"a: 2 documents, separated by {_END} (--as-is makes it text)",
+        "2 files: CRLF line ends became LF (--as-is keeps them)",
+        f"c: {_END} that is not between documents is learned as characters",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "1\r\n00:00:01,000 --> 00:00:02,500\r\nHello,\r\n42\r\n\r\n"
+            "2\r\n00:00:03,000 --> 01:00:04,000\r\nBye.\r\n",
+            "Hello,\n42\nBye.\n",
+        ),
+        (
+            "WEBVTT\nKind: captions\n\n00:01.000 --> 00:02.000 align:start\nHi.\n\n"
+            "last\n100:00:02.000 --> 100:00:03.500\nBye.",
+            "Hi.\nBye.\n",
+        ),
+        ("1\n00:00:01,000 --> 00:00:02,500\n\n", ""),
+    ],
+)
+def test_subtitles_cleaned_lose_numbers_and_times(text: str, expected: str) -> None:
+    found, changes = cleaned(text, is_subtitles=True)
+    assert (found, changes[-1]) == (expected, "subtitles")
+    assert "-->" in cleaned(text)[0]
+    (line,) = change_lines({"subtitles": {"documents": 1, "files": 1}}, {"subtitles": "a.srt"})
+    assert line == "a.srt: numbers and times of subtitles left out (--as-is keeps them)"

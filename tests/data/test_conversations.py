@@ -1,0 +1,366 @@
+"""Records of conversations: the forms that are known, and what is refused, with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders import draw_records, say, with_template, write_lines
+from firstlight.data.chat import ChatOptions, prepare_chat
+from firstlight.data.conversations import (
+    MAX_CONVERSATION_CHARS,
+    REASONS,
+    BadRecordError,
+    to_conversation,
+)
+from firstlight.data.packing import ExampleDataset
+from firstlight.data.records import find_records, kind_of_records, read_records
+from firstlight.errors import DataError, InputError
+from firstlight.tokenizer import Tokenizer
+
+GOOD = {"messages": say("a", "b")}
+
+
+@pytest.fixture(scope="module")
+def chatml(tokenizer: Tokenizer) -> Tokenizer:
+    return with_template(tokenizer, "chatml")
+
+
+@pytest.mark.parametrize(
+    "record, expected",
+    [
+        ({"instruction": "a", "output": "b"}, say("a", "b")),
+        ({"instruction": "a", "input": "x", "output": "b"}, say("a\n\nx", "b")),
+        ({"instruction": "", "input": "x", "output": "b", "n": 1}, say("x", "b")),
+        (
+            {"instruction": "a", "input": None, "output": "b", "system": "s"},
+            say("a", "b", system="s"),
+        ),
+        (
+            {"instruction": "c", "output": "d", "history": [["a", "b"]]},
+            say("a", "b", "c", "d"),
+        ),
+        (GOOD, say("a", "b")),
+        ({"messages": say("a", "b", system=" ")}, say("a", "b")),
+        (
+            {
+                "messages": [
+                    {"role": "developer", "content": "s"},
+                    {"role": "user", "content": [{"type": "text", "text": "a"}], "name": None},
+                    {"role": "assistant", "content": "b", "weight": 1},
+                ]
+            },
+            say("a", "b", system="s"),
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "a"},
+                    {"from": "gpt", "value": "b"},
+                ]
+            },
+            say("a", "b", system="s"),
+        ),
+        ({"conversations": say("a", "b")}, say("a", "b")),
+    ],
+)
+def test_all_forms_become_messages(record: dict[str, Any], expected: list[dict[str, Any]]) -> None:
+    assert to_conversation(record).messages == expected
+
+
+def test_further_entries_of_messages_are_kept_for_the_template() -> None:
+    message = {"role": "assistant", "content": "b", "reasoning_content": "hm"}
+    record = {"messages": [{"role": "user", "content": "a"}, message]}
+    assert to_conversation(record).messages[1] == message
+
+
+def test_a_weight_of_0_leaves_an_answer_out() -> None:
+    messages = say("a", "b", "c", "d")
+    messages[1]["weight"] = 0
+    conversation = to_conversation({"messages": messages})
+    assert conversation.masked == {1}
+    assert conversation.messages == say("a", "b", "c", "d")
+
+
+BAD: list[tuple[object, str, str]] = [
+    (3, "wrong_type", "a number, not an object"),
+    ([GOOD], "wrong_type", "a list, not an object"),
+    ({"text": "a"}, "unknown_form", r"neither `messages` nor .* \(fields: text\)"),
+    ({}, "unknown_form", "fields: none"),
+    ({"instruction": "a"}, "wrong_type", "`output` is missing"),
+    ({"instruction": "a", "output": 3}, "wrong_type", "`output` is a number, not a text"),
+    ({"instruction": "a", "output": "b", "input": []}, "wrong_type", "`input` is a list"),
+    ({"instruction": " ", "output": "b"}, "empty", "message 1, the user's, is blank"),
+    ({"instruction": "a", "output": ""}, "empty", "message 2, the assistant's, is blank"),
+    ({"instruction": "a", "output": "b", "history": [["c"]]}, "wrong_type", "must be two texts"),
+    ({"messages": []}, "empty", "there is no message"),
+    ({"messages": "a"}, "wrong_type", "`messages` is a text, not a list"),
+    ({"messages": ["a"]}, "wrong_type", r"`messages\[0\]` is a text, not an object"),
+    ({"messages": [{"content": "a"}]}, "wrong_type", "has no text `role`"),
+    ({"messages": [{"role": "user"}]}, "wrong_type", r"`messages\[0\]`.content is missing"),
+    ({"messages": [{"role": "user", "content": 1}]}, "wrong_type", "is a number, not a text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "wrong_type",
+        "parts that are not text",
+    ),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "unknown_role", "the role 'wizard'"),
+    (
+        {"messages": [*say("a"), {"role": "assistant", "content": "", "tool_calls": [1]}]},
+        "unknown_role",
+        "calls tools",
+    ),
+    ({"messages": say("a")}, "no_assistant", "no assistant's message"),
+    ({"messages": say("a", "b", "c")}, "no_assistant", "the last message is the user's"),
+    (
+        {"messages": [*say("a"), *say("b", "c")]},
+        "order",
+        "message 2 is the user's after the user's: it must be the assistant's",
+    ),
+    ({"messages": say("a", "b")[1:]}, "order", "message 1 is the assistant's: it must be"),
+    (
+        {"messages": [*say("a", "b"), {"role": "system", "content": "s"}]},
+        "order",
+        "message 3 is the system's after the assistant's",
+    ),
+    ({"messages": say("a", "b\ud800")}, "bad_utf8", "half of a surrogate pair"),
+    ({"messages": say("a", "x" * (10 << 20))}, "too_long", "have 10,485,761 characters"),
+    (
+        {"messages": [*say("a"), {"role": "assistant", "content": "b", "weight": 0.5}]},
+        "wrong_type",
+        "a weight other than 0 and 1",
+    ),
+    (
+        {"messages": [*say("a"), {"role": "assistant", "content": "b", "weight": 0}]},
+        "not_learned",
+        "weight 0",
+    ),
+    ({"conversations": [{"from": "alien", "value": "a"}]}, "unknown_role", "the role 'alien'"),
+]
+
+
+@pytest.mark.parametrize("record, reason, message", BAD)
+def test_what_is_no_conversation_is_told(record: object, reason: str, message: str) -> None:
+    with pytest.raises(BadRecordError, match=message) as caught:
+        to_conversation(record)
+    assert caught.value.reason == reason
+    assert reason in REASONS
+
+
+def test_a_given_form_is_not_guessed() -> None:
+    both = {"instruction": "a", "output": "b", "messages": say("c", "d")}
+    assert to_conversation(both).messages == say("c", "d")
+    assert to_conversation(both, "alpaca").messages == say("a", "b")
+    with pytest.raises(BadRecordError, match="`conversations` is missing"):
+        to_conversation(both, "sharegpt")
+
+
+# Files
+
+
+def test_a_bad_record_stops_the_preparation_with_file_and_line(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [GOOD, GOOD, {"messages": say("a")}])
+    with pytest.raises(DataError, match=r"a\.jsonl:3: there is no assistant's message") as caught:
+        prepare_chat([lines], chatml, tmp_path / "out")
+    assert "on_bad skip leaves such records out" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    whole = tmp_path / "b.json"
+    whole.write_text(json.dumps([GOOD, {"messages": [*say("a"), *say("b", "c")]}]))
+    with pytest.raises(DataError, match=r"b\.json record 2: message 2 is the user's"):
+        prepare_chat([whole], chatml, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"{nonsense}", "not JSON: Expecting property name"),
+        (b"\xff", "byte 0xff is not UTF-8"),
+        (b"[" * 100_000, "not JSON"),
+        (b"NaN", "a number, not an object"),
+        (json.dumps({"messages": say("a", "x" * (10 << 20))}).encode(), "10,485,761 characters"),
+        (b'{"messages": "' + b"x" * (65 << 20) + b'"}', "the line has more than 67,108,864 bytes"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(
+    tmp_path: Path, chatml: Tokenizer, line: bytes, message: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    good = json.dumps(GOOD).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + good + b"\n\n" + line + b"\n" + good)
+    with pytest.raises(DataError) as caught:
+        prepare_chat([path], chatml, tmp_path / "out")
+    assert f"{path}:3: " in str(caught.value)
+    assert message in str(caught.value)
+    manifest = prepare_chat(
+        [path], chatml, tmp_path / "out", options=ChatOptions(on_bad="skip", val_fraction=0)
+    )
+    assert manifest["documents"]["written"] == 2
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('"messages"', r"must be a record or a list of records"),
+        ("[1,\n2", r"a\.json:2: not JSON"),
+        ('{"a": 1}\n{"a": 2}', r"a\.json:2: not JSON: Extra data; if it has one record a line"),
+    ],
+)
+def test_a_json_file_of_something_else_is_refused(
+    tmp_path: Path, chatml: Tokenizer, content: str, message: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(on_bad="skip"))
+
+
+def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.json").write_text(json.dumps(GOOD, indent=2))
+    options = ChatOptions(val_fraction=0)
+    manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
+    assert manifest["documents"]["written"] == 3
+
+
+@pytest.mark.parametrize(
+    "begin, kind",
+    [
+        ('[1, null, {"id": "a]", "messages": []}, "', "chat"),
+        ('\ufeff[\n {"prompt": "a", "chosen": "b", "rejected": "c"},"', "preference"),
+        ('[{"id": 1, "text": "', None),
+        ('[{"messages": [{"role": "user", "content": "', "chat"),
+        ('[{"body": {"messages": []}}, "', None),
+        ('{"messages": [], "list": ["', "chat"),
+        ('\n{"id": 1, "messages": [{"role": "user", "content": "', "chat"),
+        ('"messages", {"messages": []}', None),
+    ],
+)
+def test_the_kind_of_a_long_json_file_is_told_by_its_head(
+    tmp_path: Path, begin: str, kind: str | None
+) -> None:
+    path = tmp_path / "a.json.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        # The string does not end within the head.
+        file.write(begin + "é" * (1 << 20))
+    assert kind_of_records(find_records([path])[0]) == kind
+
+
+def test_reading_a_short_json_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"messages": []}]')
+    tracemalloc.start()
+    try:
+        assert kind_of_records(find_records([path])[0]) == "chat"
+        assert len(list(read_records(find_records([path])))) == 1
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_bad_records_are_skipped_counted_and_listed(tmp_path: Path, chatml: Tokenizer) -> None:
+    bad = [record for record, _, _ in BAD[1:-5]]
+    path = write_lines(tmp_path / "a.jsonl", [GOOD, *bad, GOOD])
+    out = tmp_path / "out"
+    options = ChatOptions(on_bad="skip", val_fraction=0)
+    manifest = prepare_chat([path], chatml, out, options=options)
+    documents = manifest["documents"]
+    assert (documents["read"], documents["written"]) == (len(bad) + 2, 2)
+    assert sum(documents["rejected"].values()) == len(bad)
+    entries = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    assert [entry["line"] for entry in entries] == list(range(2, len(bad) + 2))
+    assert [entry["reason"] for entry in entries] == [reason for _, reason, _ in BAD[1:-5]]
+    assert (out / "train-examples.txt").read_text() == f"{path}:1\n{path}:{len(bad) + 2}\n"
+
+
+def test_only_bad_records_are_no_corpus(tmp_path: Path, chatml: Tokenizer) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a")}, 3])
+    with pytest.raises(InputError, match=r"no conversation to train on: 1 no answer, 1 an entry"):
+        prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(on_bad="skip"))
+    empty = write_lines(tmp_path / "b.jsonl", [])
+    with pytest.raises(InputError, match="the inputs hold no records"):
+        prepare_chat([empty], chatml, tmp_path / "out")
+
+
+def test_a_template_that_refuses_a_conversation_is_told_with_its_line(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    template = (
+        "{%- if messages[0].role == 'system' -%}{{- raise_exception('no system') -}}{%- endif -%}"
+    )
+    template += "{%- for m in messages -%}{{- m.content ~ eos_token -}}{%- endfor -%}"
+    ours = tokenizer.extended([], template)
+    path = write_lines(tmp_path / "a.jsonl", [GOOD, {"messages": say("a", "b", system="s")}])
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the chat template refuses .*no system"):
+        prepare_chat([path], ours, tmp_path / "out")
+
+
+def test_all_kinds_of_files_hold_the_same_conversations(tmp_path: Path, chatml: Tokenizer) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    records = [record for record in draw_records(30) if "messages" in record]
+    lines = write_lines(tmp_path / "a.jsonl", records)
+    (tmp_path / "b.json").write_text(json.dumps(records))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "d.parquet")
+    found = [
+        prepare_chat([tmp_path / name], chatml, tmp_path / f"out-{name}")["splits"]
+        for name in ("a.jsonl", "b.json", "c.jsonl.gz", "d.parquet")
+    ]
+    assert all(splits == found[0] for splits in found)
+    places = (tmp_path / "out-d.parquet" / "train-examples.txt").read_text()
+    assert places.startswith(f"{tmp_path / 'd.parquet'} record 1\n")
+
+
+def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tokenizer) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    records = [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d\.parquet record 2: `output` is missing"):
+        prepare_chat([tmp_path / "d.parquet"], chatml, tmp_path / "out")
+
+
+def test_inputs_are_files_of_records_only(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(InputError, match=r"unknown kind: known are \.jsonl, \.ndjson, \.json"):
+        find_records([tmp_path / "a.txt"])
+    with pytest.raises(InputError, match="stdlib does not exist"):
+        find_records(["stdlib"])
+    write_lines(tmp_path / "b.jsonl", [GOOD])
+    [source] = find_records([tmp_path])
+    [record] = read_records([source])
+    assert record.value == GOOD
+
+
+def test_the_longest_conversation_that_is_taken_is_prepared(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
+    text = "star " * (MAX_CONVERSATION_CHARS // 5 - 1)
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a", text)}])
+    prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(val_fraction=0))
+    assert ExampleDataset(tmp_path / "out", "train").num_documents == 1
+
+
+def test_shared_instructions_are_read(shared: Path, tmp_path: Path, chatml: Tokenizer) -> None:
+    manifest = prepare_chat([shared / "data" / "instruction-data.json"], chatml, tmp_path / "out")
+    assert manifest["documents"] == {"read": 1100, "written": 1100, "rejected": {}}
+    assert manifest["splits"]["val"]["documents"] == 110
+
+
+def test_damaged_utf16_is_rejected_under_its_own_reason(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    # A line, and half of a surrogate pair.
+    path.write_bytes('{"messages": []}\n'.encode("utf-16") + b"\x00\xd8a\x00")
+    good, bad = read_records(find_records([path]))
+    assert (good.line, good.value, good.error) == (1, {"messages": []}, None)
+    assert bad.error is not None
+    assert (bad.line, bad.error.reason) == (2, "bad_utf16")
+    assert bad.error.reason in REASONS

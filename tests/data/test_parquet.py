@@ -1,0 +1,139 @@
+"""Parquet files whose rows share values: they take little memory, and text as ever little time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstlight.data.records import read_records
+from firstlight.data.sources import find_sources
+from firstlight.data.tables import _batch_plan
+from firstlight.errors import InputError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+_MEGABYTE = 1 << 20
+
+
+def plan_of(path: Path, columns: list[str] | None = None) -> tuple[int, list[str]]:
+    """(rows that are read at a time, columns that share values in memory)."""
+    return _batch_plan(path, parquet.read_metadata(path), columns)
+
+
+def write(path: Path, values: Any, **options: Any) -> Path:
+    """A file with one column, `text`, as other writers leave it: without pyarrow's own schema."""
+    parquet.write_table(pyarrow.table({"text": values}), path, store_schema=False, **options)
+    return path
+
+
+def shared(text: str, rows: list[int | None]) -> Any:
+    """Rows that share a text, or are null."""
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array(rows, pyarrow.int32()), [text])
+
+
+def values_of(path: Path, key: str | None = "text") -> list[Any]:
+    return [record.value for record in read_records(find_sources([path], (".parquet",)), key)]
+
+
+def test_short_texts_are_read_in_large_batches(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [f"{row:016}" for row in range(1000)])
+    assert plan_of(path) == (1024, [])
+    assert [value["text"] for value in values_of(path)] == [f"{row:016}" for row in range(1000)]
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, 63), (4, 15), (20, 8)])
+def test_a_long_text_is_shared_by_few_rows(tmp_path: Path, size: int, rows: int) -> None:
+    path = write(
+        tmp_path / "a.parquet",
+        shared("a" * size * _MEGABYTE, [None, *[0] * 2000]),
+        compression="zstd",
+    )
+    assert plan_of(path) == (rows, [])
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        values_of(path)
+
+
+#: Counts the bytes of a test. It has to live as long as the memory.
+_COUNTED = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
+
+
+def test_distinct_texts_of_a_large_row_group_take_the_memory_of_a_batch(tmp_path: Path) -> None:
+    texts = [f"{row:06}" + "a" * 4000 for row in range(10_000)]
+    path = write(tmp_path / "a.parquet", texts)
+    assert parquet.read_metadata(path).num_row_groups == 1
+    usual = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(_COUNTED)
+    try:
+        assert [value["text"] for value in values_of(path)] == texts
+    finally:
+        pyarrow.set_memory_pool(usual)
+    # A batch has 4 MB, the row group 40 MB.
+    assert _MEGABYTE < _COUNTED.max_memory() < 16 * _MEGABYTE
+
+
+def test_another_column_counts_where_it_is_read(tmp_path: Path) -> None:
+    table = {"text": ["x"] * 3, "other": shared("a" * 20 * _MEGABYTE, [0, 0, 0])}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet", store_schema=False)
+    assert plan_of(tmp_path / "a.parquet", ["text"]) == (1024, [])
+    assert plan_of(tmp_path / "a.parquet") == (8, [])
+
+
+def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path: Path) -> None:
+    lists = pyarrow.ListArray.from_arrays([0, 5000], shared("a" * _MEGABYTE, [0] * 5000))
+    path = write(tmp_path / "a.parquet", lists, compression="zstd")
+    assert plan_of(path) == (1024, ["text.list.element"])
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        values_of(path, None)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.nulls(10_000, pyarrow.string()),
+        pyarrow.ListArray.from_arrays([0, 100_000], shared("a", [0] * 100_000)),
+    ],
+)
+def test_rows_and_values_that_take_no_bytes_are_counted(
+    tmp_path: Path, column: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", column)
+    assert len(values_of(path, None)) == len(column)
+    monkeypatch.setattr("firstlight.data.opening._MOST_UNPACKED_BYTES", 10_000)
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        values_of(path, None)
+
+
+def test_numbers_of_lists_are_counted(tmp_path: Path) -> None:
+    numbers = pyarrow.ListArray.from_arrays([0, 7_000_000], pyarrow.array([7] * 7_000_000))
+    path = write(tmp_path / "a.parquet", numbers)
+    with pytest.raises(OSError, match="unpacks to more than 100 times its size"):
+        plan_of(path)
+    ids = pyarrow.ListArray.from_arrays([0, 2000, 4000], pyarrow.array(range(4000)))
+    assert plan_of(write(tmp_path / "b.parquet", ids)) == (1024, [])
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_texts_that_are_stored_as_differences_are_read(tmp_path: Path, encoding: str) -> None:
+    texts = [f"a text and {number}" for number in range(3000)]
+    options = {"use_dictionary": False, "column_encoding": {"text": encoding}}
+    path = write(tmp_path / "a.parquet", texts, **options)
+    assert [value["text"] for value in values_of(path)] == texts
+
+
+def test_texts_that_share_their_beginnings_are_read_in_small_batches(tmp_path: Path) -> None:
+    text = "a" * _MEGABYTE
+    options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    path = write(tmp_path / "a.parquet", [text] * 200, **options)
+    rows, columns = plan_of(path)
+    assert 32 < rows < 64  # the sum of the differences is a little more than the text
+    assert columns == []
+    with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
+        values_of(path)
+
+
+def test_values_of_a_fixed_width_are_read_in_small_batches(tmp_path: Path) -> None:
+    wide = pyarrow.array([b"a" * _MEGABYTE] * 100, pyarrow.binary(_MEGABYTE))
+    assert plan_of(write(tmp_path / "a.parquet", wide, compression="zstd")) == (63, [])

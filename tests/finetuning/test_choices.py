@@ -1,0 +1,363 @@
+"""`train_texts` from a model that is there already: conversations and texts, choices, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+import yaml
+
+from builders import draw_records, say, write_lines, write_texts
+from firstlight.cli.main import main
+from firstlight.data.records import find_records
+from firstlight.errors import ConfigError, InputError
+from firstlight.finetuning.choices import (
+    Method,
+    StartingModel,
+    TuningData,
+    TuningFacts,
+    choose_tuning,
+    row_of,
+)
+from firstlight.from_texts import machine as machine_module
+from firstlight.from_texts.plan import Choice, Choices
+from firstlight.from_texts.result import TextRun, result_lines
+from firstlight.from_texts.run import train_texts
+from firstlight.from_texts.scan import conversations_in, require_texts
+from firstlight.models import empty_model
+from firstlight.models.language_model import InitConfig
+from firstlight.models.llama_config import LlamaConfig
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise.law import Length, MachineFacts
+from firstlight.planner.plan import machine as planned_machine
+from firstlight.recipe import load_recipe, parse_recipe
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import model_files
+from firstlight.weights.loading import weights_to_save
+from firstlight.weights.stored import save_weights
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+MACHINE = MachineFacts("two cores", "cpu", [(9e6, 20_000.0)], 8 << 30)
+MODEL = StartingModel(260_000, 64, 512)
+FULL = Method()
+CHATS = TuningData("chat", 1000, longest=200, usual=150)
+
+
+@pytest.fixture(autouse=True)
+def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
+
+
+@pytest.fixture
+def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """The folder of a tiny model."""
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=320,
+    )
+    made = empty_model(config)
+    made.init_weights(torch.Generator().manual_seed(0), InitConfig())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in model_files(config, tokenizer).items():
+        (folder / name).write_text(content, encoding="utf-8")
+    save_weights(weights_to_save(made), folder)
+    return folder
+
+
+def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
+    options: dict[str, Any] = {"steps": 2, "overrides": {"evaluation.sample_tokens": 4}}
+    return train_texts(inputs, init_from=model, progress=False, **(options | changes))
+
+
+def chosen(
+    length: Length, method: Method = FULL, fixed: Mapping[str, Any] | None = None, **changes: Any
+) -> Any:
+    data = dataclasses.replace(CHATS, **changes)
+    row = row_of(data, MODEL, {})
+    facts = TuningFacts(data, MODEL, method, MACHINE, 100_000.0, 10_000.0, row)
+    return choose_tuning(facts, length, fixed or {})
+
+
+def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}])
+    steps: list[int] = []
+    run = tuned(chats, model, on_step=lambda record: steps.append(record["step"]))
+    assert steps == [1, 2]
+    assert run.run_folder == Path("runs/chats")
+    assert run.training is not None
+    assert run.training.step == 2
+    assert run.bits_per_byte is not None
+    # Questions of held-out conversations, answered.
+    assert len(run.samples) == 3
+    assert all(prompt for prompt, _ in run.samples)
+    text = (run.run_folder / "recipe.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    assert recipe["data"]["files"] == [str(chats)]
+    assert (recipe["data"]["template"], recipe["data"]["on_bad"]) == ("alpaca", "skip")
+    assert (recipe["lora"], recipe["model"]["hidden_size"]) == (None, 32)
+    assert "(32), the higher\n  learning_rate: 0.0031" in text
+    assert f"--init-from {model}" in text.splitlines()[0]
+    lines = "\n".join(result_lines(run))
+    assert "bits for a byte of held-out answers" in lines
+    assert f"train {chats} --budget 3m" in lines
+    assert "--run.dir" not in lines
+    assert f"--init-from {model}" in lines
+    # The recipe alone trains the same.
+    assert load_recipe(run.run_folder / "recipe.yaml").schedule.max_steps == 2
+
+    again = tuned(chats, model)
+    assert (again.training, again.bits_per_byte) == (None, run.bits_per_byte)
+
+
+def test_samples_are_answers_to_questions_of_the_given_held_out_conversations(
+    tmp_path: Path, model: Path
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    turns = [{"role": "user", "content": "Who asks?"}, {"role": "assistant", "content": "I do."}]
+    held = write_lines(tmp_path / "held.jsonl", [{"messages": turns}])
+    options = {"evaluation.sample_tokens": 4, "data.val_files": [str(held)]}
+    with pytest.raises(ConfigError, match="--as-is is for texts: leave it out"):
+        tuned(chats, model, as_is=True)
+    run = tuned(chats, model, overrides=options, steps=1)
+    assert [prompt for prompt, _ in run.samples] == ["Who asks?"]
+
+
+def test_a_stopped_fine_tuning_is_gone_on_with(tmp_path: Path, model: Path) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    stop = {"run.max_minutes": 1e-9, "evaluation.sample_tokens": 4}
+    first = tuned(chats, model, overrides=stop)
+    assert first.training is not None
+    assert first.training.stopped_by == "max_minutes"
+    recipe = first.run_folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
+    # The same model by another path.
+    second = tuned(chats, Path(model.name), steps=None, overrides={}, resume=True)
+    assert second.training is not None
+    assert (second.run_folder, second.training.step) == (first.run_folder, 2)
+
+
+def test_the_plan_is_for_the_device_of_the_run(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    find = Mock(side_effect=planned_machine.find_machine)
+    monkeypatch.setattr(planned_machine, "find_machine", find)
+    tuned(chats, model, overrides={"run.device": "cpu", "evaluation.sample_tokens": 4})
+    assert find.call_args_list[0] == call(None, device="cpu")
+
+
+def test_adapters_are_trained_where_all_weights_do_not_fit(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    real, weights = planned_machine.find_machine, 320 * 32 * 2 + 4 * 32 * 32
+
+    # Less than 16 bytes for each parameter, and room for what is left: as far as it is known here.
+    def small(*given: Any, **options: Any) -> planned_machine.Machine:
+        return dataclasses.replace(real(*given, **options), usable_bytes=15 * weights)
+
+    monkeypatch.setattr(planned_machine, "find_machine", small)
+    with pytest.raises(ConfigError, match=r"does not fit into .* start from a smaller model"):
+        tuned(chats, model)
+    monkeypatch.setattr(planned_machine, "find_machine", real)
+    run = tuned(chats, model, overrides={"lora.rank": 2, "evaluation.sample_tokens": 4})
+    assert yaml.safe_load((run.run_folder / "recipe.yaml").read_text())["lora"]["rank"] == 2
+    assert run.choices is not None
+    assert run.choices["lora.rank"] == 2
+    assert run.choices["optimizer.learning_rate"] == pytest.approx(0.013, rel=0.1)
+
+
+def test_texts_go_on_with_pretraining(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+    texts = write_texts(tmp_path / "texts")
+    run = tuned(texts, model)
+    recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
+    assert Tokenizer.from_pretrained(recipe["data"]["dir"]).fingerprint == tokenizer.fingerprint
+    assert run.gzip_bits_per_byte is not None
+    assert len(run.samples) == 3
+    with pytest.raises(ConfigError, match=r"--model.hidden_size is for new models, and .*model"):
+        tuned(texts, model, overrides={"model.hidden_size": 64})
+    with pytest.raises(ConfigError, match="--size is for new models"):
+        tuned(texts, model, size="small")
+    with pytest.raises(ConfigError, match=r"--lora.rank is for fine-tuning: name the model"):
+        train_texts(texts, steps=1, overrides={"lora.rank": 8}, progress=False)
+
+
+def test_conversations_are_told_from_texts_by_what_is_in_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    chats = write_lines(folder / "a.jsonl", draw_records(3))
+    write_lines(folder / "b.jsonl", [{"text": "a text"}])
+    (folder / "c.json").write_text(json.dumps(draw_records(1)))
+    (folder / "d.json").write_text("{}")
+    (folder / "e.txt").write_text("a text\n")
+    assert [one.name for one in conversations_in([str(folder)])] == [
+        *(str(chats), str(folder / "c.json"))
+    ]
+    with pytest.raises(InputError, match=r"a.jsonl holds conv.*, name the texts alone, such as "):
+        require_texts([str(folder)])
+    (folder / "e.txt").write_text("a text\n" * 10_000)
+    require_texts([str(folder)])
+    require_texts(["stdlib"])
+    with pytest.raises(InputError, match=r"a.jsonl holds conversations: .* --init-from MODEL"):
+        require_texts([str(chats), str(folder / "c.json")])
+    assert main(["train", str(chats), "--budget", "3m"]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "firstlight train FILE --init-from MODEL" in message
+    pairs = write_lines(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(InputError, match=r"holds preference pairs: .*recipes/tour-dpo.yaml"):
+        train_texts(pairs, init_from="nowhere", progress=False)
+    assert len(find_records([folder])) == 5
+
+
+def test_options_without_meaning_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("a text\n")
+    for option, reason in (
+        (["--new-rows", "copy:a"], "--new-rows is for a recipe"),
+        (["--plan", "auto"], "--plan is for a recipe"),
+        (["--best"], "--best is for --init-from"),
+    ):
+        assert main(["train", "a.txt", *option]) == 2
+        message = capsys.readouterr().err
+        assert reason in message
+        assert message.count("\n") == 1
+
+
+def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", draw_records(60))
+    (folder / "readme.md").write_text("a text\n")
+    arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
+    assert main([*arguments, "--plan-only", "--data.template", "alpaca"]) == 0
+    shown = capsys.readouterr()
+    rows = [line.split()[0] for line in shown.out.splitlines() if line.strip()]
+    assert "template" in rows
+    assert "data.template" not in rows
+    assert "1 file beside the conversations not read" in shown.err
+    assert "54 conversations to train on, 6 held out" in shown.err
+    assert "all weights" in shown.out
+    assert "10 times the conversations" in shown.out
+    assert shown.out.count("expected memory: ") == 1
+    needed = []
+    for rows in (["--batch.micro_batch_size", "1"], []):
+        assert main([*arguments, "--plan-only", "--json", *rows]) == 0
+        needed.append(json.loads(capsys.readouterr().out)["memory_bytes"])
+    assert needed[0] < needed[1]
+    assert not Path("runs").exists()
+
+
+def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model sees 320 tokens, and the long conversations have 2,739 each."""
+    long = [{"messages": say("a short question", "one two three four " * 200)}] * 20
+    mixed = write_lines(tmp_path / "mixed.jsonl", [*draw_records(80), *long])
+    plan = ["train", str(mixed), "--init-from", str(model), "--budget", "20m", "--plan-only"]
+
+    def row(*options: str) -> str:
+        assert main([*plan, *options]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        return " ".join(next(line for line in shown if line.startswith("data.seq_len")).split())
+
+    found = re.fullmatch(
+        r"data\.seq_len 320 the model's context; (\d+) of (\d+) conversations are longer and are "
+        "left out",
+        row(),
+    )
+    assert found is not None
+    count, total = map(int, found.groups())
+    assert 10 <= count <= 20
+    assert total > 80
+    assert row("--data.long", "cut").endswith(
+        f"{count} of {total} conversations are longer and are cut"
+    )
+    assert row("--data.seq_len", "319").startswith("data.seq_len 319 given; ")
+    only = write_lines(tmp_path / "long.jsonl", long)
+    assert main(["train", str(only), "--init-from", str(model), "--plan-only"]) == 1
+    assert (
+        "fits into data.seq_len 320: raise it up to the model's context, start from a model with a "
+        "longer context, or choose data.long cut (learn their beginnings)"
+    ) in capsys.readouterr().err
+
+
+def test_the_row_holds_the_longest_conversation_or_nearly_all() -> None:
+    assert row_of(CHATS, MODEL, {}).value == 256
+    assert row_of(CHATS, MODEL, {"data.seq_len": 100}).value == 100
+    long = dataclasses.replace(CHATS, longest=9000)
+    assert row_of(long, MODEL, {}).value == 512
+    assert row_of(long, MODEL, {}).reason == "99 % of the conversations have 150 tokens at most"
+    usual = dataclasses.replace(long, usual=900)
+    assert row_of(usual, MODEL, {}) == Choice("data.seq_len", 512, "the model's context")
+    wide = dataclasses.replace(MODEL, context=131_072)
+    assert row_of(long, wide, {}).value == 2048
+    assert row_of(dataclasses.replace(long, usual=3000), wide, {}).value == 4096
+    assert row_of(TuningData("text", 5), wide, {}).value == 1024
+
+
+def test_few_conversations_are_read_more_often() -> None:
+    assert chosen(Length(3600.0)).epochs == pytest.approx(3.0, rel=0.05)
+    assert chosen(Length(3600.0))["schedule.epochs"] == 3.0
+    assert chosen(Length(3600.0), count=250)["schedule.epochs"] == 6.0
+    assert chosen(Length(3600.0), count=20)["schedule.epochs"] == 10.0
+    given = chosen(Length(3600.0), fixed={"schedule.epochs": 1.0})
+    assert (given.epochs, given["schedule.epochs"]) == (pytest.approx(1.0, rel=0.05), 1.0)
+    short = chosen(Length(5.0))
+    assert short["schedule.max_minutes"] == pytest.approx(5 / 60, abs=1e-3)
+    assert chosen(Length(3600.0))["schedule.max_minutes"] == pytest.approx(60.0)
+    assert short.epochs < 1.1
+    assert chosen(Length(steps=7))["schedule.max_steps"] == 7
+
+
+def test_steps_of_a_gpu_that_starts_kernels_slowly_fill_the_budget() -> None:
+    """Half a second a step, whatever its size: 57 steps in 30 seconds, of the usual batch."""
+    slow = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 1e6)], steps=[(9e6, 0.5)])
+    row = row_of(CHATS, MODEL, {})
+
+    def run(machine: MachineFacts) -> Choices:
+        texts = dataclasses.replace(CHATS, count=1_000_000)
+        facts = TuningFacts(texts, MODEL, FULL, machine, 1e9, 10_000.0, row)
+        return choose_tuning(facts, Length(30.0), {})
+
+    fast, found = run(dataclasses.replace(slow, steps=[])), run(slow)
+    assert found["batch.global_batch_tokens"] == fast["batch.global_batch_tokens"]
+    assert 50 < found.steps < 60 < fast.steps
+    assert found.seconds == pytest.approx(30.0, rel=0.05)
+
+
+def test_the_rate_follows_width_and_method() -> None:
+    full = chosen(Length(60.0))["optimizer.learning_rate"]
+    assert full == pytest.approx(5e-5 * 2000 / 64, rel=0.05)
+    adapters = chosen(Length(60.0), Method(adapters=True))
+    assert adapters["optimizer.learning_rate"] == pytest.approx(
+        5e-4 * (2000 / 64) ** 0.781, rel=0.05
+    )
+    assert adapters["lora.rank"] == defaults.ADAPTER_RANK
+    lion = chosen(Length(60.0), fixed={"optimizer.name": "lion"})
+    assert lion["optimizer.learning_rate"] == pytest.approx(full / 5, rel=0.05)
+    with pytest.raises(ConfigError, match=r"no learning rate .* --optimizer.name sgd: set --opt"):
+        chosen(Length(60.0), fixed={"optimizer.name": "sgd"})
+    own = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1}
+    assert chosen(Length(60.0), fixed=own)["optimizer.learning_rate"] == 0.1
+    values = adapters.values | {"data": {"kind": "chat", "files": ["a"], "seq_len": 256}}
+    parse_recipe(values)

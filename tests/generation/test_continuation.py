@@ -1,0 +1,276 @@
+"""How a text is continued: stop texts, end tokens, log-probabilities, what is streamed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from firstlight.errors import ConfigError
+from firstlight.generation.config import SamplingConfig
+from firstlight.generation.continuation import (
+    Continuation,
+    StopTexts,
+    choose_tokens,
+    logprobs_of,
+)
+from firstlight.generation.sampling import penalize, shift
+from firstlight.tokenizer import TextStream, Tokenizer
+
+GREEDY = SamplingConfig(max_new_tokens=100, temperature=0)
+
+
+def certain(token_id: int, size: int) -> Tensor:
+    """Logits that leave no choice."""
+    return torch.zeros(size).index_fill_(0, torch.tensor([token_id]), 9.0)
+
+
+def follow(
+    tokenizer: Tokenizer, ids: Sequence[int], config: SamplingConfig, eos: Sequence[int] = ()
+) -> tuple[Continuation, list[str]]:
+    """Continue "the" by these ids, as far as the text goes."""
+    prompt_ids = tokenizer.encode_prompt("the")
+    text = Continuation(prompt_ids, config, context=10_000, eos_token_ids=eos, tokenizer=tokenizer)
+    pieces = []
+    for token_id in ids:
+        pieces.append(text.push(certain(token_id, tokenizer.vocab_size)))
+        if text.finish_reason is not None:
+            break
+    return text, pieces
+
+
+# Stop texts
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    cuts=st.lists(st.integers(0, 30), max_size=6),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+def test_what_comes_through_ends_before_the_first_stop_text_however_it_is_cut(
+    text: str, cuts: list[int], stop: list[str]
+) -> None:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    stops, passed = StopTexts(stop), ""
+    found_at: int | None = None
+    for start, end in itertools.pairwise(places):
+        passed += stops.push(text[start:end])
+        if stops.found:
+            found_at = end
+            break
+        # Nothing that may belong to a stop text, and nothing else held back.
+        held = text[len(passed) : end]
+        assert all(one not in passed for one in stop)
+        assert held == "" or any(one.startswith(held) for one in stop)
+    if found_at is None:
+        passed += stops.finish()
+        assert passed == text
+        assert all(one not in text for one in stop)
+    else:
+        seen = text[:found_at]
+        assert passed == seen[: min(seen.find(one) for one in stop if one in seen)]
+
+
+def test_a_stop_text_ends_the_text_and_is_not_part_of_it(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" bird sings. And the river runs")
+    config = SamplingConfig(max_new_tokens=100, temperature=0, stop=("xyz", ". And"))
+    text, pieces = follow(tokenizer, ids, config)
+    assert "".join(pieces) == " bird sings"
+    assert text.finish_reason == "stop"
+    assert tokenizer.decode(text.token_ids).startswith(" bird sings. And")
+    assert len(text.token_ids) < len(ids)
+
+
+def test_the_beginning_of_a_stop_text_is_held_back_until_it_is_none(tokenizer: Tokenizer) -> None:
+    ids = [token for part in ("a.", "\n", "b") for token in tokenizer.encode(part)]
+    config = SamplingConfig(max_new_tokens=len(ids), temperature=0, stop=("\n\n",))
+    _, pieces = follow(tokenizer, ids, config)
+    assert pieces[-1].startswith("\n")
+    assert "".join(pieces) == "a.\nb"
+
+
+def test_what_was_held_back_comes_at_the_end_of_the_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a.\n")
+    config = SamplingConfig(max_new_tokens=len(ids), temperature=0, stop=("\n\n",))
+    text, pieces = follow(tokenizer, ids, config)
+    assert ("".join(pieces), text.finish_reason) == ("a.\n", "length")
+
+
+def test_any_of_several_end_tokens_ends_the_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" bird sings")
+    for end in (0, 319):
+        text, pieces = follow(tokenizer, [*ids, end, *ids], GREEDY, eos=(0, 319))
+        assert ("".join(pieces), text.finish_reason) == (" bird sings", "stop")
+        assert text.token_ids == ids
+
+
+def test_pieces_of_any_ids_are_the_whole_text(tokenizer: Tokenizer) -> None:
+    """10,000 sequences of random ids, halves of characters and control tokens among them."""
+    generator = random.Random(0)
+    prompt_ids = tokenizer.encode_prompt("the")
+    for number in range(10_000):
+        ids = [generator.randrange(tokenizer.vocab_size) for _ in range(generator.randint(1, 12))]
+        stream = TextStream(tokenizer, prompt_ids)
+        pieces = [*(stream.push(token_id) for token_id in ids), stream.finish()]
+        whole = tokenizer.decode([*prompt_ids, *ids])
+        assert tokenizer.decode(prompt_ids) + "".join(pieces) == whole, (number, ids)
+
+
+# Choosing
+
+
+def test_the_penalty_is_for_what_the_prompt_and_the_text_have(tokenizer: Tokenizer) -> None:
+    prompt_ids = tokenizer.encode_prompt("the")
+    first, second, third = [n for n in range(200, 210) if n not in prompt_ids][:3]
+    logits = torch.zeros(tokenizer.vocab_size)
+    logits[prompt_ids[-1]], logits[first], logits[second], logits[third] = 4.0, 3.0, 2.5, 2.0
+    config = SamplingConfig(max_new_tokens=9, temperature=0, repetition_penalty=2.0)
+    text = Continuation(prompt_ids, config, context=999, tokenizer=tokenizer)
+    for _ in range(3):
+        text.push(logits)
+    assert text.token_ids == [first, second, prompt_ids[-1]]
+
+
+def test_the_penalty_makes_every_logit_seen_smaller() -> None:
+    logits = torch.tensor([3.0, -3.0, 1.0, -1.0])
+    assert penalize(logits, 2.0, [0, 1]).tolist() == [1.5, -6.0, 1.0, -1.0]
+    assert logits.tolist() == [3.0, -3.0, 1.0, -1.0]
+
+
+@given(
+    logits=st.lists(st.floats(-50, 50, width=32), min_size=6, max_size=6),
+    chosen=st.lists(st.integers(0, 5), max_size=30),
+    frequency=st.floats(-2, 2),
+    presence=st.floats(-2, 2),
+    bias=st.dictionaries(st.integers(0, 5), st.floats(-100, 100)),
+)
+def test_penalties_and_biases_are_added_as_openai_defines_them(
+    logits: list[float],
+    chosen: list[int],
+    frequency: float,
+    presence: float,
+    bias: dict[int, float],
+) -> None:
+    config = SamplingConfig(frequency_penalty=frequency, presence_penalty=presence, logit_bias=bias)
+    counts = Counter(chosen)
+    expected = [
+        logit - counts[i] * frequency - (counts[i] > 0) * presence + bias.get(i, 0.0)
+        for i, logit in enumerate(logits)
+    ]
+    found = shift(torch.tensor(logits), config, counts)
+    assert found.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_penalties_count_the_new_tokens_and_not_the_prompt(tokenizer: Tokenizer) -> None:
+    """Exact values: 9 is chosen until its penalties have cost it more than its lead."""
+    logits = torch.zeros(tokenizer.vocab_size)
+    logits[9], logits[8], logits[7] = 4.0, 2.0, 1.75
+    config = SamplingConfig(
+        max_new_tokens=7, temperature=0, frequency_penalty=0.5, presence_penalty=0.25
+    )
+    text = Continuation([9] * 20, config, context=999)
+    for _ in range(7):
+        text.push(logits)
+    # 9: 4, 3.25, 2.75, 2.25, 1.75; 8: 2, 1.25; 7: 1.75. The first of equals is taken.
+    assert text.token_ids == [9, 9, 9, 9, 8, 7, 9]
+    assert SamplingConfig().logit_bias == {}
+
+
+def test_biases_ban_and_force_tokens(tokenizer: Tokenizer) -> None:
+    logits = torch.zeros(tokenizer.vocab_size)
+    logits[4] = 30.0
+    for bias, expected in (({}, 4), ({4: -100}, 0), ({11: 100}, 11), ({4: -29.5, 5: 0.75}, 5)):
+        config = SamplingConfig(max_new_tokens=1, temperature=0, logit_bias=bias)
+        text = Continuation([1], config, context=999)
+        text.push(logits)
+        assert text.token_ids == [expected]
+    beyond = SamplingConfig(logit_bias={tokenizer.vocab_size: 1.0})
+    with pytest.raises(ConfigError, match="logit_bias names the token id 320"):
+        Continuation([1], beyond, context=999).push(logits)
+
+
+def test_tokens_chosen_together_are_those_of_each_text_alone() -> None:
+    """Those that depend on the text so far are left to it."""
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": 2},
+        {"temperature": 1.5, "min_p": 0.5},
+        {"temperature": 1.5},
+    ]
+    left: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": -0.1},
+        {"logit_bias": {3: 1.0}},
+    ]
+
+    def texts() -> list[Continuation]:
+        configs = [SamplingConfig(**one, seed=n) for n, one in enumerate([*settings, *left])]
+        return [Continuation([1], config, context=99) for config in configs]
+
+    together, alone = texts(), texts()
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        logits = 3 * torch.randn(len(alone), 40, generator=generator)
+        chosen = choose_tokens(together, logits)
+        assert [token_id is None for token_id in chosen] == [False] * len(settings) + [True] * 4
+        for text, row, token_id in zip(together, logits, chosen, strict=True):
+            text.push(row, token_id)
+        for text, row in zip(alone, logits, strict=True):
+            text.push(row)
+    assert [text.token_ids for text in together] == [text.token_ids for text in alone]
+    assert len({tuple(text.token_ids) for text in alone}) > 5
+
+
+def test_log_probabilities_are_the_models_own(tokenizer: Tokenizer) -> None:
+    logits = torch.randn(tokenizer.vocab_size, generator=torch.Generator().manual_seed(0))
+    config = SamplingConfig(
+        max_new_tokens=3, temperature=0.1, top_k=2, repetition_penalty=3.0, seed=0, logprobs=3
+    )
+    text = Continuation([1, 2], config, context=999, tokenizer=tokenizer)
+    for _ in range(3):
+        text.push(logits)
+    assert text.logprobs is not None
+    expected = logits.log_softmax(-1)
+    for token_id, found in zip(text.token_ids, text.logprobs, strict=True):
+        assert found.token_id == token_id
+        assert found.logprob == float(expected[token_id])
+        assert [one for one, _ in found.top] == expected.topk(3).indices.tolist()
+        assert [p for _, p in found.top] == expected.topk(3).values.tolist()
+
+
+def test_more_log_probabilities_than_tokens_are_all() -> None:
+    assert len(logprobs_of(torch.zeros(1, 4), [1], 20)[0].top) == 4
+    assert logprobs_of(torch.zeros(1, 4), [1], 0)[0].top == ()
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"min_p": -0.1}, "min_p must be between 0"),
+        ({"min_p": 1.1}, "min_p must be between 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty must be above 0"),
+        ({"stop": ("a", "")}, "stop must be texts of at least one character"),
+        ({"logprobs": -1}, "logprobs must be 0 or above"),
+        ({"frequency_penalty": 2.01}, "frequency_penalty must be between -2 and 2, not 2.01"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be between -2 and 2"),
+        ({"logit_bias": {3: -100.5}}, "logit_bias must be numbers from -100 to 100 by token id"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias must be numbers from -100 to 100 by token id"),
+    ],
+)
+def test_settings_out_of_range_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig(**values)  # type: ignore[arg-type]

@@ -1,0 +1,54 @@
+"""What the C library does with the memory that training frees, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import json, sys
+import torch
+from firstlight.hardware.process_memory import resident_bytes
+from firstlight.methods import give_back_unused, keep_memory
+from firstlight.hardware.device import find_hardware
+
+hardware = find_hardware("cpu")
+asked = keep_memory(hardware) if sys.argv[1] == "keep" else None
+level = resident_bytes()
+blocks = [torch.ones(2**20) for _ in range(50)]
+last = torch.ones(2**20)
+full = resident_bytes() - level
+del blocks
+freed = resident_bytes() - level
+give_back_unused(hardware)
+print(json.dumps([asked, full, freed, resident_bytes() - level]))
+"""
+
+
+def measure(word: str) -> tuple[bool | None, int, int, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, word], capture_output=True, text=True, check=True
+    )
+    asked, full, freed, given = json.loads(done.stdout)
+    return asked, full, freed, given
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
+def test_freed_memory_is_kept_until_it_is_given_back() -> None:
+    asked, full, freed, given_back = measure("keep")
+    assert asked is True
+    assert full > 200_000_000
+    assert freed > 190_000_000
+    assert given_back < 50_000_000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
+def test_without_asking_freed_memory_goes_back_at_once() -> None:
+    asked, full, freed, _ = measure("do not")
+    assert asked is None
+    assert full > 200_000_000
+    assert freed < 50_000_000

@@ -1,0 +1,314 @@
+"""Master weights, and updates in the backward pass."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from firstlight.errors import ConfigError
+from firstlight.models import empty_model
+from firstlight.optim.optimizer import Optimizer
+from optimizer_models import (
+    TIED,
+    backward,
+    full_weights,
+    make,
+    new_model,
+    one_thread,
+    same,
+    steps,
+    weights,
+)
+
+pytestmark = pytest.mark.usefixtures(one_thread.__name__)
+
+BF16 = torch.bfloat16
+each = pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd"])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, BF16])
+switched = pytest.mark.parametrize("in_backward", [False, True])
+
+
+# Master weights
+
+
+@each
+@switched
+def test_bf16_parameters_are_the_rounded_masters_after_every_step(
+    name: str, in_backward: bool
+) -> None:
+    model = new_model(dtype=BF16)
+    optimizer = Optimizer(model, make(name, max_grad_norm=0.0), in_backward=in_backward)
+    for seed in range(3):
+        steps(model, optimizer, range(seed, seed + 1))
+        # Before anyone looks at the masters, which rounds them anew.
+        found = weights(model)
+        masters = full_weights(model, optimizer)
+        assert {value.dtype for value in masters.values()} == {torch.float32}
+        assert any((value != value.bfloat16()).any() for value in masters.values())
+        rounded = {key: value.bfloat16() for key, value in masters.items()}
+        assert same(found, rounded)
+
+
+@switched
+def test_a_model_is_freed_after_its_steps(in_backward: bool) -> None:
+    """Also its weights, which autograd holds with their hooks."""
+    model = new_model(dtype=BF16)
+    optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=in_backward)
+    steps(model, optimizer, range(1))
+    left = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)
+
+
+def test_masters_are_those_of_an_fp32_model_with_the_same_gradients() -> None:
+    low, full = new_model(dtype=BF16), new_model(dtype=BF16).float()
+    one, other = Optimizer(low, make("adamw")), Optimizer(full, make("adamw"))
+    for seed in range(4):
+        backward(low, seed)
+        for parameter, of_low in zip(full.parameters(), low.parameters(), strict=True):
+            assert of_low.grad is not None
+            parameter.grad = of_low.grad.float()
+        for optimizer in (one, other):
+            optimizer.clip_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(full_weights(low, one), weights(full))
+
+
+def test_updates_too_small_for_bf16_add_up() -> None:
+    model = nn.Linear(1, 1, bias=False).to(BF16)
+    nn.init.ones_(model.weight)
+    optimizer = Optimizer(model, make("sgd", sgd_momentum=0.0, weight_decay=0.0))
+    for _ in range(100):
+        model.weight.grad = torch.full_like(model.weight, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert full_weights(model, optimizer)["weight"].item() == pytest.approx(0.99, rel=1e-4)
+    assert model.weight.item() == pytest.approx(0.99, rel=1 / 256)
+
+
+def test_gradients_of_micro_batches_add_up_in_fp32() -> None:
+    """Against the sum in fp64: at most fp32's rounding off, and bf16's own sum a lot more."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(64, 64, generator=generator).to(BF16) for _ in range(8)]
+    exact = sum((part.double() for part in parts), torch.zeros(64, 64, dtype=torch.float64))
+    model = nn.Linear(64, 64, bias=False).to(BF16)
+    optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0))
+    for part in parts:
+        model.weight.backward(part)  # type: ignore[no-untyped-call]
+        optimizer.accumulate()
+        assert model.weight.grad is None
+    master = optimizer._masters.updated["weight"]
+    assert master.grad is not None
+    off = (master.grad - exact).abs().max().item()
+    in_bf16 = (sum(parts[1:], parts[0]) - exact).abs().max().item()
+    assert off < 2e-6
+    assert in_bf16 > 1000 * off
+
+
+def test_clipping_and_updating_take_up_gradients_that_nobody_accumulated() -> None:
+    first, second = new_model(dtype=BF16), new_model(dtype=BF16)
+    for model in (first, second):
+        optimizer = Optimizer(model, make("adamw", weight_decay=0.0))
+        backward(model, 0)
+        if model is first:
+            optimizer.clip_gradients()
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+    assert not same(weights(first), weights(new_model(dtype=BF16)))
+    assert not same(weights(second), weights(new_model(dtype=BF16)))
+
+
+def test_inside_master_weights_the_model_is_its_masters_and_afterwards_as_before() -> None:
+    model = new_model(TIED, dtype=BF16)
+    optimizer = Optimizer(model, make("adamw"))
+    steps(model, optimizer, range(2))
+    before, places = weights(model), [p.data_ptr() for p in model.parameters()]
+    seen = interrupted_inside(model, optimizer)
+    assert seen.keys() == model.state_dict().keys()
+    assert all(tensor.dtype == torch.float32 for tensor in seen.values())
+    head, embedding = "lm_head.weight", "transformer.wte.weight"
+    assert seen[head].data_ptr() == seen[embedding].data_ptr()
+    assert model.get_parameter(head) is model.get_parameter(embedding)
+    assert same(weights(model), before)
+    assert [p.data_ptr() for p in model.parameters()] == places
+
+
+def interrupted_inside(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The model's tensors inside the context, which an error ends."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def look() -> None:
+        with optimizer.master_weights():
+            seen.update(model.state_dict())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        look()
+    return seen
+
+
+def test_what_is_written_inside_master_weights_is_trained_on() -> None:
+    model = new_model(dtype=BF16)
+    optimizer = Optimizer(model, make("adamw"))
+    values = {name: torch.rand(p.shape) + 1 for name, p in model.named_parameters()}
+    with optimizer.master_weights():
+        model.load_state_dict(values)
+    assert same(weights(model), {name: value.bfloat16() for name, value in values.items()})
+    assert same(full_weights(model, optimizer), values)
+
+
+def test_a_compiled_model_can_be_used_after_master_weights() -> None:
+    model = new_model(TIED, dtype=BF16)
+    optimizer = Optimizer(model, make("adamw"))
+    passes = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        passes.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    ids = torch.arange(8).view(1, 8)
+    compiled(ids, ids).backward()
+    seen = len(passes)
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        with optimizer.master_weights():
+            model.state_dict()
+        loss = compiled(ids, ids)
+        loss.backward()
+        torch.testing.assert_close(loss, model(ids, ids))
+    assert len(passes) == seen, "compiled again"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parameters_with_32_bits_or_more_have_no_masters(dtype: torch.dtype) -> None:
+    model = new_model(dtype=dtype)
+    optimizer = Optimizer(model, make("adamw"))
+    places = [p.data_ptr() for p in model.parameters()]
+    with optimizer.master_weights():
+        assert [p.data_ptr() for p in model.parameters()] == places
+    backward(model, 0)
+    optimizer.accumulate()
+    assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
+    optimizer.step()
+    assert optimizer.state_tensors()["lm_head.weight.exp_avg"].dtype == dtype
+
+
+def test_masters_can_start_from_given_values_and_take_no_copy() -> None:
+    model = new_model()
+    given = {name: p.data for name, p in model.named_parameters()}
+    values = weights(model)
+    model = model.to(BF16)
+    optimizer = Optimizer(model, make("adamw"), initial=given)
+    assert same(full_weights(model, optimizer), values)
+    masters = optimizer._masters.updated
+    assert all(masters[name].data_ptr() == given[name].data_ptr() for name in given)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(16, dtype=torch.float64)])
+def test_values_that_can_not_be_masters_are_refused(value: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight.*expected \[16\] torch.float32"):
+        Optimizer(new_model(dtype=BF16), make("adamw"), initial={"model.norm.weight": value})
+
+
+# Updates in the backward pass
+
+
+@each
+@dtypes
+def test_updates_in_the_backward_pass_are_those_of_a_step(name: str, dtype: torch.dtype) -> None:
+    plain, early = new_model(dtype=dtype), new_model(dtype=dtype)
+    config = make(name, max_grad_norm=0.0)
+    one, other = Optimizer(plain, config), Optimizer(early, config, in_backward=True)
+    norms, found = steps(plain, one, range(4)), steps(early, other, range(4))
+    assert [float(norm) for norm in found] == [float(norm) for norm in norms]
+    assert same(full_weights(early, other), full_weights(plain, one))
+    assert same(other.state_tensors(), one.state_tensors())
+
+
+@dtypes
+def test_gradients_are_gone_when_the_backward_pass_is_over(dtype: torch.dtype) -> None:
+    model = new_model(dtype=dtype)
+    optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=True)
+    backward(model, 0)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in optimizer._masters.updated.values())
+    after = weights(model)
+    optimizer.step()
+    assert same(weights(model), after)
+
+
+def test_a_tied_weight_is_updated_once_with_its_whole_gradient() -> None:
+    models = [new_model(TIED), new_model(TIED)]
+    ids = torch.arange(8).view(1, 8)
+    for model, in_backward in zip(models, (False, True), strict=True):
+        optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=in_backward)
+        model(ids, ids).backward()
+        optimizer.step()
+        assert optimizer.state_tensors()["transformer.wte.weight.step"].item() == 1
+    assert same(weights(models[0]), weights(models[1]))
+
+
+def test_clipping_is_refused_in_the_backward_pass() -> None:
+    with pytest.raises(ConfigError, match=r"set optimizer\.max_grad_norm to 0"):
+        Optimizer(new_model(), make("adamw", max_grad_norm=1.0), in_backward=True)
+
+
+def test_a_second_backward_pass_before_the_next_step_is_refused() -> None:
+    model = new_model()
+    optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=True)
+    backward(model, 0)
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps to 1"):
+        backward(model, 1)
+    optimizer.zero_grad()
+    backward(model, 2)
+
+
+def test_scaled_gradients_are_refused_in_the_backward_pass() -> None:
+    model = new_model()
+    optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=True)
+    backward(model, 0)
+    with pytest.raises(ConfigError, match="bf16 instead of fp16"):
+        optimizer.clip_gradients(1024.0)
+
+
+def test_a_gradient_that_is_no_number_shows_in_the_norm_though_it_was_applied() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=True)
+    (model.weight.sum() * float("inf")).backward()  # type: ignore[no-untyped-call]
+    assert not torch.isfinite(optimizer.clip_gradients())
+
+
+# Going on
+
+
+@each
+@dtypes
+@switched
+def test_a_run_goes_on_bit_for_bit_with_the_switch_on_or_off(
+    name: str, dtype: torch.dtype, in_backward: bool
+) -> None:
+    config = make(name, max_grad_norm=0.0)
+    model = new_model(dtype=dtype)
+    optimizer = Optimizer(model, config, in_backward=in_backward)
+    steps(model, optimizer, range(3))
+    saved, values = optimizer.state_tensors(), full_weights(model, optimizer)
+    saved = {key: tensor.clone() for key, tensor in saved.items()}
+    steps(model, optimizer, range(3, 6))
+
+    for switch in (False, True):
+        resumed = empty_model(model.config).to(dtype)
+        again = Optimizer(resumed, config, in_backward=switch)
+        with again.master_weights():
+            resumed.load_state_dict(values)
+        again.load_state_tensors(saved)
+        steps(resumed, again, range(3, 6))
+        assert same(full_weights(resumed, again), full_weights(model, optimizer))
+        assert same(weights(resumed), weights(model))

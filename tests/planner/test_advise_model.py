@@ -1,0 +1,293 @@
+"""What to train with a budget: laws, batches, and the model that comes out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from firstlight.errors import ConfigError
+from firstlight.from_texts.choices import choose
+from firstlight.models import FAMILIES, LlamaConfig, ModelConfig
+from firstlight.planner.advise import defaults
+from firstlight.planner.advise import model as model_module
+from firstlight.planner.advise.law import (
+    Length,
+    MachineFacts,
+    ModelSize,
+    expected_bits,
+    least_bits,
+    worth_of_bytes,
+)
+from firstlight.planner.advise.learning_rates import new_model_rates
+from firstlight.planner.advise.model import (
+    Suggestion,
+    _without_run,
+    batch_tokens,
+    model_ladder,
+    suggest,
+    tokens_in_time,
+    usual_text,
+)
+from firstlight.planner.plan.machine import find_machine, resolve_for
+from firstlight.planner.plan.plan import optimizer_of_width
+from firstlight.recipe import parse_recipe
+
+_VOCAB, _ROW = 32000, 1024
+_LLAMA = LlamaConfig(
+    vocab_size=_VOCAB,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_attention_heads=8,
+    max_position_embeddings=_ROW,
+    tie_word_embeddings=True,
+)
+_MODELS = list(model_ladder(_LLAMA))
+_MUCH = usual_text(_VOCAB, None)
+
+
+def rate_of(flops: float, memory: float = math.inf) -> Callable[[Suggestion, float], float | None]:
+    """Of hardware that only multiplies, and holds 16 bytes for each parameter."""
+
+    def rate(model: Suggestion, _: float) -> float | None:
+        return flops / model.flops if 16 * model.parameters <= memory else None
+
+    return rate
+
+
+@pytest.fixture(autouse=True)
+def _built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "_without_run", _kept)
+
+
+_KEPT: dict[tuple[str, int], Suggestion] = {}
+
+
+def _kept(config: ModelConfig, seq_len: int) -> Suggestion:
+    key = config.model_dump_json(), seq_len
+    if key not in _KEPT:
+        _KEPT[key] = _without_run(config, seq_len)
+    return _KEPT[key]
+
+
+def test_expected_bits_are_at_most_those_of_guessing_and_at_least_those_of_the_law() -> None:
+    assert expected_bits(1.0, 1.0, _MUCH) == 8
+    assert expected_bits(1e30, 1e60, _MUCH) == pytest.approx(least_bits(_MUCH), rel=1e-6)
+    assert least_bits(_MUCH) == pytest.approx(defaults.FLOOR)
+
+
+def test_text_read_again_is_worth_less_and_in_the_end_nothing() -> None:
+    assert worth_of_bytes(100, math.inf) == worth_of_bytes(100, 100) == 100
+    # Muennighoff et al.: up to four epochs are nearly as good as new text.
+    assert 0.9 * 400 < worth_of_bytes(400, 100) < 400
+    assert worth_of_bytes(1e9, 100) == pytest.approx(100 * (1 + 15.39))
+
+
+def test_tokens_in_time_leave_time_for_evaluations_and_are_at_most_the_epochs() -> None:
+    assert tokens_in_time(100.0, 50.0, _MUCH) == pytest.approx(5000 * 0.94)
+    assert tokens_in_time(100.0, 50.0, usual_text(_VOCAB, 300)) == 1200
+    assert tokens_in_time(100.0, 50.0, usual_text(_VOCAB, 300), 2.0) == 600
+
+
+def test_batches_grow_with_the_root_of_the_tokens_and_leave_a_hundred_steps() -> None:
+    assert batch_tokens(1.6e6, 256) == 2048
+    assert batch_tokens(1.6e6 * 16, 256) == 8192
+    assert batch_tokens(1e15, 256) == 524_288
+    assert batch_tokens(100_000, 256) == 512
+    assert batch_tokens(1.0, 1024) == 1024
+
+
+def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_texts() -> None:
+    draws = random.Random(0)
+    chosen: set[tuple[int, int]] = set()
+    target = find_machine("H100")
+    for _ in range(100):
+        vocab_size = draws.choice((512, 8192))
+        seconds = 10 ** draws.uniform(1.5, 5.5)
+        tokens = 10 ** draws.uniform(5, 9)
+        flops = 10 ** draws.uniform(10, 14)
+        # Small models reach a smaller share of the rate.
+        rates = [(1e7, draws.uniform(0.2, 1) * flops / 1e7), (5e8, flops / 5e8)]
+        memory = int(10 ** draws.uniform(8.5, 10.2))
+        machine = MachineFacts("a machine", "cpu", rates, memory)
+        text = usual_text(vocab_size, tokens)
+
+        def rate(model: Suggestion, step: float, machine: MachineFacts = machine) -> float | None:
+            config: Any = model.config
+            size = ModelSize(config.hidden_size, config.num_hidden_layers, config.vocab_size, 512)
+            if size.state_bytes > machine.usable_bytes:
+                return None
+            return machine.tokens_per_second(model.flops, step)
+
+        model = LlamaConfig(
+            model_type="qwen3",
+            vocab_size=vocab_size,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_attention_heads=8,
+            num_hidden_layers=8,
+            max_position_embeddings=512,
+        )
+        name = draws.choice(("muon", "adamw", "adamw8bit", "lion", "adafactor"))
+        own_optimizer = {} if name == "muon" else {"optimizer.name": name}
+        written = parse_recipe(
+            {
+                "model": model.model_dump() | {"tie_word_embeddings": False},
+                "data": {"dir": "none", "seq_len": 512},
+                **({"optimizer": {"name": name}} if own_optimizer else {}),
+            }
+        )
+        resolved = resolve_for(written, target)
+        fixed = {"data.seq_len": 512, **own_optimizer}
+        for length in (Length(seconds), Length(tokens=round(tokens / 65536 + 1) * 65536)):
+            texts = choose(text, machine, length, fixed)
+            plan: Any = suggest(
+                rate,
+                model_ladder(model),
+                text,
+                seq_len=512,
+                seconds=length.seconds,
+                tokens=length.tokens,
+            )
+            own = (texts["model.hidden_size"], texts["model.num_hidden_layers"])
+            assert own == (plan.config.hidden_size, plan.config.num_hidden_layers)
+            assert texts["batch.global_batch_tokens"] == plan.global_batch_tokens
+            assert texts.tokens == plan.tokens
+            optimizer = optimizer_of_width(resolved, written, plan.config.hidden_size)
+            expected = new_model_rates(name, plan.config.hidden_size)
+            assert {key: texts[f"optimizer.{key}"] for key in expected} == expected
+            assert {key: getattr(optimizer, key) for key in expected} == expected
+            chosen.add(own)
+    assert len(chosen) > 10
+
+
+def test_the_ladder_rises_and_each_rung_is_a_model() -> None:
+    sizes = [_kept(config, _ROW).parameters for config in _MODELS]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 3e6
+    assert 50e9 < sizes[-1] < 80e9
+    assert max(b / a for a, b in itertools.pairwise(sizes)) < 2.6
+
+
+@pytest.mark.parametrize("exponent", [18, 19, 20, 21, 22])
+def test_a_budget_of_compute_is_balanced_as_the_papers_balance_it(exponent: int) -> None:
+    rate, seconds = rate_of(1e15), 10**exponent / 1e15
+    found = suggest(rate, _MODELS, _MUCH, seq_len=_ROW, seconds=seconds)
+    # Some 20 tokens a parameter; a rung off is a factor of two, and small models' embeddings weigh.
+    assert 8 < found.tokens / found.parameters < 50
+    assert found.seconds == pytest.approx(0.94 * seconds, rel=0.01)
+    assert found.tokens == found.max_steps * found.global_batch_tokens
+
+
+def test_a_model_that_does_not_fit_is_not_suggested() -> None:
+    small = suggest(rate_of(1e15, memory=2e9), _MODELS, _MUCH, seq_len=_ROW, seconds=1e6)
+    assert 16 * small.parameters <= 2e9
+    large = suggest(rate_of(1e15), _MODELS, _MUCH, seq_len=_ROW, seconds=1e6)
+    assert large.parameters > small.parameters
+    with pytest.raises(ConfigError, match="no model of the ladder fits"):
+        suggest(rate_of(1e15, memory=1e6), _MODELS, _MUCH, seq_len=_ROW, seconds=1e6)
+
+
+def test_a_budget_of_tokens_gets_a_model_of_about_a_twentieth() -> None:
+    found = suggest(rate_of(1e15), _MODELS, _MUCH, seq_len=_ROW, tokens=10e9)
+    assert 250e6 < found.parameters <= 500e6
+    assert found.tokens == pytest.approx(10e9, rel=0.01)
+    tiny = suggest(rate_of(1e15), _MODELS, _MUCH, seq_len=_ROW, tokens=1e6)
+    assert tiny.config.hidden_size < 128
+    assert tiny.max_steps >= 100
+
+
+def test_little_text_is_read_four_times_by_a_model_that_does_not_memorize_it() -> None:
+    much = suggest(rate_of(1e14), _MODELS, _MUCH, seq_len=_ROW, seconds=1e5)
+    assert much.epochs is None
+    for unique in (20e6, 1e6, 1e5):
+        text = usual_text(_VOCAB, unique)
+        little = suggest(rate_of(1e14), _MODELS, text, seq_len=_ROW, seconds=1e5)
+        assert little.layer_parameters <= 16 * unique
+        assert little.epochs is not None
+        assert little.epochs == pytest.approx(little.tokens / unique)
+        # More would harm: there is time left.
+        assert little.epochs <= 1.05 * defaults.MOST_EPOCHS
+        assert little.seconds < 1e5
+        assert little.bits > much.bits
+    enough = usual_text(_VOCAB, 1e12)
+    assert suggest(rate_of(1e14), _MODELS, enough, seq_len=_ROW, seconds=1e5).config == much.config
+
+
+def test_a_budget_is_time_or_tokens() -> None:
+    for budget in ({}, {"seconds": 1.0, "tokens": 1.0}):
+        with pytest.raises(ConfigError, match="either a time or a number of tokens"):
+            suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, **budget)
+
+
+def test_models_that_are_cut_have_key_value_heads_for_all() -> None:
+    grouped = _LLAMA.model_copy(update={"num_attention_heads": 8, "num_key_value_heads": 2})
+    cut: list[Any] = list(model_ladder(grouped, cuts=8))
+    assert [one.hidden_size for one in cut] == [one.hidden_size for one in _MODELS]
+    shared = {one.hidden_size: one.num_key_value_heads for one in cut}
+    # A quarter of the heads is 8 of 32, and 12 of 48: as near to that as can be shared by 8.
+    assert {width: shared[width] for width in (1024, 2048, 3072)} == {1024: 8, 2048: 8, 3072: 8}
+    # 12 heads can't be shared by 8: nothing is gained by others than the usual 3.
+    assert shared[768] == 3
+    assert all(one.num_attention_heads % one.num_key_value_heads == 0 for one in cut)
+
+
+def test_the_ladder_keeps_family_layout_and_proportions() -> None:
+    wide_heads = _LLAMA.model_copy(update={"model_type": "qwen3", "num_attention_heads": 4})
+    ladder: list[Any] = list(model_ladder(wide_heads.model_copy(update={"head_dim": 128})))
+    assert {one.model_type for one in ladder} == {"qwen3"}
+    assert {one.head_dim for one in ladder} == {128}
+    assert all(one.hidden_size == 128 * one.num_attention_heads for one in ladder)
+    assert all(one.tie_word_embeddings for one in ladder)
+    at_own_width = next(one for one in ladder if one.hidden_size == 512)
+    assert at_own_width.intermediate_size == 1408
+
+
+def of_family(name: str) -> Any:
+    sizes = {"vocab_size": 300, "hidden_size": 256, "num_attention_heads": 4}
+    return FAMILIES[name].config.model_validate({"model_type": name, **sizes})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_a_ladder_of_its_own(name: str) -> None:
+    model = of_family(name)
+    first, *_ = ladder = list(model_ladder(model))
+    assert (len(ladder), first.hidden_size, first.num_hidden_layers) == (32, 64, 2)
+    changed = {key for key, value in model.model_dump().items() if value != first.model_dump()[key]}
+    sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+    sizes |= {"linear_num_key_heads", "linear_num_value_heads", "shared_expert_intermediate_size"}
+    sizes |= {"intermediate_size", "moe_intermediate_size", "kv_lora_rank"}
+    assert changed <= sizes
+
+
+def test_layers_that_differ_keep_their_pattern_at_another_depth() -> None:
+    model = of_family("qwen3").model_copy(
+        update={
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        }
+    )
+    first, second, *_ = model_ladder(model)
+    windows = [second.attention_spec(i).window for i in range(second.num_hidden_layers)]
+    assert windows == [16, 16, None, 16]
+    assert [first.attention_spec(i).window for i in range(2)] == [16, 16]
+
+
+def test_experts_that_a_token_does_not_use_are_not_counted_by_the_laws() -> None:
+    models = list(model_ladder(of_family("qwen3_moe")))[:12]
+    rate = rate_of(1e15)
+    routed = suggest(rate, models, usual_text(300, None), seq_len=64, tokens=1e8)
+    assert routed.layer_parameters < routed.active_parameters < routed.parameters
+
+
+def test_a_layout_that_is_valid_in_no_other_size_is_refused() -> None:
+    model = of_family("qwen3_moe").model_copy(
+        update={"num_hidden_layers": 100, "decoder_sparse_step": 100}
+    )
+    with pytest.raises(ConfigError, match=r"in its own size only.*leave no layer with experts"):
+        list(model_ladder(model))

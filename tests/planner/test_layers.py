@@ -1,0 +1,331 @@
+"""Deep models from shallow ones, and generation: against the full trace and against real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.memory import measured_memory
+from firstlight.errors import ConfigError
+from firstlight.generation import few_rows
+from firstlight.generation.batch import BatchDecoder
+from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
+from firstlight.planner.memory import recipe as recipes
+from firstlight.planner.memory.kernels import Operator, Target, cuda_target
+from firstlight.planner.memory.layers import in_fewer_layers
+from firstlight.planner.memory.module import predict_generation
+from firstlight.planner.memory.prediction import (
+    LATE_BACKWARD,
+    MIDDLE_BACKWARD,
+    MemoryPrediction,
+    PhasePeak,
+    predict,
+)
+from firstlight.planner.memory.program import Equivalent
+from firstlight.planner.memory.recipe import (
+    TraceJob,
+    cut,
+    predict_evaluation,
+    run_jobs,
+    trace_memory,
+)
+from firstlight.planner.memory.trace import ALIVE, Storage, Trace
+from firstlight.planner.speed.gpu import streamed_bytes
+from firstlight.recipe import ResolvedRecipe
+from planner_recipes import GPT2, LLAMA, recipe
+
+
+def from_few(
+    recipe: ResolvedRecipe, trace: Callable[[ResolvedRecipe], MemoryPrediction]
+) -> MemoryPrediction:
+    """Planned from what the recipes with fewer layers take."""
+    recipes, join = in_fewer_layers(recipe)
+    return join([trace(one) for one in recipes])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"efficiency": {"activation_checkpointing": "full"}},
+        {"batch": {"gradient_accumulation_steps": 2, "micro_batch_size": 1}},
+    ],
+)
+def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> None:
+    deep = recipe(model=GPT2 | {"num_hidden_layers": 7}, **settings)
+    whole, found = trace_memory(deep), from_few(deep, trace_memory)
+    assert found.peak_bytes == whole.peak_bytes
+    assert found.parts == whole.parts
+    assert found.phase == whole.phase
+    flops = [sum(e.count * e.operator.flops for e in p.operators) for p in (whole, found)]
+    assert flops[0] == flops[1]
+    # Of lists of all parameters there is one operator, however many layers.
+    listed = [
+        sum(e.count * streamed_bytes(e.operator) for e in p.operators if not e.operator.outputs)
+        for p in (whole, found)
+    ]
+    assert listed[0] == pytest.approx(listed[1], rel=1e-4)
+    assert listed[0] > 0
+
+
+def test_a_deep_models_evaluation_is_planned_from_few_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deep = recipe(model=GPT2 | {"num_hidden_layers": 7})
+    whole = predict_evaluation(deep)
+    monkeypatch.setattr("firstlight.planner.memory.recipe._FULLY_TRACED", 3)
+    traced: list[int] = []
+    full = recipes._evaluate
+
+    def counted(planned: Equivalent, target: Target, samples: bool) -> MemoryPrediction:
+        assert planned.recipe.model is not None
+        traced.append(planned.recipe.model.num_hidden_layers)
+        return full(planned, target, samples)
+
+    monkeypatch.setattr(recipes, "_evaluate", counted)
+    found = predict_evaluation(deep)
+    assert traced == [3, 2]
+    assert (found.peak_bytes, found.parts, found.phase) == (
+        whole.peak_bytes,
+        whole.parts,
+        "evaluation",
+    )
+    # What the training step took before it has been given back.
+    assert found.total_bytes == whole.total_bytes == whole.peak_bytes
+
+
+def test_the_loss_of_a_large_vocabulary_is_part_of_its_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Its gradient interrupts the pass after few operators, which were taken for a pass of their
+    # own: with 8 rows, two and three layers had their late peaks at different places.
+    deep = recipe(
+        model=GPT2 | {"num_hidden_layers": 7, "vocab_size": 20_000},
+        batch={"micro_batch_size": 8},
+        efficiency={"loss_chunk_tokens": 32},
+    )
+    whole = trace_memory(deep)
+    monkeypatch.setattr("firstlight.planner.memory.recipe._FULLY_TRACED", 3)
+    found = trace_memory(deep)
+    assert (found.peak_bytes, found.phase) == (whole.peak_bytes, whole.phase)
+
+
+def test_rounded_weights_are_not_held_where_layers_are_computed_again() -> None:
+    found = trace_memory(
+        recipe(
+            model=GPT2 | {"num_hidden_layers": 8},
+            batch={"micro_batch_size": 1},
+            efficiency={
+                "precision": "bf16",
+                "activation_checkpointing": "full",
+                "loss_chunk_tokens": 32,
+            },
+        )
+    )
+    # All of them rounded would be half of the weights.
+    parts = found.phases["loss"].parts
+    assert parts.get("temporaries", 0) < parts["weights"] / 4
+
+
+def test_a_frozen_base_in_bf16_leaves_nothing_in_fp32() -> None:
+    model = LLAMA | {"vocab_size": 8192, "tie_word_embeddings": False}
+    efficiency = {"precision": "bf16_params"}
+    found = trace_memory(recipe(model=model, lora={"rank": 1}, efficiency=efficiency))
+    table = 8192 * 64
+    # While the second of embedding and head is rounded, the first is so already.
+    assert found.phases["setup"].bytes < (4 + 4 + 2) * table + 2**18
+
+
+def _made_up(layers: int) -> MemoryPrediction:
+    """Early in the backward pass 100 + 10 a layer, late 80 + 12 a layer."""
+    early, late = 100 + 10 * layers, 80 + 12 * layers
+    phases = {
+        "backward": PhasePeak(early, {"activations": early}),
+        LATE_BACKWARD: PhasePeak(late, {"gradients": late}),
+    }
+    return MemoryPrediction(early, "backward", phases["backward"].parts, phases, early, 0, 0, ())
+
+
+def test_the_peak_may_be_at_another_place_of_a_deeper_model() -> None:
+    deep = recipe(model=GPT2 | {"num_hidden_layers": 50})
+
+    def shallow(part: Any) -> MemoryPrediction:
+        return _made_up(part.model.num_hidden_layers)
+
+    found = from_few(deep, shallow)
+    assert (found.peak_bytes, found.phase) == (80 + 12 * 50, "backward")
+    assert found.parts == {"gradients": 680}
+    assert list(found.phases) == ["backward"]
+
+
+def test_part_of_a_trace_begins_with_what_was_alive() -> None:
+    trace = Trace(phase_names=["forward", "backward"])
+    trace.calls.extend([0, 1, 2, 3, 4, 5])
+    trace.phases.extend([0, 0, 1, 1, 0, 1])
+    trace.segments, trace.recomputations = [(0, 1), (4, 4)], [(3, 3), (2, 5)]
+    trace.storages = [
+        Storage(1, 0, "forward", death=1),
+        Storage(2, 1, "forward", "weights", death=4),
+        Storage(4, 3, "backward", death=3),
+        Storage(8, 4, "forward"),
+        Storage(16, 5, "backward"),
+    ]
+    found = cut(trace, 2, 4)
+    assert list(found.calls) == [2, 3, 4]
+    assert list(found.phases) == [1, 1, 0]
+    assert found.segments == [(2, 2)]
+    assert found.recomputations == [(1, 1)]
+    assert found.storages == [
+        Storage(2, 0, "forward", "weights", death=2),
+        Storage(4, 1, "backward", death=1),
+        Storage(8, 2, "forward"),
+    ]
+    assert cut(trace, 0, 2).storages[1].death == ALIVE
+    assert trace.storages[1].death == 4
+
+
+def test_jobs_are_done_in_pieces_and_each_gets_its_own() -> None:
+    def job(*layers: int) -> TraceJob:
+        return TraceJob(
+            tuple((_made_up, count) for count in layers),
+            lambda found: replace(_made_up(0), peak_bytes=sum(one.peak_bytes for one in found)),
+        )
+
+    found = run_jobs([job(1, 2), job(), job(3)])
+    assert [one.peak_bytes for one in found] == [110 + 120, 0, 130]
+
+
+def test_layers_that_differ_are_all_traced() -> None:
+    model = LLAMA | {
+        "model_type": "qwen2",
+        "num_hidden_layers": 8,
+        "sliding_window": 32,
+        "max_window_layers": 4,
+    }
+    asked: list[int] = []
+
+    def trace(part: Any) -> MemoryPrediction:
+        asked.append(part.model.num_hidden_layers)
+        return replace(_made_up(1))
+
+    from_few(recipe(model=model), trace)
+    assert asked == [8]
+
+
+@pytest.mark.parametrize(
+    ("stretches", "peaks"),
+    [
+        (1, {"backward": 9}),
+        (2, {"backward": 5, LATE_BACKWARD: 9}),
+        (3, {"backward": 5, MIDDLE_BACKWARD: 9, LATE_BACKWARD: 7}),
+    ],
+)
+def test_each_backward_pass_can_be_cut_into_stretches(
+    stretches: int, peaks: dict[str, int]
+) -> None:
+    trace = Trace(phase_names=["forward", "backward"])
+    trace.operators = [Operator("aten.relu.default", "backward", (), (), 0, 0)]
+    # Two steps: forward, then six operators backward, the fourth of which has most in the second.
+    for _ in range(2):
+        trace.phases.extend([0, 1, 1, 1, 1, 1, 1])
+        trace.calls.extend([0] * 7)
+    sizes = {2: 5, 11: 9, 13: 7}
+    trace.storages = [Storage(size, at, "backward", death=at) for at, size in sizes.items()]
+    found = predict(trace, Target(), len(trace.calls), stretches=stretches)
+    assert {name: peak.bytes for name, peak in found.phases.items() if peak.bytes} == peaks
+
+
+# Generation
+
+_CONFIGS: dict[str, ModelConfig] = {
+    "gpt2": GPT2Config.model_validate(GPT2),
+    "llama": LlamaConfig.model_validate(LLAMA),
+}
+
+
+def real_generation(config: ModelConfig, dtype: torch.dtype, sequences: int) -> None:
+    """What `predict_generation` traces, on real tensors, with prompts of 40 and 20 new tokens."""
+    with torch.device("meta"):
+        model = build_model(config)
+    model.to(dtype).to_empty(device="cpu")
+    model.finish_loading()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.eval()
+    few_rows.use_few_rows(model)
+    decoder = BatchDecoder(model, sequences, 60)
+    for _ in range(sequences):
+        decoder.add([0] * 40)
+    decoder.lengths = [59] * sequences
+    decoder.step([0] * sequences)
+
+
+@pytest.mark.parametrize("family", _CONFIGS)
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_generation_takes_what_a_real_one_takes(family: str, sequences: int) -> None:
+    config = _CONFIGS[family]
+    found = predict_generation(
+        config, prompt_tokens=40, max_new_tokens=20, sequences=sequences, target=Target(threads=2)
+    )
+    with measured_memory() as measured:
+        real_generation(config, torch.float32, sequences)
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
+    head = config.num_key_value_heads * config.head_dim
+    cache = 2 * 4 * config.num_hidden_layers * head * 60 * sequences
+    assert found.parts["activations"] == pytest.approx(cache, rel=0.1)
+
+
+def test_weights_in_8_bits_take_a_quarter() -> None:
+    config = _CONFIGS["llama"]
+    settings: dict[str, Any] = {"prompt_tokens": 4, "max_new_tokens": 4}
+    wide = predict_generation(config, **settings).parts["weights"]
+    narrow = predict_generation(config, dtype="int8", **settings).parts["weights"]
+    assert narrow < wide / 2
+
+
+def test_a_dtype_that_only_a_file_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'auto' can't be planned"):
+        predict_generation(_CONFIGS["gpt2"], prompt_tokens=4, max_new_tokens=4, dtype="auto")
+
+
+# Recipes for a GPU
+
+
+def test_a_gpus_recipe_is_planned_without_the_gpu() -> None:
+    target = cuda_target("A100", (8, 0))
+    flash = recipe(efficiency={"attention": "flash", "precision": "bf16"})
+    plain = recipe(efficiency={"attention": "math", "precision": "bf16"})
+    found = trace_memory(flash, target)
+    assert found.reserved_bytes >= found.peak_bytes
+    assert found.overhead_bytes == target.context_bytes > 0
+    assert found.parts["framework"] == target.library_bytes
+    scores = 2 * 2 * 2 * 128 * 128
+    assert trace_memory(plain, target).parts["activations"] > found.parts["activations"] + scores
+
+
+def test_offloaded_activations_are_counted_in_the_hosts_memory() -> None:
+    target = cuda_target("A100", (8, 0))
+    stays = trace_memory(recipe(), target)
+    goes = trace_memory(recipe(efficiency={"activation_offload": True}), target)
+    assert stays.host_bytes == 0
+    assert goes.host_bytes > 0
+    assert goes.parts.get("activations", 0) < stays.parts["activations"] / 4
+    assert goes.peak_bytes < stays.peak_bytes
+
+
+def test_documents_keep_no_mask_of_the_scores_size_where_flex_is_taken() -> None:
+    target = cuda_target("A100", (8, 0))
+    documents = {"document_masking": True}
+    flex = trace_memory(recipe(data=documents, efficiency={"attention": "flex"}), target)
+    masked = trace_memory(recipe(data=documents, efficiency={"attention": "efficient"}), target)
+    assert flex.peak_bytes < masked.peak_bytes
+
+
+def test_what_a_gpu_can_but_cannot_be_traced_is_said() -> None:
+    target = cuda_target("H100", (9, 0))
+    fp8 = recipe(model=LLAMA, efficiency={"precision": "fp8"})
+    assert any("fp8" in note for note in trace_memory(fp8, target).notes)

@@ -1,0 +1,276 @@
+"""Kinds of GPUs that were measured: what a plan says of them, and the fit of their constants."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from plain_recipe import plain_recipe
+
+from firstlight.cli.plan import plan_command
+from firstlight.hardware.gpus import find_gpu
+from firstlight.planner.memory.kernels import (
+    Layout,
+    Operator,
+    OperatorCount,
+    bytes_of,
+    cuda_target,
+)
+from firstlight.planner.memory.prediction import MemoryPrediction
+from firstlight.planner.memory.recipe import trace_memory
+from firstlight.planner.plan.machine import find_machine
+from firstlight.planner.speed.gpu import (
+    BOUNDS,
+    DEFAULT_SHARES,
+    MeasuredGpu,
+    assumed_shares,
+    measured_gpu,
+    read_measured,
+    save_measured,
+    shares_for,
+    shares_of,
+)
+from firstlight.planner.speed.throughput import (
+    TimedStep,
+    Workload,
+    fit_constants,
+    predict_speed,
+    relative_errors,
+    workload_of,
+)
+
+H200 = find_gpu("H200")
+CONSTANTS = {
+    "products": 0.72,
+    "attention": 0.44,
+    "bandwidth": 0.88,
+    "launch_seconds": 5e-6,
+    "fused_traffic": 2.2,
+}
+MEASURED = MeasuredGpu(CONSTANTS, 0.08, 11, 20, "2.11.0", 640 * 2**20)
+
+#: Layers, hidden_size, heads and sequence length of GPT-2 models by their number of parameters.
+_SIZES = {
+    "1M": (4, 128, 4, 256),
+    "124M": (12, 768, 12, 1024),
+    "1.5B": (48, 1600, 25, 1024),
+}
+
+_RECIPE = """
+data: {dir: /nowhere, seq_len: 64}
+model: {model_type: gpt2, vocab_size: 500, hidden_size: 32, num_hidden_layers: 2,
+        num_attention_heads: 2}
+batch: {micro_batch_size: 2}
+efficiency: {compile: false}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of this machine's measured GPUs, in a cache of the test's own."""
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path))
+    return tmp_path / "calibration" / "gpus.json"
+
+
+def _plan(folder: Path, gpu: str) -> tuple[str, dict[str, Any]]:
+    path = folder / "recipe.yaml"
+    path.write_text(_RECIPE)
+    found = CliRunner().invoke(plan_command, [str(path), "--gpu", gpu, "--no-search", "--json"])
+    assert found.exit_code == 0, found.output
+    return found.stderr, json.loads(found.stdout)
+
+
+def test_a_plan_says_whether_a_kind_of_gpu_was_measured(cache: Path, tmp_path: Path) -> None:
+    said, before = _plan(tmp_path, "H200")
+    assumed = "from the data sheet and a measured H100, not measured itself"
+    assert f"speed of H200: {assumed}" in said
+    assert before["as_it_stands"]["speed"]["source"] == assumed
+    # An H200 loads the kernels of an H100.
+    h100 = measured_gpu(find_gpu("H100"))
+    assert h100 is not None
+    assert before["as_it_stands"]["training"]["overhead_bytes"] == h100.context_bytes
+    save_measured(cache, "H200", MEASURED)
+    said, after = _plan(tmp_path, "H200")
+    assert (
+        "speed of H200: measured on this GPU type: 11 configurations fitted, 20 others within 8% "
+        "(torch 2.11.0)" in said
+    )
+    training = after["as_it_stands"]["training"]
+    assert training["overhead_bytes"] == 640 * 2**20
+    step = after["as_it_stands"]["speed"]["step_seconds"]
+    assert step["high"] / step["expected"] == pytest.approx(1.08, abs=0.01)
+    said, other = _plan(tmp_path, "A100 40GB")
+    assert f"speed of A100 40GB: {assumed}" in said
+    assert other["as_it_stands"]["training"]["overhead_bytes"] == 500 * 2**20
+
+
+def test_several_kinds_stand_in_one_file(cache: Path) -> None:
+    save_measured(cache, "H200", MEASURED)
+    save_measured(cache, "RTX 4090", MeasuredGpu({**CONSTANTS, "products": 0.6}, 0.0, 1, 1, "2.13"))
+    assert read_measured(cache).keys() == {"H200", "RTX 4090"}
+    assert measured_gpu(H200) == MEASURED
+    assert shares_for(find_gpu("RTX 4090")).products.expected == 0.6
+    assert find_machine("H200").target.context_bytes == 640 * 2**20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"format": 99, "gpus": {}}',
+        '{"format": 1, "gpus": {"H200": {}}}',
+        '{"format": 1, "gpus": {"H200": {"constants": {"products": 7}, "error": 0.1}}}',
+    ],
+)
+def test_a_damaged_file_counts_as_none(cache: Path, content: str) -> None:
+    cache.parent.mkdir()
+    cache.write_text(content)
+    assert read_measured(cache) == {}
+    assert shares_for(H200) == assumed_shares(H200)
+    save_measured(cache, "H200", MEASURED)
+    assert measured_gpu(H200) == MEASURED
+
+
+@pytest.mark.parametrize(
+    ("name", "reaches"), [("H200", 0.81), ("A100 80GB", 0.85), ("T4", 24 / 65)]
+)
+def test_shares_of_unmeasured_gpu_are_scaled_from_the_h100(name: str, reaches: float) -> None:
+    gpu = find_gpu(name)
+    h100, found = shares_for(find_gpu("H100")), assumed_shares(gpu)
+    expected = h100.products.expected * reaches / 0.81
+    assert found.products.expected == pytest.approx(expected)
+    assert found.launch_seconds.expected == pytest.approx(h100.launch_seconds.expected)
+    assert found.compiled_launch_seconds.expected == pytest.approx(
+        h100.compiled_launch_seconds.expected
+    )
+    assert found.bandwidth.expected == pytest.approx(h100.bandwidth.expected)
+    same = h100 if name == "H200" else DEFAULT_SHARES
+    assert found.attention.expected == pytest.approx(same.attention.expected)
+    assert found.attention_backward.expected == pytest.approx(same.attention_backward.expected)
+    # As wide as without a measurement.
+    for one in ("products", "launch_seconds"):
+        default, scaled = getattr(DEFAULT_SHARES, one), getattr(found, one)
+        assert scaled.slow / scaled.fast == pytest.approx(default.slow / default.fast)
+
+
+#: Pairs of which the first GPU is at least as fast as the second in 16 bits, by their data sheets:
+#: TFLOP/s with accumulation in fp32, GB/s, multiprocessors x clock (GHz).
+#:
+#: B200 2250, 8000, 148 x 1.9; H200 989, 4800, 132 x 1.8; H100 989, 3350, 132 x 1.8; H100 PCIe 756,
+#: 2000, 114 x 1.8; A100 80GB 312, 2039, and 40GB 312, 1555, both 108 x 1.4; L40S 362, 864, 142 x
+#: 2.5; RTX 5090 210, 1792, 170 x 2.4; RTX 4090 165, 1008, 128 x 2.5; V100 125, 900, 80 x 1.5;
+#: RTX 3090 71, 936, 82 x 1.7; RTX 4070 58, 504, 46 x 2.5; RTX 3060 26, 360, 28 x 1.8; T4 65, 320,
+#: 40 x 1.6, but 24 TFLOP/s for longer than an instant.
+#:
+#: The L40S is not compared with an A100, nor an RTX 4070 with an RTX 3090: each has the higher
+#: value of one figure.
+_ORDER = (
+    *(("B200", "H200"), ("H200", "H100"), ("H100", "H100 PCIe"), ("H100 PCIe", "A100 40GB")),
+    *(("H100", "A100 80GB"), ("A100 80GB", "A100 40GB"), ("A100 40GB", "V100 16GB")),
+    *(("H100", "L40S"), ("H100", "RTX 5090"), ("A100 40GB", "RTX 4090")),
+    *(("RTX 5090", "RTX 4090"), ("RTX 4090", "RTX 3090"), ("RTX 4090", "RTX 4070")),
+    *(("RTX 3090", "RTX 3060 12GB"), ("RTX 4070", "RTX 3060 12GB"), ("V100 16GB", "T4")),
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"), [("1M", 1), ("1M", 32), ("124M", 2), ("124M", 16), ("1.5B", 8)]
+)
+def test_order_of_gpus_follows_their_data_sheets(size: str, rows: int) -> None:
+    layers, width, heads, seq_len = _SIZES[size]
+    recipe = plain_recipe(
+        {
+            "data": {"dir": "-", "seq_len": seq_len},
+            "model": {
+                "model_type": "gpt2",
+                "vocab_size": 2000 if size == "1M" else 50304,
+                "hidden_size": width,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+            },
+            "batch": {"micro_batch_size": rows},
+            "efficiency": {"precision": "bf16", "compile": False},
+        }
+    )
+    # V100 and T4 have no bf16: fp16 has the same products and bytes.
+    counted = trace_memory(recipe, cuda_target("any", (8, 0)))
+    for compiled in (False, True):
+        work = replace(workload_of(recipe), compiled=compiled)
+        rate = {
+            name: predict_speed(
+                counted, work, replace(find_gpu(name), bf16=find_gpu(name).fp16)
+            ).tokens_per_second.expected
+            for name in {name for pair in _ORDER for name in pair}
+        }
+        for faster, slower in _ORDER:
+            # Where the host's launches take all of the time, all are equal.
+            assert rate[faster] >= rate[slower] * (1 - 1e-9), (faster, slower, compiled, rate)
+        # Nearly equal: 24 and 26 TFLOP/s, 320 and 360 GB/s.
+        assert 0.7 < rate["T4"] / rate["RTX 3060 12GB"] < 1.1, rate
+
+
+def test_constants_out_of_their_bounds_are_refused(cache: Path) -> None:
+    save_measured(cache, "H200", MeasuredGpu({**CONSTANTS, "products": 1.5}, 0.1, 1, 1, "2.13"))
+    assert read_measured(cache) == {}
+
+
+def _mm(m: int, k: int, n: int, phase: str = "forward") -> Operator:
+    half = torch.bfloat16
+    inputs: tuple[Layout, ...] = (((m, k), half), ((k, n), half))
+    moved = sum(map(bytes_of, inputs)) + 2 * m * n
+    return Operator("aten.mm.default", phase, inputs, (((m, n), half),), 2 * m * n * k, moved)
+
+
+def _add(size: int) -> Operator:
+    layout: Layout = ((size,), torch.float32)
+    return Operator("aten.add.Tensor", "forward", (layout, layout), (layout,), 0, 12 * size)
+
+
+def _attention(tokens: int) -> Operator:
+    one: Layout = ((8, 16, tokens, 64), torch.bfloat16)
+    name = "aten._scaled_dot_product_flash_attention.default"
+    moved = 4 * bytes_of(one)
+    return Operator(name, "forward", (one, one, one), (one,), 4, moved)
+
+
+def _steps() -> list[tuple[MemoryPrediction, Workload]]:
+    """Steps of which each depends most on another constant."""
+    eager, compiled = Workload(1, 1.0), Workload(1, 1.0, compiled=True)
+    counts = [
+        ([(_mm(8192, 8192, 8192), 10)], eager),
+        ([(_add(2**28), 10)], eager),
+        ([(_attention(8192), 20)], eager),
+        ([(_add(64), 3000)], eager),
+        ([(_mm(2**17, 128, 128), 20), (_add(2**20), 50)], compiled),
+        ([(_mm(4096, 4096, 4096), 10), (_add(2**26), 10), (_attention(2048), 5)], eager),
+    ]
+    return [
+        (MemoryPrediction(0, "", {}, {}, 0, 0, 0, tuple(OperatorCount(*e) for e in entries)), work)
+        for entries, work in counts
+    ]
+
+
+def test_the_constants_of_made_up_measurements_are_found_again() -> None:
+    shares = shares_of(CONSTANTS)
+    steps = [
+        TimedStep(counted, work, predict_speed(counted, work, H200, shares).step_seconds.expected)
+        for counted, work in _steps()
+    ]
+    found = fit_constants(steps, H200)
+    assert found == pytest.approx(CONSTANTS, rel=0.05)
+    assert max(map(abs, relative_errors(steps, H200, found))) < 0.03
+    assert max(map(abs, relative_errors(steps, H200, None))) > 0.1
+
+
+def test_a_constant_that_no_step_depends_on_stays_as_it_is() -> None:
+    counted, work = _steps()[0]
+    found = fit_constants([TimedStep(counted, work, 0.05)], H200)
+    for name in BOUNDS:
+        expected = getattr(DEFAULT_SHARES, name).expected
+        assert (found[name] == expected) == (name != "products"), name

@@ -1,0 +1,1096 @@
+"""`firstlight plan`: the machine that is meant, what is open in a recipe, the search, the text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from firstlight.cli.main import main
+from firstlight.console import parse_count, parse_time
+from firstlight.data.corpus import TokenDataset
+from firstlight.errors import ConfigError
+from firstlight.hardware.device import find_hardware
+from firstlight.methods.config import EfficiencyConfig
+from firstlight.methods.precision import packet_note
+from firstlight.models.accounting import matrix_shapes
+from firstlight.optim.schedule import Schedule
+from firstlight.planner.advise import defaults
+from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
+from firstlight.planner.memory.ranks import engine_of
+from firstlight.planner.plan import search
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
+from firstlight.planner.plan.machine import (
+    find_machine,
+    parse_bytes,
+    planned_run,
+    resolve_for,
+    with_changes,
+)
+from firstlight.planner.plan.plan import Budget, Plan, make_plan
+from firstlight.planner.plan.text import (
+    blocks,
+    changed_options,
+    count_text,
+    hours,
+    memory_table,
+    method_rows,
+)
+from firstlight.planner.speed import alignment
+from firstlight.planner.speed.alignment import alignment_warnings
+from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe, parse_recipe
+from firstlight.recipe.conflicts import require_combination
+from planner_recipes import FixedEstimator
+
+_MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def recipe(**sections: Any) -> Recipe:
+    return parse_recipe({"data": {"dir": "/nowhere"}, "model": _MODEL, **sections})
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("24GiB", 24 * 2**30), ("24 GB", 24 * 10**9), ("512 mib", 2**29), ("1.5TiB", 3 * 2**39)],
+)
+def test_sizes_of_memory_have_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "24 apples", "GiB", "-3GiB", "1e3"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size of memory: write for instance 24GiB"):
+        parse_bytes(text)
+
+
+def test_times_and_counts() -> None:
+    assert [parse_time(t) for t in ("24h", "90min", "3d", "1.5 h")] == [86400, 5400, 259200, 5400]
+    assert [parse_time(t) for t in ("1h30m", "1 H 30 min", "2h15m30s")] == [5400, 5400, 8130]
+    assert [parse_count(t) for t in ("10B", "300M", "2e9", "12")] == [1e10, 3e8, 2e9, 12]
+    for wrong in ("24", "h", "1.2.3h", "3 years", "1h30", "30m1h", "1h1h", ""):
+        with pytest.raises(ConfigError, match="is not a time"):
+            parse_time(wrong)
+    for wrong in ("ten", "1e400"):
+        with pytest.raises(ConfigError, match="is not a number of tokens"):
+            parse_count(wrong)
+
+
+def test_a_gpu_is_named_or_only_its_memory_is() -> None:
+    known = find_machine("rtx 4090", count=2)
+    assert (known.name, known.count, known.precision) == ("RTX 4090", 2, "bf16")
+    assert known.memory_bytes == 24564 * 2**20
+    assert known.usable_bytes == int(0.98 * known.memory_bytes)
+    assert find_machine("T4").precision == "fp16"
+    assert find_machine("P100").precision == "fp32"
+    unknown = find_machine(memory_bytes=12 * 2**30)
+    assert unknown.gpu is None
+    assert unknown.memory_bytes == 12 * 2**30
+    assert find_machine("RTX 3090", 20 * 2**30).memory_bytes == 20 * 2**30
+
+
+def test_machines_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="nearest are 'RTX 4090'"):
+        find_machine("RTX 4091")
+    with pytest.raises(ConfigError, match="--gpus is 0"):
+        find_machine("RTX 4090", count=0)
+    with pytest.raises(ConfigError, match="--gpus 2 of which kind"):
+        find_machine(count=2)
+    with pytest.raises(ConfigError, match="--gpu-memory is 24 bytes"):
+        find_machine(memory_bytes=24)
+
+
+def test_what_a_recipe_leaves_open_is_decided_and_the_rest_kept() -> None:
+    gpu = find_machine("RTX 4090")
+    settled = resolve_for(recipe(), gpu)
+    assert settled.data.seq_len == 64
+    assert settled.efficiency.precision == "bf16"
+    assert settled.efficiency.compile is True
+    assert settled.efficiency.attention == "sdpa"
+    assert settled.batch.rows == 8
+    fixed = recipe(
+        data={"dir": "/nowhere", "seq_len": 32, "document_masking": True},
+        batch={"micro_batch_size": 3},
+        efficiency={"precision": "fp32", "compile": False},
+    )
+    settled = resolve_for(fixed, gpu)
+    assert settled.efficiency.precision == "fp32"
+    assert settled.efficiency.compile is False
+    assert settled.efficiency.attention == "flex"
+    assert (settled.batch.rows, settled.data.seq_len) == (3, 32)
+    # fp16 is for who asks for it, as in a run.
+    v100 = find_machine("V100 16GB")
+    # Its matrix units are for fp16 alone.
+    narrow = resolve_for(recipe(), v100)
+    assert narrow.efficiency.precision == "fp16"
+    assert "precision fp32" in dict(methods(narrow, v100))
+    fused = recipe(
+        efficiency={"optimizer_in_backward": True}, optimizer={"name": "adamw", "max_grad_norm": 0}
+    )
+    assert resolve_for(fused, v100).efficiency.precision == "fp32"
+    assert resolve_for(recipe(), find_machine("P100 16GB")).efficiency.precision == "fp32"
+    both = {"global_batch_tokens": 1024, "gradient_accumulation_steps": 4}
+    assert resolve_for(recipe(batch=both), gpu).batch.rows == 4
+    dropout = {**_MODEL, "model_type": "gpt2", "attn_pdrop": 0.1}
+    del dropout["intermediate_size"]
+    masked = recipe(model=dropout, data={"dir": "/nowhere", "document_masking": True})
+    assert resolve_for(masked, gpu).efficiency.attention == "sdpa"
+
+
+def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
+    t4 = find_machine("T4")
+    odd = recipe(model={**_MODEL, "intermediate_size": 67, "vocab_size": 101})
+    resolved = resolve_for(odd, t4)
+    width, layers = resolved.model.hidden_size, resolved.model.num_hidden_layers
+    shapes = matrix_shapes(resolved.model)
+    total = sum(a * b for a, b in shapes)
+    mlp, head = 3 * layers * width * 67 / total, width * 101 / total
+    found = list(alignment_warnings(resolved, None))
+    assert found == [
+        f"model.intermediate_size 67 is no multiple of 8, and {mlp:.0%} of the matrix products "
+        f"use it: take 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a step",
+        f"model.vocab_size 101 is no multiple of 8, and {head:.0%} of the matrix products use it: "
+        "efficiency.vocab_multiple 64 pads it to 128, up to "
+        f"{1 / (1 - head * 3 / 4):.2f} times the speed of a step",
+    ]
+    padded = recipe(
+        model={**_MODEL, "intermediate_size": 72, "vocab_size": 101},
+        efficiency={"vocab_multiple": 64},
+    )
+    assert not list(alignment_warnings(resolve_for(padded, t4), None))
+    heads = {"vocab_size": 320, "num_attention_heads": 6, "num_key_value_heads": 1}
+    wide = resolve_for(
+        recipe(model={**_MODEL, **heads, "hidden_size": 60, "intermediate_size": 67}), t4
+    )
+    hidden, layer = alignment_warnings(wide, None)  # and none of the keys' width, 10
+    assert ": take 72, up to" in layer
+    # 64 is no multiple of 6 heads.
+    assert "model.hidden_size 60 is no multiple of 8" in hidden
+    assert ": take 72, up to" in hidden
+    assert hidden.endswith("times the speed of a step, with the other sizes aligned as well")
+    wide = resolve_for(recipe(model={**_MODEL, **heads, "hidden_size": 72}), t4)
+    (keys,) = alignment_warnings(wide, None)
+    assert keys.startswith("a width of 12 inside the model is no multiple of 8")
+    assert ": take sizes of heads that are multiples of 8, up to" in keys
+    # fp32 is not computed by matrix units.
+    slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})
+    assert not list(alignment_warnings(resolve_for(slow, t4), None))
+
+
+@pytest.mark.parametrize(
+    "gpu, precision, multiple, named",
+    [
+        ("H100", "bf16", 64, "hidden_size 72 (next: 128), intermediate_size 200 (next: 256)"),
+        ("A100 40GB", "bf16", 64, "hidden_size 72 (next: 128), intermediate_size 200 (next: 256)"),
+        ("H100", "tf32", 32, "hidden_size 72 (next: 96), intermediate_size 200 (next: 224)"),
+        ("RTX 4090", "bf16", None, ""),
+        ("T4", "fp16", None, ""),
+        ("H100", "fp32", None, ""),
+        ("H100", "fp8", 128, "hidden_size 72 (next: 128), intermediate_size 200 (next: 256)"),
+    ],
+)
+def test_widths_that_matrix_units_read_in_parts_are_named_with_their_cost(
+    gpu: str, precision: str, multiple: int | None, named: str
+) -> None:
+    sizes = {"hidden_size": 72, "intermediate_size": 200, "vocab_size": 640}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    efficiency = {"precision": precision, "compile": False}
+    planned = recipe(model={**_MODEL, **sizes, **heads}, efficiency=efficiency)
+    machine = find_machine(gpu)
+    resolved = resolve_for(planned, machine)
+    found = list(alignment_warnings(resolved, None, machine.hardware.capability))
+    if multiple is None:
+        assert found == []
+        return
+    shapes = matrix_shapes(resolved.model)
+    padded = [[-(-size // multiple) * multiple for size in shape] for shape in shapes]
+    more = sum(a * b for a, b in padded) / sum(a * b for a, b in shapes) - 1
+    assert found == [
+        f"not multiples of {multiple}, which this GPU's matrix units read at full speed: {named}. "
+        f"Their products cost at least what the next multiples cost: {more:.1%} more arithmetic"
+    ]
+
+
+def test_widths_of_a_v100_are_multiples_of_8_and_training_names_others_too() -> None:
+    config = resolve_for(recipe(model={**_MODEL, "intermediate_size": 68}), find_machine("T4"))
+    note = packet_note(config.model, EfficiencyConfig(precision="fp16"), (7, 0))
+    assert note is not None
+    assert "not multiples of 8, which" in note
+    assert "intermediate_size 68 (next: 72)" in note
+    assert packet_note(config.model, EfficiencyConfig(precision="fp16"), None) is None
+    assert packet_note(config.model, EfficiencyConfig(precision="fp16"), (6, 0)) is None
+
+
+def test_the_gain_of_an_aligned_size_is_measured_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = {67: 0.3, 72: 0.1}
+    monkeypatch.setattr(alignment, "_product_seconds", lambda *_, size: seconds[size])
+    sizes = {"intermediate_size": 67, "vocab_size": 320}
+    odd = resolve_for(recipe(model={**_MODEL, **sizes}), find_machine("T4"))
+    (found,) = alignment_warnings(odd, torch.device("cpu"))
+    assert "measured here, about" in found
+    seconds[72] = 0.3
+    assert not list(alignment_warnings(odd, torch.device("cpu")))
+
+
+def test_the_vocabulary_comes_from_the_recipe_the_weights_or_the_prepared_data(
+    tmp_path: Path,
+) -> None:
+    gpu = find_machine("RTX 4090")
+    without = {**_MODEL, "vocab_size": 0}
+    with pytest.raises(ConfigError, match=r"is not prepared here: .* --planning.vocab_size 50257"):
+        resolve_for(recipe(model=without), gpu)
+    manifest = {"vocab_size": 999, "splits": {"train": {"tokens": 12345}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    found = resolve_for(recipe(model=without, data={"dir": str(tmp_path)}), gpu)
+    assert found.model is not None
+    assert found.model.vocab_size == 999
+    with pytest.raises(ConfigError, match="the recipe has no model"):
+        resolve_for(parse_recipe({"data": {"dir": "/nowhere"}}), gpu)
+
+
+def fake_outcomes(
+    monkeypatch: pytest.MonkeyPatch, bytes_a_row: dict[str, int], fixed: int
+) -> list[dict[str, Any]]:
+    """Have a step take so much for each row, by what activations are kept; what was looked at."""
+    asked: list[dict[str, Any]] = []
+
+    def estimate(_: Estimator, candidate: Candidate) -> Estimate:
+        machine, changes = candidate.machine, candidate.changes
+        changed = with_changes(candidate.recipe, changes)
+        asked.append({**changes, "rows": changed.batch.rows, "count": machine.count})
+        kept = bytes_a_row[changed.efficiency.activation_checkpointing]
+        state = fixed // (8 if changed.lora else machine.count)
+        size = state + changed.batch.rows * kept
+        memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
+        return Estimate(candidate.name, changes, changed, memory, usable_bytes=machine.usable_bytes)
+
+    def estimate_all(estimator: Estimator, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
+        return (estimate(estimator, candidate) for candidate in candidates)
+
+    monkeypatch.setattr(Estimator, "estimate", estimate)
+    monkeypatch.setattr(Estimator, "estimate_all", estimate_all)
+    return asked
+
+
+_GIB = 2**30
+
+
+def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_outcomes(monkeypatch, {"none": 3 * _GIB, "selective": 2 * _GIB, "full": _GIB}, 4 * _GIB)
+    machine = find_machine(memory_bytes=24 * _GIB)
+    plain = resolve_for(recipe(batch={"global_batch_tokens": 12 * 64}), machine)
+    assert list(search.micro_batches(plain, machine)) == [12, 6, 3, 1]
+    ramp = {"ramp_start_tokens": 4 * plain.data.seq_len, "ramp_steps": 5}
+    ramped = with_changes(plain, {"batch": {**dict(plain.batch), **ramp}})
+    assert list(search.micro_batches(ramped, machine)) == [4, 2, 1]
+    # 4 + 3 x 6 = 22 fit without saving anything; full checkpointing takes all 12 rows.
+    best = search.best_estimate(plain, machine)
+    assert best is not None
+    assert best.recipe.batch.rows == 12
+    assert best.recipe.efficiency.activation_checkpointing == "full"
+    assert best.fits
+    # A global batch that fits as it stands needs nothing.
+    small = resolve_for(recipe(batch={"global_batch_tokens": 6 * 64}), machine)
+    best = search.best_estimate(small, machine)
+    assert best is not None
+    assert dict(best.changes) == {}
+    assert small.batch.rows == 6
+
+
+@pytest.mark.parametrize("compiled_bytes, fits", [(_GIB, True), (99 * _GIB, False)])
+def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
+    monkeypatch: pytest.MonkeyPatch, compiled_bytes: int, fits: bool
+) -> None:
+    asked: list[bool] = []
+
+    def estimate(_: Estimator, candidate: Candidate) -> Estimate:
+        asked.append(candidate.compiles)
+        changed = with_changes(candidate.recipe, candidate.changes)
+        size = compiled_bytes if candidate.compiles else 2 * _GIB
+        memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
+        return Estimate(
+            candidate.name,
+            candidate.changes,
+            changed,
+            memory,
+            usable_bytes=candidate.machine.usable_bytes,
+            is_bound=not candidate.compiles,
+        )
+
+    monkeypatch.setattr(Estimator, "estimate", estimate)
+    monkeypatch.setattr(
+        Estimator,
+        "estimate_all",
+        lambda estimator, candidates, *_: (estimate(estimator, one) for one in candidates),
+    )
+    machine = find_machine(memory_bytes=24 * _GIB)
+    compiled = resolve_for(recipe(efficiency={"compile": True}), machine)
+    best = search.best_estimate(compiled, machine)
+    first = asked.index(True)
+    assert first > 0
+    assert all(asked[first:])
+    # What does not fit as it is meant is not called a plan.
+    assert (best is not None) is fits
+    if best is not None:
+        assert best.fits
+        assert not best.is_bound
+        assert len(asked) == first + 1
+
+
+def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def estimate(_: Estimator, candidate: Candidate) -> Estimate:
+        changed = with_changes(candidate.recipe, candidate.changes)
+        # Smaller micro-batches alone fit, and only compiled.
+        size = changed.batch.rows * _GIB + (0 if candidate.compiles else 99 * _GIB)
+        memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
+        made = (candidate.name, candidate.changes, changed, memory)
+        usable = 3 * _GIB // 2
+        return Estimate(*made, usable_bytes=usable, is_bound=not candidate.compiles)
+
+    monkeypatch.setattr(Estimator, "estimate", estimate)
+    monkeypatch.setattr(
+        Estimator,
+        "estimate_all",
+        lambda estimator, candidates, *_: (estimate(estimator, one) for one in candidates),
+    )
+    machine = find_machine("RTX 4090")
+    written = recipe(efficiency={"compile": True}, batch={"micro_batch_size": 4})
+    best = search.best_estimate(search.open_micro_batch(resolve_for(written, machine)), machine)
+    assert best is not None
+    assert (best.fits, best.is_bound) == (True, False)
+    assert best.recipe.batch.rows == 1
+    # So are ways out of what does not fit.
+    assert all(
+        not one.is_bound for one in search.nearest_estimates(resolve_for(written, machine), machine)
+    )
+    assert search.nearest_estimates(resolve_for(written, machine), machine)
+
+
+@pytest.mark.parametrize(
+    "state, evaluation, hopeless",
+    [(30, 1, True), (1, 30, True), (1, 1, False)],
+    ids=["state", "evaluation", "activations"],
+)
+def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
+    monkeypatch: pytest.MonkeyPatch, state: int, evaluation: int, hopeless: bool
+) -> None:
+    asked: list[Candidate] = []
+
+    def memory(phase: str, size: int, total: int) -> MemoryPrediction:
+        peak = PhasePeak(size, {"weights": size // 2, "optimizer_states": size // 2})
+        return MemoryPrediction(total, phase, {}, {phase: peak}, total, 0, 0, ())
+
+    def estimate(_: Estimator, candidate: Candidate) -> Estimate:
+        asked.append(candidate)
+        changed = with_changes(candidate.recipe, candidate.changes)
+        step = memory("optimizer", state * _GIB, 99 * _GIB)
+        evaluating = memory("evaluation", _GIB, evaluation * _GIB)
+        bound = not candidate.compiles and changed.efficiency.compile is True
+        found = Estimate("", candidate.changes, changed, step, evaluating, is_bound=bound)
+        return dataclasses.replace(found, usable_bytes=24 * _GIB)
+
+    monkeypatch.setattr(Estimator, "estimate", estimate)
+    monkeypatch.setattr(
+        Estimator,
+        "estimate_all",
+        lambda estimator, candidates, *_: (estimate(estimator, one) for one in candidates),
+    )
+    machine = find_machine("RTX 4090")
+    # With chunks, the second way is the same as the first.
+    efficiency = {"compile": True, "loss_chunk_tokens": 64}
+    written = recipe(efficiency=efficiency, batch={"micro_batch_size": 4})
+    compiled = search.open_micro_batch(resolve_for(written, machine))
+    assert search.best_estimate(compiled, machine) is None
+    assert search.nearest_estimates(compiled, machine) == []
+    # As it stands, it was.
+    rows = [
+        with_changes(compiled, one.changes).batch.rows for one in asked if one.compiles and one.name
+    ]
+    assert (len(rows) == 1) is hopeless
+    # Where the smallest micro-batch does not fit, no larger one is compiled.
+    assert set(rows[1:]) <= {1}
+    # What goes without torch.compile is the same when it is asked for again.
+    offloading = [one for one in asked if one.changes.get("efficiency.compile") is False]
+    assert [one.compiles for one in offloading] == [False]
+
+
+def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = fake_outcomes(monkeypatch, {"none": 4 * _GIB, "selective": _GIB, "full": _GIB}, _GIB)
+    machine = find_machine(memory_bytes=24 * _GIB)
+    sections = {"efficiency": {"compile": True}, "batch": {"micro_batch_size": 8}}
+    compiled = search.open_micro_batch(resolve_for(recipe(**sections), machine))
+    small = MemoryPrediction(_GIB, "backward", {}, {}, _GIB, 0, 0, ())
+    known = Estimate("as it stands", {}, compiled, small, usable_bytes=24 * _GIB)
+    assert search.best_estimate(compiled, machine, known=known) is known
+    assert any("efficiency.activation_checkpointing" in one for one in asked)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"compile_regional": True}, {"compile_mode": "max-autotune"}],
+    ids=["regional", "mode"],
+)
+def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
+    machine = find_machine("RTX 4090")
+    compiled = resolve_for(recipe(efficiency={"compile": True, **how}), machine)
+    changes = dict(methods(compiled, machine))["no torch.compile"]
+    assert changes == {
+        "efficiency.compile": False,
+        **{
+            f"efficiency.{key}": False if value is True else "default" for key, value in how.items()
+        },
+    }
+    for candidate in (
+        Candidate(compiled, machine, compiles=False),
+        Candidate(compiled, machine, changes=changes, evaluates=False),
+    ):
+        found = Estimator().estimate(candidate)
+        assert found.fits, found.problem
+
+
+def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:
+    resolved = resolve_for(recipe(), find_machine("H100"))
+
+    def outcome(
+        name: str, size: int, changes: dict[str, Any], is_bound: bool, overhead: int = 0
+    ) -> Estimate:
+        memory = MemoryPrediction(size, "backward", {}, {}, size, overhead, 0, ())
+        return Estimate(name, changes, resolved, memory, usable_bytes=9, is_bound=is_bound)
+
+    methods_found = [
+        outcome("no torch.compile", 4 * _GIB, {"efficiency.compile": False}, False),
+        outcome("chunked loss", 3 * _GIB, {"efficiency.loss_chunk_tokens": 8}, True),
+        outcome("Adafactor", 3 * _GIB, {"optimizer.name": "adafactor"}, True, overhead=10),
+    ]
+    machine = find_machine("RTX 4090")
+    first = outcome("as it stands", 2 * _GIB, {}, False)
+    plan = Plan(machine, resolve_for(recipe(), machine), first, methods=methods_found)
+    rows = {row[0]: row[1:4] for row in method_rows(plan)}
+    assert rows["no torch.compile"] == ("4.00 GiB", "-100%", "does not fit")
+    # A bound that is too large says nothing of the compiled step.
+    assert rows["chunked loss"] == ("< 3.00 GiB", "25%", "may not fit")
+    # Compiling leaves what lies beside the allocator.
+    assert rows["Adafactor"][2] == "does not fit"
+    assert any("< is without torch.compile" in line for line in blocks(plan) if type(line) is str)
+
+
+def test_why_the_loss_is_computed_in_chunks_is_said_of_compiled_steps_too() -> None:
+    # Of their bytes it is not known which are logits.
+    machine = find_machine("H100")
+    chunked = resolve_for(
+        recipe(
+            data={"dir": "/nowhere", "seq_len": 64},
+            batch={"micro_batch_size": 2**20},
+            efficiency={"compile": True, "precision": "bf16", "loss_chunk_tokens": 1024},
+        ),
+        machine,
+    )
+    best = Estimate("", {"efficiency.loss_chunk_tokens": 1024}, chunked)
+    reasons = reasons_for(chunked, best, Estimate("", {}, chunked), machine)
+    assert "75.0 GiB in fp32" in reasons["efficiency.loss_chunk_tokens"]
+
+
+def test_where_nothing_fits_the_nearest_that_does_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = fake_outcomes(monkeypatch, {"none": _GIB, "selective": _GIB, "full": _GIB}, 80 * _GIB)
+    machine = find_machine("RTX 4090")
+    plain = resolve_for(recipe(), machine)
+    assert search.best_estimate(plain, machine) is None
+    names = [one.name for one in search.nearest_estimates(plain, machine)]
+    assert names[:2] == ["LoRA, rank 16", "LoRA, rank 16, base in 4 bits"]
+    # 80 / 4 + 1 = 21 of 23.5 GiB.
+    assert "4 devices with fsdp" in names
+    assert "2 devices with fsdp" not in names
+    assert all(one["rows"] == 1 for one in asked[-5:])
+    # They share the same step of 8 rows.
+    assert [one["batch.gradient_accumulation_steps"] for one in asked[-5:]] == [2, 1, 1, 1, 1]
+    asked.clear()
+    tensor = {"tensor_parallel": 2}
+    cut = resolve_for(recipe(distributed=tensor), dataclasses.replace(machine, count=2))
+    search.nearest_estimates(cut, dataclasses.replace(machine, count=2))
+    steps = {
+        one["count"]: one["batch.gradient_accumulation_steps"]
+        for one in asked
+        if "distributed" in one
+    }
+    # Two devices that compute the same rows have the 8 of a step; fsdp's have other rows.
+    assert steps[2] == 4
+    ways = {name: (changes, where) for name, changes, where in search._fallbacks(plain, machine)}
+    changes, where = ways["2 devices with fsdp, offloading to the CPU"]
+    assert changes == {"distributed": {"engine": "fsdp", "offload": "cpu"}}
+    assert where.count == 2
+
+
+def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
+    asked = fake_outcomes(monkeypatch, rows, 4 * _GIB)
+    machine = find_machine(memory_bytes=24 * _GIB)
+    search.best_estimate(
+        resolve_for(recipe(batch={"global_batch_tokens": 64 * 64}), machine), machine
+    )
+    assert not any("optimizer.name" in one for one in asked)
+    asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
+    for name, is_asked in (("adamw", True), ("muon", False)):
+        asked.clear()
+        search.best_estimate(resolve_for(recipe(optimizer={"name": name}), machine), machine)
+        assert any("optimizer.name" in one for one in asked) is is_asked
+
+
+def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fake_outcomes(monkeypatch, {"none": 9, "selective": 3 * _GIB, "full": 3 * _GIB}, _GIB)
+    machine = find_machine(memory_bytes=24 * _GIB)
+    # Of what is cut and computed again already, two ways of saving are the same.
+    efficiency = {"activation_checkpointing": "full", "compile": False}
+    batch = {"global_batch_tokens": 64 * 64}
+    search.best_estimate(resolve_for(recipe(efficiency=efficiency, batch=batch), machine), machine)
+    ways = [tuple(sorted(one.items())) for one in asked]
+    assert len(ways) > 3
+    assert len(set(ways)) == len(ways)
+
+
+def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
+    machine = find_machine("V100 16GB")
+    plain = resolve_for(recipe(efficiency={"precision": "fp16"}), machine)
+    ways = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}
+    changed = with_changes(plain, ways["offloading moments to the CPU (DeepSpeed)"])
+    assert changed.efficiency.compile is False
+    assert changed.efficiency.precision == "fp16"
+    require_combination(changed, find_hardware("cpu"), "deepspeed")
+
+
+def test_times_and_counts_are_said_in_units_of_their_size() -> None:
+    assert [hours(s) for s in (45.4, 600, 7200, 3e5)] == ["45 s", "10 min", "2.0 h", "3.5 days"]
+    assert [count_text(count) for count in (999_424, 15.5e6, 1.36e9, 1.2e12)] == [
+        "0.999M",
+        "15.5M",
+        "1.36B",
+        "1,200B",
+    ]
+
+
+def test_what_lies_in_the_cpus_memory_is_in_the_table() -> None:
+    training = MemoryPrediction(_GIB, "forward", {"weights": _GIB}, {}, _GIB, 0, 2 * _GIB, ())
+    resolved = resolve_for(recipe(), find_machine("H100"))
+    table = memory_table(Estimate("", {}, resolved, training))
+    assert list(table[-1]) == ["beside it, in the CPU's memory", "2.00 GiB"]
+    training = dataclasses.replace(training, host_bytes=0)
+    assert table[-2] == memory_table(Estimate("", {}, resolved, training))[-1]
+
+
+def test_methods_are_those_that_the_recipe_does_not_have() -> None:
+    machine = find_machine("RTX 4090")
+    plain = resolve_for(recipe(batch={"micro_batch_size": 8}), machine)
+    names = dict(methods(plain, machine))
+    assert names["gradient accumulation, 1 x 8"] == {
+        "batch.micro_batch_size": 1,
+        "batch.gradient_accumulation_steps": 8,
+    }
+    assert "no torch.compile" in names
+    assert "precision fp32" in names
+    assert "precision bf16" not in names
+    changed = {
+        "efficiency.activation_checkpointing": "full",
+        "optimizer.name": "muon",
+        "batch.micro_batch_size": 1,
+        "lora": {"rank": 4},
+    }
+    names = dict(methods(with_changes(plain, changed), machine))
+    assert not set(names) & {"activation checkpointing, full", "Muon", "LoRA, rank 16"}
+    assert not any(name.startswith("gradient accumulation") for name in names)
+    # Each can be meant, alone beside the recipe.
+    for changes in dict(methods(plain, machine)).values():
+        with_changes(plain, changes)
+
+
+def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of the table and of where nothing fits can be meant, with these options as well."""
+    machine = find_machine("RTX 4090")
+    plain = resolve_for(
+        recipe(
+            optimizer={"cautious_weight_decay": True, "tuned_width": 64},
+            checkpoint={"average_last": 2},
+        ),
+        machine,
+    )
+    names = dict(methods(plain, machine))
+    fallbacks = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}
+    ways = [names[name] for name in ("8-bit AdamW", "Adafactor", "Muon", "LoRA, rank 16")]
+    ways += [fallbacks["LoRA, rank 16"], fallbacks["LoRA, rank 16, base in 4 bits"]]
+    for changes in ways:
+        require_combination(with_changes(plain, changes), machine.hardware, "ddp")
+    assert names["Muon"] == {"optimizer.name": "muon"}
+    rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
+    asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
+    search.best_estimate(plain, machine)
+    (tried, *_) = [one for one in asked if "optimizer.name" in one]
+    assert tried["optimizer.cautious_weight_decay"] is False
+
+
+def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> None:
+    cpu = replace(find_machine(), precision="bf16")
+    model = {**_MODEL, "hidden_size": 256, "num_attention_heads": 4}
+    half, full = ({"precision": precision, "compile": False} for precision in ("bf16", "fp32"))
+
+    def changes(efficiency: dict[str, Any], name: str) -> dict[str, Any]:
+        return dict(methods(resolve_for(recipe(model=model, efficiency=efficiency), cpu), cpu))[
+            name
+        ]
+
+    assert (
+        resolve_for(recipe(model=model, efficiency=half), cpu).efficiency.attention == "blockwise"
+    )
+    assert changes(half, "precision fp32")["efficiency.attention"] == "sdpa"
+    assert changes(full, "precision bf16")["efficiency.attention"] == "blockwise"
+    named = {**half, "attention": "math"}
+    assert changes(named, "precision fp32") == {"efficiency.precision": "fp32"}
+
+
+@pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])
+def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="has to be more than 0"):
+        Budget(**budget)
+
+
+@pytest.mark.parametrize("cut", [{"tensor_parallel": 2}, {"pipeline": 2}])
+def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int]) -> None:
+    machine = find_machine("RTX 4090", count=2)
+    written = recipe(distributed=cut, efficiency={"compile": False, "loss_chunk_tokens": 0})
+    plan = make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
+    assert plan.suggestion is not None
+    assert plan.suggested is not None
+    assert plan.suggested.fits
+    config: Any = plan.suggestion.config
+    assert config.tie_word_embeddings is False
+    assert config.num_key_value_heads % cut.get("tensor_parallel", 1) == 0
+
+
+@pytest.mark.parametrize("written, expected", [("auto", True), (False, False)])
+def test_budget_of_an_hour_on_a_gpu_decides_compiling_for_its_own_run(
+    written: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe's own run of two steps is too short for it."""
+    found: list[ResolvedRecipe] = []
+
+    def noted(one: ResolvedRecipe, *_: Any) -> None:
+        found.append(one)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("firstlight.planner.plan.plan.best_estimate", noted)
+    short = recipe(schedule={"max_steps": 2}, efficiency={"compile": written})
+    machine = find_machine("H100")
+    assert resolve_for(short, machine).efficiency.compile is False
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(short, machine, budget=Budget(seconds=3600.0), searches=False)
+    assert found[0].efficiency.compile is expected
+
+
+def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None:
+    """One of 32 wide keeps no GPU busy; the suggested one does."""
+    schedule = {
+        "epochs": 2,
+        "min_learning_rate": 1e-5,
+        "warmup_steps": 9,
+        "initial_learning_rate": 1e-3,
+    }
+    plan = make_plan(
+        recipe(efficiency={"compile": False}, schedule=schedule),
+        find_machine("RTX 4090"),
+        budget=Budget(seconds=1200.0),
+        searches=False,
+    )
+    found, way = plan.suggestion, plan.suggested
+    assert found is not None
+    assert way is not None
+    assert way.tokens_per_second is not None
+    # Evaluations get the rest, as in `train TEXTS --budget`.
+    steps = 1200 * (1 - defaults.EVALUATION_SHARE)
+    assert 0.99 * steps < found.seconds <= steps
+    assert found.seconds == pytest.approx(found.tokens / way.tokens_per_second.expected)
+    assert way.recipe.schedule.max_steps == found.max_steps
+    assert way.recipe.schedule.min_lr_ratio == 1e-5 / 1e-3
+    # Without data, the share of 9 steps is not known: the default, a twentieth.
+    assert way.recipe.schedule.warmup_steps is way.recipe.schedule.warmup_ratio is None
+    assert way.recipe.optimizer.learning_rate == 1e-3 * 32 / found.config.hidden_size
+    # The warm-up begins at the same share of the suggested peak: here at the peak itself.
+    assert way.recipe.schedule.initial_learning_rate == way.recipe.optimizer.learning_rate
+    assert 4 < found.tokens / found.parameters < 60
+
+
+def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data: Path) -> None:
+    written = parse_recipe(
+        {
+            "data": {"dir": str(data), "seq_len": 32},
+            "model": {**_MODEL, "model_type": "qwen3", "vocab_size": 320, "num_key_value_heads": 2},
+            "batch": {
+                "global_batch_tokens": 4096,
+                "ramp_start_tokens": 1024,
+                "ramp_steps": 10,
+            },
+            "optimizer": {"name": "muon", "muon_learning_rate": 0.01, "learning_rate": 0.3},
+            "schedule": {"kind": "wsd", "max_steps": 100, "warmup_steps": 7, "cooldown_steps": 30},
+        }
+    )
+    plan = make_plan(
+        written,
+        find_machine("RTX 4090"),
+        budget=Budget(tokens=100_000),
+        searches=False,
+        estimator=FixedEstimator(),
+    )
+    assert plan.chosen is not None
+    before, after = written.model_dump(mode="json"), plan.chosen.model_dump(mode="json")
+    named = plan.to_json()["replacements"]
+    changed = {
+        f"{section}.{key}": (before[section].get(key), new)
+        for section, keys in after.items()
+        for key, new in (keys or {}).items()
+        if before[section].get(key) != new
+    }
+    assert named.keys() == changed.keys()
+    assert {key: new for key, (_, new) in named.items()} == {k: v for k, (_, v) in changed.items()}
+    assert named["model.hidden_size"] == (32, 64)
+    assert named["optimizer.muon_learning_rate"] == (0.01, pytest.approx(0.01 * 0.5**0.5))
+    assert named["schedule.warmup_steps"] == (7, None)
+    assert named["schedule.warmup_ratio"] == (None, 0.07)
+    assert named["schedule.decay_fraction"] == (None, 0.3)
+    assert "optimizer.learning_rate" not in named
+    said = [line.split(maxsplit=1) for line in blocks(plan) if isinstance(line, str)]
+    lines = {key: rest for key, *rest in said if " ".join(rest)}
+    assert lines["model.hidden_size"] == ["32 -> 64"]
+    assert lines["schedule.warmup_ratio"] == ["not set -> 0.07"]
+    assert lines["schedule.cooldown_steps"] == ["30 -> null"]
+    assert lines["batch.ramp_steps"] == ["10 -> null"]
+    assert lines["optimizer.muon_learning_rate"] == ["0.01 -> 0.007071"]
+    assert named.keys() <= lines.keys()
+
+
+def test_passes_over_the_text_in_a_budget_of_time_are_at_most_the_recipes_epochs(
+    data: Path,
+) -> None:
+    values = {"data": {"dir": str(data), "seq_len": 32}, "schedule": {"epochs": 3}}
+    written = recipe(
+        **values,
+        model={**_MODEL, "vocab_size": 320},
+        efficiency={"compile": False},
+        optimizer={"name": "adafactor", "learning_rate": 0.02},
+    )
+    plan = make_plan(
+        written,
+        find_machine("RTX 4090"),
+        budget=Budget(seconds=60.0),
+        searches=False,
+        estimator=FixedEstimator(),
+    )
+    assert plan.suggestion is not None
+    assert plan.suggestion.epochs is not None
+    assert 2.5 < plan.suggestion.epochs <= 3
+    said = "\n".join(block for block in blocks(plan) if isinstance(block, str))
+    assert " times, as schedule.epochs limits it" in said
+    assert "optimizer.learning_rate" not in plan.replacements
+    assert "for adafactor, no rule is known" in said
+
+
+@pytest.mark.parametrize("section", ["lora", "preference"])
+def test_a_budget_for_a_recipe_that_trains_given_weights_says_so(section: str) -> None:
+    written = recipe(**{section: {}})
+    for budget in (Budget(seconds=60.0), Budget(tokens=1e6)):
+        with pytest.raises(ConfigError, match=f"a recipe with a {section} section starts from"):
+            make_plan(written, find_machine("RTX 4090"), budget=budget, searches=False)
+    with pytest.raises(ConfigError, match="--init-from gives the weights"):
+        make_plan(recipe(), find_machine("RTX 4090"), init_from="gpt2", budget=Budget(tokens=1e6))
+
+
+def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
+    # No other model with heads 32 wide has a multiple of 133 heads.
+    machine = find_machine("RTX 4090", count=133)
+    model = {**_MODEL, "num_attention_heads": 133, "hidden_size": 4256, "intermediate_size": 8512}
+    written = recipe(
+        model=model, distributed={"tensor_parallel": 133}, efficiency={"compile": False}
+    )
+    with pytest.raises(ConfigError, match="no model of the ladder can be cut"):
+        make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
+
+
+def test_a_recipe_that_can_not_be_trained_says_why() -> None:
+    wrong = recipe(
+        efficiency={"optimizer_in_backward": True, "compile": False},
+        batch={"micro_batch_size": 1, "gradient_accumulation_steps": 4},
+        optimizer={"max_grad_norm": 0.0},
+    )
+    with pytest.raises(ConfigError, match="optimizer_in_backward"):
+        make_plan(wrong, find_machine("RTX 4090"), searches=False)
+
+
+def write(path: Path, values: dict[str, Any]) -> str:
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+_GPU_VALUES: dict[str, Any] = {
+    "data": {"dir": "/nowhere"},
+    "model": _MODEL,
+    "batch": {"global_batch_tokens": 1024},
+    "efficiency": {"compile": False},
+}
+
+
+def planned(
+    capfd: pytest.CaptureFixture[str], path: str, *options: str
+) -> tuple[dict[str, Any], str]:
+    """What --json and stderr say."""
+    code = main(["plan", path, "--gpu", "RTX 4090", "--json", *options])
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    return json.loads(said.out), said.err
+
+
+def test_the_command_plans_for_a_gpu_that_is_not_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, out = write(tmp_path / "tiny.yaml", _GPU_VALUES), tmp_path / "found.yaml"
+    found, said = planned(capfd, path, "--no-search", "--write", str(out))
+    assert found["machine"]["name"] == "RTX 4090"
+    first = found["as_it_stands"]
+    assert first["fits"]
+    parts = first["training"]["parts"]
+    # CUDA's allocator rounds each tensor up to 512 bytes.
+    assert 0 <= parts["weights"] - 4 * found["parameters"] < 512 * 30
+    assert first["training"]["peak_bytes"] == sum(parts.values())
+    speed = first["speed"]["tokens_per_second"]
+    assert 0 < speed["low"] <= speed["expected"] <= speed["high"]
+    assert "as it stands: " in said
+    # What is written is a recipe, with what the plan decided.
+    written = load_recipe(out)
+    assert written.efficiency.precision == "bf16"
+    assert written.batch.rows == 8
+    assert main(["plan", path, "--gpu", "RTX 4090", "--write", str(out)]) == 2
+    assert "exists: --write makes a new file" in capfd.readouterr().err
+
+
+def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
+    batch, efficiency = {"global_batch_tokens": 1024}, {"compile": False, "precision": "fp32"}
+    found = {}
+    for name, count, distributed in (
+        ("alone", 1, {}),
+        ("two", 2, {"tensor_parallel": 2}),
+        ("four", 4, {"tensor_parallel": 2, "engine": "fsdp"}),
+    ):
+        machine = find_machine("H100", count=count)
+        settled = resolve_for(
+            recipe(batch=batch, efficiency=efficiency, distributed=distributed), machine
+        )
+        # 16 rows a step, of which each of two groups has half.
+        assert settled.batch.rows == 8
+        found[name] = Estimator().estimate(Candidate(settled, machine))
+        assert found[name].fits, found[name].problem
+    weights = {
+        name: one.training.phases["optimizer"].parts["weights"]
+        for name, one in found.items()
+        if one.training is not None
+    }
+    # Norms are whole on both; blocks are rounded up.
+    assert 0.5 < weights["two"] / weights["alone"] < 0.6
+    assert 0.5 < weights["four"] / weights["two"] < 0.6
+    training = found["four"].training
+    assert training is not None
+    assert "fsdp on 2 devices, tensor_parallel 2: " in training.notes[-1]
+    speed = found["four"].speed
+    assert speed is not None
+    assert speed.kinds["communication"] > 0
+    with pytest.raises(ConfigError, match="don't make whole groups"):
+        resolve_for(recipe(batch=batch, distributed={"tensor_parallel": 2}), find_machine("H100"))
+
+
+@pytest.mark.parametrize(
+    "count, sections",
+    [
+        (2, {"distributed": {"pipeline": 2}, "batch": {"gradient_accumulation_steps": 4}}),
+        (1, {"data": {"files": "pairs.jsonl", "kind": "preference"}}),
+        (1, {"distributed": {"engine": "fsdp"}}),
+        (2, {"distributed": {"engine": "fsdp"}, "checkpoint": {"sharded": True}}),
+    ],
+    ids=["stages", "pairs", "one", "pieces"],
+)
+def test_other_ways_are_planned_for_gpus(count: int, sections: dict[str, Any]) -> None:
+    machine = find_machine("H100", count=count)
+    settled = resolve_for(recipe(**{"efficiency": {"compile": False}, **sections}), machine)
+    found = Estimator().estimate(Candidate(settled, machine))
+    assert found.fits, found.problem
+    assert found.evaluation is not None
+
+
+def test_the_runs_length_is_that_of_training(data: Path) -> None:
+    """Of epochs of prepared data, on several devices; with max_steps without data; else unknown."""
+    machine = find_machine("RTX 4090", None, 2)
+    values: dict[str, Any] = {
+        "data": {"dir": str(data), "seq_len": 32},
+        "batch": {"micro_batch_size": 4},
+    }
+    given = recipe(**values, schedule={"epochs": 3, "warmup_ratio": 0.1})
+    rows = TokenDataset(data, "train").num_rows(32)
+    run = planned_run(resolve_for(given, machine), machine)
+    assert run is not None
+    steps = math.ceil(3 * rows / 8)
+    assert run.schedule == Schedule(steps, math.ceil(steps / 10), steps, 0.1)
+    assert (run.batch.size, run.tokens) == (8, steps * 8 * 32)
+    assert run.epochs == steps * 8 / rows
+    ramp = {"global_batch_tokens": 512, "ramp_start_tokens": 256, "ramp_steps": 10}
+    ramped = recipe(**{**values, "batch": {"micro_batch_size": 4, **ramp}}, schedule={"epochs": 3})
+    run = planned_run(resolve_for(ramped, machine), machine)
+    assert run is not None
+    steps = 10 + math.ceil((3 * rows - 80) / 16)
+    assert (run.schedule.max_steps, run.tokens) == (steps, (80 + (steps - 10) * 16) * 32)
+    elsewhere = planned_run(resolve_for(recipe(schedule={"max_steps": 9}), machine), machine)
+    assert elsewhere is not None
+    assert (elsewhere.schedule.max_steps, elsewhere.epochs) == (9, None)
+    assert planned_run(resolve_for(recipe(schedule={"epochs": 9}), machine), machine) is None
+    wrong = resolve_for(recipe(**values, schedule={"decay_steps": 2, "warmup_steps": 2}), machine)
+    with pytest.raises(ConfigError, match="decay_steps 2 is not after the warm-up"):
+        planned_run(wrong, machine)
+
+
+def test_an_engine_that_needs_more_gpus_says_so_in_the_plans_words() -> None:
+    with pytest.raises(ConfigError, match="--gpus 2"):
+        engine_of(recipe(distributed={"tensor_parallel": 2}), 1)
+
+
+@pytest.mark.slow
+def test_the_command_finds_what_to_train_and_how(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, out = write(tmp_path / "tiny.yaml", _GPU_VALUES), tmp_path / "found.yaml"
+    budget = ("--budget", "1h", "--price-per-hour", "0.5")
+    found, said = planned(capfd, path, *budget, "--write", str(out))
+    assert {one["name"] for one in found["methods"]} >= {"chunked loss", "8-bit AdamW"}
+    assert not [one for one in found["methods"] if one["problem"]]
+    suggestion = found["suggestion"]
+    assert suggestion["cost"] == pytest.approx(0.5 * suggestion["seconds"] / 3600)
+    assert found["suggested"]["fits"]
+    for words in ("what each method alone", "best: ", "to train with this"):
+        assert words in said
+    written = load_recipe(out)
+    assert written.model is not None
+    assert written.model.hidden_size == suggestion["config"]["hidden_size"]
+    assert written.schedule.max_steps == suggestion["max_steps"]
+
+
+def test_a_price_gives_the_cost_of_the_recipes_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {**_GPU_VALUES, "schedule": {"max_steps": 100_000}}
+    path = write(tmp_path / "tiny.yaml", values)
+    found, said = planned(capfd, path, "--no-search", "--gpus", "2", "--price-per-hour", "0.5")
+    run = found["run"]
+    assert run["cost"] == pytest.approx(2 * 0.5 * run["seconds"] / 3600)
+    assert f"as it stands, costs {run['cost']:,.2f}\n" in said
+
+
+def test_the_command_plans_for_this_machine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    values = {
+        "data": {"dir": "/nowhere"},
+        "model": _MODEL,
+        "efficiency": {"precision": "fp32", "compile": False},
+    }
+    path = write(tmp_path / "tiny.yaml", values)
+    assert main(["plan", path, "--no-search", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["best"] is None
+    assert found["as_it_stands"]["fits"]
+    assert found["as_it_stands"]["speed"]["tokens_per_second"]["expected"] > 0
+
+
+def test_a_plan_says_precision_and_ends_with_the_next_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {**_GPU_VALUES, "data": {"dir": str(tmp_path / "data set")}}
+    path = write(tmp_path / "tiny.yaml", values)
+    options = ["--gpu", "RTX 4090", "--no-search"]
+    assert main(["plan", path, *options, "--optimizer.learning_rate", "3e-4"]) == 0
+    said = capfd.readouterr()
+    assert said.err == ""
+    first, *_, prepare, train = said.out.splitlines()
+    assert "; bf16 with fp32 weights, rows of " in first
+    assert prepare.endswith(f"--out '{tmp_path / 'data set'}'")
+    assert train == f"next: firstlight train {path} --optimizer.learning_rate 3e-4"
+    assert " tokens/s" in said.out
+    # The same recipe on a GPU that is too small.
+    small = [*options, "--gpu-memory", "200MiB", "--data.dir", "hf://datasets/x/y", "--json"]
+    assert main(["plan", path, *small, "--batch.micro_batch_size", "4"]) == 3
+    said = capfd.readouterr()
+    found = json.loads(said.out)
+    assert (found["as_it_stands"]["fits"], found["as_it_stands"]["speed"]) == (False, None)
+    assert (found["precision"], found["vocab_size"]) == ("bf16", _MODEL["vocab_size"])
+    assert "DOES NOT FIT" in said.err
+    assert "tokens/s" not in said.err
+    last = said.err.splitlines()[-1]
+    assert last == f"next: {found['next']}"
+    assert last.endswith(" 4 --gpu 'RTX 4090' --gpu-memory 200MiB")
+
+
+def test_the_next_command_has_what_the_best_way_changes() -> None:
+    changes = {"efficiency.compile": True, "lora": {"rank": 16, "target_modules": ["q_proj"]}}
+    compiled = resolve_for(recipe(efficiency={"compile": True}), find_machine("H100"))
+    way = Estimate("w", changes, compiled)
+    assert changed_options(way) == {
+        "efficiency.compile": "true",
+        "lora.rank": "16",
+        "lora.target_modules": '["q_proj"]',
+    }
+
+
+_FLASH_ON_T4 = [
+    *("--gpu", "T4", "--efficiency.precision", "fp16", "--efficiency.attention", "flash")
+]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
+        (["--gpu-memory", "lots"], "is no size of memory"),
+        (["--gpu", "T4", "--budget", "soon"], "is not a time"),
+        (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
+        (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
+        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or give --budget"),
+        (["--gpu", "A100 80GB", "--efficiency.precision", "fp8"], "this is A100 80GB: use bf16"),
+        (_FLASH_ON_T4, "8.0 or higher (Ampere and later), and this is T4"),
+    ],
+)
+def test_what_can_not_be_planned_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    values = {"data": {"dir": "/nowhere"}, "model": _MODEL, "efficiency": {"compile": False}}
+    assert main(["plan", write(tmp_path / "tiny.yaml", values), *options]) == 2
+    said = capfd.readouterr().err
+    assert words in said
+    assert said.count("firstlight: error: ") == 1

@@ -1,0 +1,172 @@
+"""Functions run in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from firstlight.errors import ConfigError, MissingDependencyError, TrainingError
+from firstlight.planner.plan import processes as workers
+from firstlight.planner.plan.processes import WorkerProcesses
+
+
+def squared(number: int) -> tuple[int, int]:
+    return number * number, os.getpid()
+
+
+def refused(number: int) -> int:
+    if number:
+        raise ConfigError(f"{number} can't be")
+    return number
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[WorkerProcesses]:
+    with workers.started() as found:
+        yield found
+
+
+def test_results_come_in_the_order_of_the_arguments(processes: WorkerProcesses) -> None:
+    found = list(processes.map(squared, [(number,) for number in range(20)]))
+    assert [square for square, _ in found] == [number * number for number in range(20)]
+    ids = {process for _, process in found}
+    assert len(ids) == 2
+    assert os.getpid() not in ids
+
+
+def test_workers_have_imported_and_nobody_waits_for_their_garbage() -> None:
+    script = """
+import gc
+from firstlight.planner.plan import processes as workers
+
+with workers.started() as found:
+    print(*found.map(gc.isenabled, [(), ()]))
+    print(*(count > 100_000 for count in found.map(gc.get_freeze_count, [(), ()])))
+"""
+    # In this process the one that forks may have been started by another test.
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("False False\nTrue True\n", 0)
+
+
+class Cycle:
+    """Needs the garbage collector."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+CYCLES: weakref.WeakSet[Cycle] = weakref.WeakSet()
+
+
+def cycles_alive(_: int) -> int:
+    CYCLES.add(Cycle())
+    return len(CYCLES)
+
+
+def test_what_a_call_leaves_is_collected_when_the_next_comes(processes: WorkerProcesses) -> None:
+    assert list(processes.map(cycles_alive, [(number,) for number in range(9)])) == [1] * 9
+
+
+def test_one_call_is_made_elsewhere_and_calls_without_processes_are_made_here(
+    processes: WorkerProcesses,
+) -> None:
+    # A crash of the only call is no crash of the process that asks.
+    ((square, process),) = processes.map(squared, [(3,)])
+    assert square == 9
+    assert process != os.getpid()
+    assert [process for _, process in WorkerProcesses().map(squared, [(1,), (2,)])] == [
+        os.getpid()
+    ] * 2
+
+
+def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(
+    processes: WorkerProcesses,
+) -> None:
+    results = processes.map(refused, [(0,), (1,), (0,)])
+    assert next(results) == 0
+    with pytest.raises(ConfigError, match="1 can't be"):
+        next(results)
+    # Among what comes next is the result of the third call, for which nobody waits.
+    found = list(processes.map(squared, [(number,) for number in range(4)]))
+    assert [square for square, _ in found] == [0, 1, 4, 9]
+
+
+class StubbornError(Exception):
+    """One that can't be sent."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+        self.held = lambda: None
+
+
+class ForgetfulError(Exception):
+    """One that can be sent and not made anew from what was."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} or {other}")
+
+
+def stubborn(number: int) -> int:
+    raise StubbornError(number, 2) if number == 1 else ForgetfulError(number, 2)
+
+
+def lacking(number: int) -> int:
+    raise MissingDependencyError("x", "y", f"number {number}")
+
+
+def test_errors_that_are_hard_to_send_come_too(processes: WorkerProcesses) -> None:
+    with pytest.raises(TrainingError, match="StubbornError: 1 and 2"):
+        list(processes.map(stubborn, [(1,), (1,)]))
+    with pytest.raises(TrainingError, match="ForgetfulError: 3 or 2"):
+        list(processes.map(stubborn, [(3,), (3,)]))
+    with pytest.raises(MissingDependencyError, match=r"number 3 needs .* 'firstlight\[y\]'"):
+        list(processes.map(lacking, [(3,), (3,)]))
+
+
+def test_processes_are_started_when_they_are_asked_the_first_time() -> None:
+    before = set(multiprocessing.active_children())
+    with workers.started() as some:
+        # One would be waited for until it has imported torch.
+        assert set(multiprocessing.active_children()) == before
+        list(some.map(squared, [(1,), (2,)]))
+        assert len(set(multiprocessing.active_children()) - before) == 2
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_interruption_while_a_process_starts_is_raised_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(process: BaseProcess) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BaseProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), workers.started() as some:
+        list(some.map(squared, [(1,)]))
+
+
+def end_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    "number, message",
+    [
+        (signal.SIGKILL, "was killed, most likely for want of memory"),
+        (signal.SIGSEGV, "was ended by SIGSEGV: a library .* has crashed"),
+    ],
+)
+def test_a_process_that_ends_is_an_error_and_nothing_hangs(number: int, message: str) -> None:
+    with workers.started() as some:
+        with pytest.raises(TrainingError, match=message):
+            list(some.map(end_by, [(number,), (number,)]))
+        # Nor is it asked again.
+        with pytest.raises(TrainingError, match=message):
+            list(some.map(squared, [(number,) for number in range(9)]))

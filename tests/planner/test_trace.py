@@ -1,0 +1,365 @@
+"""Tracing without memory: exact bytes where they can be counted by hand, and equality with what
+torch's allocator counts for the same code on real tensors."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.memory import measured_memory
+from firstlight.errors import ConfigError
+from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.planner.memory.kernels import Target, this_cpu
+from firstlight.planner.memory.module import plan_module
+from firstlight.planner.memory.prediction import predict
+from firstlight.planner.memory.program import fake_tensors
+from firstlight.planner.memory.recipe import predict_evaluation, trace_memory
+from firstlight.planner.memory.trace import Tracer
+from firstlight.planner.plan.machine import find_machine
+from planner_recipes import LLAMA, real_steps, recipe
+
+
+class TwoLayers(nn.Module):
+    """16 -> 32 -> 8, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32, bias=False)
+        self.second = nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x).relu()).sum()
+        return result
+
+
+class TestCountedByHand:
+    weights = 4 * (16 * 32 + 32 * 8)
+    batch = 4 * 10 * 16
+
+    def test_a_forward_pass_keeps_what_backward_needs(self) -> None:
+        tracer = Tracer()
+        with fake_tensors(), tracer:
+            model, x = TwoLayers(), torch.empty(10, 16)
+            tracer.mark(model.parameters(), "weights")
+            tracer.mark([x], "activations")
+            with tracer.forward_pass():
+                loss = model(x)
+            trace = tracer.finish()
+            del loss
+        peak = predict(trace, Target()).phases["forward"]
+        # The input; relu's result, which both relu and the second layer keep; the loss itself.
+        assert peak.parts["weights"] == self.weights
+        assert peak.parts["activations"] >= self.batch + 4 * 10 * 32
+        # At most, the first product beside relu's result.
+        assert peak.bytes == self.weights + self.batch + 2 * 4 * 10 * 32
+
+    def test_the_steps_of_an_optimizer(self) -> None:
+        def adamw(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, fused=True)
+
+        found = plan_module(TwoLayers(), [torch.empty(10, 16)], optimizer=adamw, target=Target())
+        counters = 2 * 4
+        assert found.phases["optimizer"].parts == {
+            "weights": self.weights,
+            "gradients": self.weights,
+            "optimizer_states": 2 * self.weights + counters,
+            "activations": self.batch,
+        }
+
+    def test_gradients_zeroed_in_place_stay(self) -> None:
+        found = plan_module(
+            TwoLayers(),
+            [torch.empty(10, 16)],
+            optimizer="sgd",
+            zero_grad="in_place",
+            target=Target(),
+        )
+        assert found.phases["forward"].parts["gradients"] == self.weights
+        freed = plan_module(TwoLayers(), [torch.empty(10, 16)], optimizer="sgd", target=Target())
+        assert "gradients" not in freed.phases["forward"].parts
+
+    def test_accumulation_has_the_gradients_of_the_micro_batch_before(self) -> None:
+        found = plan_module(
+            TwoLayers(),
+            [torch.empty(10, 16)],
+            optimizer="sgd",
+            gradient_accumulation_steps=4,
+            target=Target(),
+        )
+        assert found.phases["forward"].parts["gradients"] == self.weights
+
+    def test_operators_are_counted_with_their_work(self) -> None:
+        found = plan_module(TwoLayers(), [torch.empty(10, 16)], optimizer="sgd", target=Target())
+        flops = sum(entry.count * entry.operator.flops for entry in found.operators)
+        # Forward 2, backward 2 for the weights, and 2 for the second layer's input.
+        assert flops == 2 * 10 * (2 * 16 * 32 + 3 * 32 * 8)
+        products = [e for e in found.operators if e.operator.name == "aten.mm.default"]
+        assert sum(entry.count for entry in products) == 5
+
+
+def test_values_that_the_code_reads_are_made_up() -> None:
+    tracer = Tracer()
+    with fake_tensors(), tracer:
+        assert torch.empty(3).sum().item() == 0.5
+        assert int(torch.empty(3, dtype=torch.int64).sum()) == 1
+
+
+def test_a_paused_tracer_sees_nothing() -> None:
+    tracer = Tracer()
+    with fake_tensors(), tracer:
+        with tracer.paused():
+            torch.empty(3) + 1
+        assert tracer.tick == -1
+        torch.empty(3) + 1
+        assert tracer.tick == 1
+
+
+def test_what_a_gpu_trains_is_made_on_the_cpu_but_for_what_makes_references() -> None:
+    def found(gpu: str | None, **sections: Any) -> dict[str, int]:
+        target = find_machine(gpu).target
+        lora = recipe(
+            LLAMA, lora={"rank": 4, "quantize": "nf4"}, efficiency={"precision": "bf16"}, **sections
+        )
+        return trace_memory(lora, target).phases["setup"].parts
+
+    model = recipe(LLAMA).model
+    assert model is not None
+    whole = count_parameters(meta_model(model)).total
+    # Half of it are the vocabulary's tables, in bf16.
+    assert found("RTX 4090")["weights"] < 3 * whole
+    assert found(None)["weights"] > 4 * whole
+    pairs = {"kind": "preference", "files": "pairs.jsonl", "dir": None}
+    assert found("RTX 4090", data=pairs, preference={})["weights"] > 4 * whole
+
+
+def test_the_storage_of_a_view_counts_once_and_lives_as_long_as_the_view() -> None:
+    tracer = Tracer()
+    with fake_tensors(), tracer:
+        view = torch.empty(100, dtype=torch.uint8)[:10]
+        gc.collect()
+        torch.empty(1)
+        trace = tracer.finish()
+        del view
+    sizes = [storage.size for storage in trace.storages]
+    assert sizes == [100, 4]
+    assert trace.storages[0].death >= tracer.tick
+
+
+def test_a_module_stays_as_it_is() -> None:
+    model = TwoLayers()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    plan_module(model, [torch.empty(10, 16)], target=Target())
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+
+
+def test_a_module_on_the_meta_device_needs_no_memory() -> None:
+    with torch.device("meta"):
+        model, x = TwoLayers(), torch.empty(10, 16)
+    real = plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target())
+    assert plan_module(model, [x], target=Target()) == real
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"optimizer": "adamv"}, "did you mean 'adamw'"),
+        ({"precision": "fp61"}, "did you mean 'fp16'"),
+        ({"activation_checkpointing": True}, "no gradient_checkpointing_enable"),
+        ({"loss": lambda _: torch.empty(2)}, "the model gives no loss"),
+        ({"optimizer": None}, "optimizer 'None' is unknown"),
+        ({"gradient_accumulation_steps": 0}, "at least 1 is needed"),
+        ({"zero_grad": "x"}, "zero_grad 'x' is unknown"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_module(TwoLayers(), [torch.empty(10, 16)], **arguments)
+
+
+def test_a_module_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ReLU has no parameters that are trained"):
+        plan_module(nn.ReLU(), [torch.empty(10, 16)], target=Target())
+
+
+def test_a_loss_may_stand_under_its_name_in_a_dictionary() -> None:
+    class Named(TwoLayers):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"logits": x, "loss": super().forward(x)}
+
+    plain = plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target())
+    assert plan_module(Named(), [torch.empty(10, 16)], target=Target()).peak_bytes == (
+        plain.peak_bytes
+    )
+
+
+def test_what_libraries_take_inside_of_convolutions_is_said_not_to_count() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layer(x).sum()
+            return result
+
+    (note,) = plan_module(Convolution(), [torch.empty(2, 3, 8, 8)], target=Target()).notes
+    assert note.startswith("what libraries take inside of convolution")
+    assert plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target()).notes == ()
+
+
+def test_what_libraries_take_inside_of_recurrent_layers_is_said_not_to_count() -> None:
+    recurrent = nn.GRU(4, 4)
+    target = find_machine("RTX 4090").target
+    options = {"loss": lambda found: found[0].sum(), "target": target}
+    (note,) = plan_module(recurrent, [torch.empty(2, 3, 4)], **options).notes  # type: ignore[arg-type]
+    assert note.startswith("what libraries take inside of gru is")
+
+
+_WINDOW = {"sliding_window": 40}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": _WINDOW,
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 48},
+    "granite": {"residual_multiplier": 0.2, "logits_scaling": 8.0},
+    "smollm3": {},
+    "phi3": _WINDOW,
+    "olmo2": {},
+    "olmo3": _WINDOW,
+    "arcee": {},
+    "glm4": {},
+    "gemma3_text": {**_WINDOW, "rope_local_base_freq": 100.0},
+    "stablelm": {"qk_layernorm": True},
+    "gpt_neox": {"num_key_value_heads": 2},
+    "nanochat": {},
+}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_METHODS: dict[str, dict[str, Any]] = {
+    **{name: {"model": {**LLAMA, "model_type": name, **own}} for name, own in _FAMILIES.items()},
+    "gemma2": {
+        "model": {**LLAMA, "model_type": "gemma2", **_WINDOW, **_CAPS},
+        "efficiency": {"attention": "blockwise"},
+    },
+    "plain": {},
+    "llama": {"model": LLAMA},
+    "bf16": {"efficiency": {"precision": "bf16"}},
+    "fp16": {"efficiency": {"precision": "fp16"}},
+    "bf16 parameters": {"efficiency": {"precision": "bf16_params"}},
+    "accumulation": {"batch": {"gradient_accumulation_steps": 2}},
+    "written-out attention": {"efficiency": {"attention": "plain"}},
+    "math attention": {"efficiency": {"attention": "math"}},
+    "full checkpointing": {"efficiency": {"activation_checkpointing": "full"}},
+    "selective checkpointing": {"efficiency": {"activation_checkpointing": "selective"}},
+    "offload": {"efficiency": {"activation_offload": True}},
+    "chunked loss": {"efficiency": {"loss_chunk_tokens": 64}},
+    "chunked loss, bf16": {"efficiency": {"loss_chunk_tokens": 256, "precision": "bf16"}},
+    "documents": {"data": {"document_masking": True}},
+    "foreach": {"optimizer": {"implementation": "foreach"}, "batch": {"micro_batch_size": 1}},
+    "for-loop": {"optimizer": {"implementation": "for-loop"}, "batch": {"micro_batch_size": 1}},
+    "adafactor": {"optimizer": {"name": "adafactor"}},
+    "8-bit, embeddings in 32 bits": {
+        "optimizer": {
+            "name": "adamw8bit",
+            "eight_bit_library": "bitsandbytes",
+            "embeddings_in_32_bits": True,
+        }
+    },
+    "muon": {"optimizer": {"name": "muon"}},
+    "sgd": {"optimizer": {"name": "sgd"}},
+    "lion": {"optimizer": {"name": "lion"}},
+    "in backward": {
+        "efficiency": {"optimizer_in_backward": True},
+        "optimizer": {"max_grad_norm": 0.0},
+    },
+    "LoRA": {"model": LLAMA, "lora": {"rank": 4}, "efficiency": {"precision": "bf16"}},
+    "gpt-oss": {
+        "model": LLAMA | {"model_type": "gpt_oss", **_EXPERTS, **_WINDOW},
+        "efficiency": {"attention": "blockwise"},
+    },
+    **{
+        f"deepseek_v{version}": {
+            "model": {**LLAMA, "model_type": f"deepseek_v{version}", "num_key_value_heads": 4}
+            | {"num_attention_heads": 4, "q_lora_rank": 32, "num_experts_per_tok": 2},
+            "efficiency": {"attention": "blockwise"},
+        }
+        for version in (2, 3)
+    },
+    "qwen3_next": {
+        "model": LLAMA
+        | {"model_type": "qwen3_next", **_EXPERTS}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    },
+    "experts": {"model": LLAMA | {"model_type": "mixtral", **_EXPERTS}},
+}
+
+
+@pytest.mark.parametrize("name", _METHODS)
+def test_a_recipe_takes_what_its_real_steps_take(name: str) -> None:
+    planned = recipe(**_METHODS[name])
+    predicted = trace_memory(planned)
+    with measured_memory() as measured:
+        real_steps(planned)
+    # Models so small that half-precision products' blocks (an upper bound) and small states of
+    # random numbers show.
+    assert measured.peak_bytes * 0.995 <= predicted.peak_bytes <= measured.peak_bytes * 1.05
+    assert sum(predicted.parts.values()) == predicted.peak_bytes
+
+
+def test_the_plain_recipe_is_exact() -> None:
+    planned = recipe()
+    with measured_memory() as measured:
+        real_steps(planned)
+    assert abs(trace_memory(planned).peak_bytes - measured.peak_bytes) < 1000
+
+
+def test_the_phases_of_a_step() -> None:
+    found = trace_memory(recipe())
+    names = {"setup", "forward", "loss", "backward of loss", "backward", "clipping", "optimizer"}
+    assert set(found.phases) == names
+    assert max(found.phases.values(), key=lambda peak: peak.bytes).bytes == found.peak_bytes
+    assert "optimizer_states" in found.phases["forward"].parts
+    # Logits, and their logarithms.
+    assert found.phases["loss"].parts["logits_and_loss"] >= 2 * 4 * 2 * 128 * 512
+
+
+def test_evaluation_in_a_run_has_the_optimizers_state() -> None:
+    training, evaluation = trace_memory(recipe()), predict_evaluation(recipe())
+    assert evaluation.phase == "evaluation"
+    state = training.phases["forward"].parts["optimizer_states"]
+    assert evaluation.parts["optimizer_states"] == state > 0
+
+
+def test_planning_leaves_real_training_as_it_was() -> None:
+    planned = recipe(efficiency={"precision": "bf16"})
+    trace_memory(planned)
+    real_steps(planned)
+
+
+def test_a_prediction_is_json() -> None:
+    import json
+
+    values = json.loads(json.dumps(trace_memory(recipe()).to_json()))
+    assert values["total_bytes"] == values["peak_bytes"]
+    assert "operators" not in values
+
+
+def test_measured_memory_counts_what_is_allocated_and_freed() -> None:
+    with measured_memory() as result:
+        first = torch.empty(1000, dtype=torch.uint8)
+        del first
+        second = torch.empty(3000, dtype=torch.uint8)
+        third = torch.empty(500, dtype=torch.uint8)
+        del second, third
+    assert result.peak_bytes == 3500
+
+
+def test_this_machines_target_has_torchs_threads() -> None:
+    assert this_cpu().threads == torch.get_num_threads()

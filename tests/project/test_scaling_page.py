@@ -1,0 +1,58 @@
+"""docs/scaling.md says what the code says: the memory table, files, keys and options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from firstlight.cli.train import LAUNCH_OPTIONS
+from firstlight.models.accounting import count_parameters, meta_model
+from firstlight.recipe import known_keys
+from scaling_table import BEGIN, END, MODELS, PAGE, WAYS, gib, table
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_table_of_memory_is_what_the_arithmetic_gives() -> None:
+    written = _TEXT.split(f"{BEGIN}\n", 1)[1].split(f"\n{END}", 1)[0]
+    assert written == table(), "run: python tests/scaling_table.py"
+    assert written.count("\n") == 1 + len(MODELS) * len(WAYS)
+
+
+def test_the_models_have_the_sizes_that_their_makers_publish() -> None:
+    totals = [count_parameters(meta_model(config)).total for config in MODELS.values()]
+    assert totals == [1_235_814_400, 8_030_261_248, 70_553_706_496]
+
+
+@pytest.mark.parametrize("bytes_a_parameter", [4, 12])
+def test_what_the_start_and_a_save_take_is_what_the_parameters_come_to(
+    bytes_a_parameter: int,
+) -> None:
+    totals = (count_parameters(meta_model(config)).total for config in MODELS.values())
+    cells = " | ".join(f"{gib(bytes_a_parameter * total)} GiB" for total in totals)
+    assert f": {bytes_a_parameter} bytes a parameter | {cells} |" in _TEXT
+
+
+def test_files_that_the_page_names_are_there() -> None:
+    paths = re.findall(r"`((?:examples|recipes|tests|docs|src)/[\w./-]*)", _TEXT)
+    links = re.findall(r"\]\(([^)#:]+)\)", _TEXT)
+    assert len(paths) > 8
+    for path in paths:
+        assert (_ROOT / path).exists(), path
+    for link in links:
+        assert (PAGE.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("section", ["distributed", "batch", "efficiency", "checkpoint", "run"])
+def test_recipe_keys_that_the_page_names_are_real(section: str) -> None:
+    named = set(re.findall(rf"`{section}\.(\w+)", _TEXT))
+    assert {f"{section}.{key}" for key in named} <= set(known_keys())
+    assert section != "distributed" or named >= {"engine", "shard", "offload", "timeout_seconds"}
+
+
+def test_options_of_a_launch_are_all_on_the_page() -> None:
+    for option in LAUNCH_OPTIONS:
+        assert f"--{option}" in _TEXT

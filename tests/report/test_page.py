@@ -1,0 +1,396 @@
+"""report.html: complete, self-contained, harmless whatever a run holds, and not too large."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from firstlight.console import visible
+from firstlight.errors import CheckpointError
+from firstlight.report.charts import Chart, Line, draw
+from firstlight.report.report import chosen_samples, draw_report, run_page
+from firstlight.report.summary import final_numbers
+from firstlight.run_log.names import HTML_NAME, REPORT_NAME
+from firstlight.run_log.reader import Series, read_run
+from firstlight.training.loop import train
+from report_runs import HOSTILE, Page, record, validation, write_lines, write_run
+
+_START = {
+    "step": 0,
+    "time": "2026-01-02T03:04:05+00:00",
+    "max_steps": 20,
+    "parameters": 1_234_567,
+    "tokenizer_sha256": "aa",
+    "gzip_bits_per_byte": 1.75,
+    "machine": {"device": "cpu", "name": "Abacus 9", "memory_bytes": 2**34, "cpus": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def drawn_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, no run has one."""
+    monkeypatch.setattr("firstlight.training.loop.draw_report", draw_report)
+
+
+def page_of(run: Path) -> Page:
+    return Page(run_page(read_run(run))).harmless()
+
+
+def full_run(folder: Path, name: str = "run") -> Path:
+    """Everything that a run can have."""
+    records = [
+        record(
+            step,
+            **(validation(6 - step / 10) if step % 5 == 0 else {}),
+            **({"train_eval/loss": 3 - step / 10} if step % 5 == 0 else {}),
+            **({"arc/acc": step / 40, "arc/acc_stderr": 0.01} if step % 10 == 0 else {}),
+            **({"arc/acc_norm": 0.5} if step == 20 else {}),
+        )
+        for step in range(1, 21)
+    ]
+    return write_run(
+        folder / name,
+        records,
+        samples=[(step, "def f", f"(x{step}):\n    pass") for step in (5, 10, 15, 20)],
+        events=[
+            {"step": 7, "event": "rollback", "to_step": 5, "reason": "no number"},
+            {"step": 9, "event": "out of memory", "micro_batch_rows": 4, "before": 8},
+        ],
+        starts=[_START, {**_START, "step": 15, "time": "2026-01-02T04:04:05+00:00"}],
+        recipe={"model": {"model_type": "llama"}, "optimizer": {"learning_rate": 0.001}},
+    )
+
+
+def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
+    page = page_of(full_run(tmp_path))
+    text = " ".join(page.texts("main"))
+    for part in (
+        "complete: 20 steps",
+        "llama of 1.235M parameters",
+        "Abacus 9",
+        "02 January 2026, 03:04 UTC",
+        "validation loss4.0000 nats",
+        "best 4.0000 at step 20",
+        "2.000gzip -9: 1.750 on all validation text",
+        "; medians",
+        "back to step 5: no number",
+        "micro-batches of 4 rows from here on (before: 8)",
+        "from the checkpoint of step 15",
+        "learning_rate: 0.001",
+        "16.0 GiB",
+        "± 0.0100",
+    ):
+        assert part in " ".join(text.split()), part
+    assert page.texts("pre")[:4] == [f"def f(x{s}):\n    pass" for s in (20, 15, 10, 5)]
+    assert page.texts("summary")[:4] == [f"step {s}" for s in (20, 15, 10, 5)]
+    curves = {c["name"]: c for chart in page.curves() for c in chart["curves"]}
+    exact = [float(f"{5 / s:.6g}") for s in range(1, 21)]
+    assert curves["train/loss, each step"]["y"] == exact
+    assert curves["val/loss"]["x"] == [5, 10, 15, 20]
+    assert curves["val/loss"]["y"] == [5.5, 5, 4.5, 4]
+    (loss,) = (c for c in page.curves() if "val/loss" in {one["name"] for one in c["curves"]})
+    beside = {one["name"]: one["y"] for one in loss["curves"]}
+    assert beside["train_eval/loss"] == [2.5, 2, 1.5, 1]
+    assert curves["arc/acc"]["y"] == [0.25, 0.5]
+    assert {"learning rate", "gradient norm", "throughput", "memory", "mfu"} <= curves.keys()
+
+
+def test_page_of_a_gpu_run_shows_reserved_and_used_memory_and_utilization(tmp_path: Path) -> None:
+    gpu = {"reserved_bytes": 2**29, "device_used_bytes": 2**30, "gpu_utilization": 0.9}
+    run = write_run(tmp_path / "run", [record(s, **gpu) for s in (1, 2)])
+    curves = {c["name"]: c["y"] for chart in page_of(run).curves() for c in chart["curves"]}
+    assert curves["reserved by the allocator"] == [0.5, 0.5]
+    assert curves["used on the GPU, all processes"] == [1, 1]
+    assert curves["gpu utilization"] == [90, 90]
+    numbers = final_numbers(read_run(run))
+    assert {key: numbers[key] for key in gpu} == gpu
+
+
+def test_the_throughput_of_conversations_says_what_of_it_is_learned(tmp_path: Path) -> None:
+    def pages(learned: float) -> str:
+        rates = {"learned_tokens_per_second": learned, "samples_per_second": 7.5}
+        folder = tmp_path / str(learned)
+        write_run(folder, [record(1, **rates), record(2, **rates)])
+        return " ".join(page_of(folder).texts("main"))
+
+    assert "250 learned tokens/s, 7.5 samples/s, MFU" in pages(250.0)
+    assert "learned tokens/s" not in pages(990.0)
+
+
+def test_final_numbers_are_those_of_the_run(tmp_path: Path) -> None:
+    numbers = final_numbers(read_run(full_run(tmp_path)))
+    assert numbers == {
+        "run_folder": str(tmp_path / "run"),
+        "step": 20,
+        "max_steps": 20,
+        "tokens_seen": 2560,
+        "epoch": 2.0,
+        "train/loss": 0.25,
+        "val/loss": 4.0,
+        "perplexity": 16.0,
+        "bits_per_byte": 2.0,
+        "skipped_steps": 0,
+        "best_val/loss": 4.0,
+        "best_val/loss_step": 20,
+        "best_bits_per_byte": 2.0,
+        "gzip_bits_per_byte": 1.75,
+        "tokens_per_second": 1010.5,
+        "learned_tokens_per_second": None,
+        "samples_per_second": None,
+        "step_seconds": 36.0,
+        "mfu": 0.25,
+        "memory_bytes": 2**28 + 20,
+        "reserved_bytes": None,
+        "device_used_bytes": None,
+        "gpu_utilization": None,
+        "hours": pytest.approx(0.2),
+        "parameters": 1_234_567,
+        "rollbacks": 1,
+        "resumed": 1,
+        "arc/acc": 0.5,
+        "arc/acc_stderr": 0.01,
+        "arc/acc_norm": 0.5,
+        "train_eval/loss": 1.0,
+    }
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+
+
+def test_the_best_validation_loss_may_be_an_earlier_one(tmp_path: Path) -> None:
+    losses = {1: 4.0, 2: 3.0, 3: 3.5}
+    run = write_run(tmp_path / "run", [record(s, **validation(v)) for s, v in losses.items()])
+    numbers = final_numbers(read_run(run))
+    assert (numbers["val/loss"], numbers["best_val/loss"]) == (3.5, 3.0)
+    assert (numbers["best_val/loss_step"], numbers["best_bits_per_byte"]) == (2, 1.5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_run_of_any_length_has_a_page(tmp_path: Path, count: int) -> None:
+    run = write_run(tmp_path / "run", [record(step) for step in range(1, count + 1)])
+    page = page_of(run)
+    assert f"{count} steps" in page.content
+    assert ("nothing yet" in page.content) == (count == 0)
+
+
+def test_a_folder_with_nothing_but_a_recipe_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("run: {seed: 1}\n", encoding="utf-8")
+    assert "seed" in page_of(tmp_path).texts("pre")[0]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_of_a_run_acts_on_its_page(tmp_path: Path, text: str) -> None:
+    """Samples, prompts, names, keys, events, recipe, machine: all are only text."""
+    name = text.replace("/", "").replace("\x00", "").replace("\ud800", "")
+    # File names and YAML can't hold all that samples can.
+    listed = "".join(c for c in text if c.isprintable())
+    run = write_run(
+        tmp_path / name,
+        [
+            record(1, **{f"{text}/acc": 0.5, text: 2.0}),
+            record(2, **{f"{text}/acc": 0.5, text: 3.0, f"{text}/acc_stderr": 0.1}),
+        ],
+        samples=[(2, text, text)],
+        events=[
+            {"step": 1, "event": text, "why": text},
+            {"step": 2, "event": "rollback", "to_step": text, "reason": text},
+        ],
+        starts=[{"step": 0, "time": text, "machine": {"name": text, text: text}}],
+        recipe={"model": {"model_type": listed}, listed: [listed]},
+    )
+    page = page_of(run)
+    assert "alert(1)" not in page.texts("script")[0]
+    assert page.texts("pre")[0] == visible(text) * 2
+    assert page.texts("h1") == [visible(name)]
+    assert page.texts("title")[0] == f"{visible(name)} · firstlight"
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(), st.text())
+def test_any_sample_comes_back_as_it_is(tmp_path: Path, prompt: str, text: str) -> None:
+    run = write_run(tmp_path / "run", [], samples=[(1, prompt, text)])
+    # A line end right after `<pre>` would be dropped: there is none.
+    assert '<pre class="sample"><b>' in run_page(read_run(run))
+    assert page_of(run).texts("pre")[0] == visible(prompt) + visible(text)
+
+
+def test_what_acts_is_shown_by_its_number() -> None:
+    assert visible("a\u202eb\x00\r\n\tc\rd") == "a⟨U+202E⟩b⟨U+0000⟩\n\tc⟨U+000D⟩d"
+    assert visible("\ud800\u2028\ufeff") == "⟨U+D800⟩⟨U+2028⟩⟨U+FEFF⟩"
+    family = "👩\u200d👩\u200d👧 naïve עברית \u00a0"
+    assert visible(family) == family
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-320, 1e300, 1e99, -1e99, math.nan, math.inf, 5])
+def test_page_of_run_with_extreme_values_draws_finite_curves(tmp_path: Path, value: float) -> None:
+    names = ("train/loss", "val/loss", "grad_norm", "learning_rate", "memory_bytes", "seconds")
+    records = [
+        {"step": step, **dict.fromkeys(names, number)}
+        for step, number in enumerate((value, 1.0, value))
+    ]
+    path = write_run(tmp_path / "run", records)
+    for tag, attributes in page_of(path).elements:
+        drawn = " ".join(value for key, value in attributes.items() if key != "aria-label")
+        if tag in ("path", "use", "text", "svg"):
+            assert not re.search(r"\b(nan|inf)", drawn, re.IGNORECASE)
+    draw_report(path)
+
+
+def drawn_points(chart: Chart, *, log: bool) -> list[list[list[float]]]:
+    axes = Figure().subplots()
+    draw(axes, chart, log=log)
+    return [np.asarray(line.get_xydata()).tolist() for line in axes.lines]
+
+
+def test_logarithmic_axis_with_zero_leaves_that_point_out() -> None:
+    curve = Series(np.arange(1.0, 4.0), np.array([2.0, 0.0, 3.0]))
+    chart = Chart("Loss", "", [Line("loss", curve, 0)])
+    assert drawn_points(chart, log=False) == [[[1, 2], [2, 0], [3, 3]]]
+    assert drawn_points(chart, log=True) == [[[1, 2], [3, 3]]]
+
+
+def test_chart_of_positive_values_with_zero_begins_at_zero() -> None:
+    curve = Series(np.arange(3.0), np.array([5.0, 4.0, 6.0]))
+    axes = Figure().subplots()
+    draw(axes, Chart("Speed", "", [Line("speed", curve, 0)], zero=True))
+    low, high = axes.get_ylim()
+    assert low == 0
+    assert high > 6
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("metrics.jsonl", "broken\n{}\n", r"metrics\.jsonl:1 is damaged"),
+        ("samples.jsonl", '{"step": 1}\n', r"samples\.jsonl is damaged: a line has no prompt"),
+        ("events.jsonl", '{"step": 1}\n', r"events\.jsonl is damaged: a line has no event"),
+        ("events.jsonl", '{"step": 1%s, "event": "x"}\n\n' % ("0" * 99), "step up to 9,007"),
+        ("starts.jsonl", "1\n2\n", r"starts\.jsonl:1 is damaged"),
+        ("recipe.yaml", "a: [\n", r"recipe\.yaml is damaged"),
+        ("recipe.yaml", "text\n", r"recipe\.yaml is damaged: it has no sections"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_old_report_stays(
+    tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    run = full_run(tmp_path)
+    draw_report(run)
+    before = {n: (run / n).read_bytes() for n in (HTML_NAME, REPORT_NAME)}
+    (run / name).write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=said):
+        draw_report(run)
+    assert {n: (run / n).read_bytes() for n in before} == before
+
+
+def test_a_million_steps_make_a_page_of_moderate_size(tmp_path: Path) -> None:
+    """Fifty thousand here: a page does not grow any further with steps."""
+    lines = [record(step, **{"train/loss": math.sin(step) + 3}) for step in range(1, 50_001)]
+    lines[31_000]["train/loss"] = 99.0
+    samples = [(step, "<" * 100, "&<>'\"" * 400) for step in range(1, 2000)]
+    run = write_run(tmp_path / "run", lines, samples=samples)
+    content = run_page(read_run(run))
+    assert len(content.encode()) < 3_000_000
+    page = Page(content).harmless()
+    (raw,) = (c for chart in page.curves() for c in chart["curves"] if "each step" in c["name"])
+    assert max(raw["y"]) == 99.0
+    assert (raw["x"][0], raw["x"][-1]) == (1, 50_000)
+    steps = page.texts("summary")
+    assert steps[0] == "step 1,999"
+    assert 100 < len(steps) < 1999
+    assert "of 1999 evaluations" in " ".join(page.texts("small"))
+
+
+def test_samples_are_all_there_as_long_as_they_fit() -> None:
+    few = [{"step": step, "prompt": "p", "text": "t"} for step in (1, 1, 2, 3)]
+    shown, note = chosen_samples(few)
+    assert shown == [
+        ("3", [("p", "t")]),
+        ("2", [("p", "t")]),
+        ("1", [("p", "t"), ("p", "t")]),
+    ]
+    assert note == ""
+    huge = [{"step": step, "prompt": "", "text": "<" * 10**6} for step in range(40)]
+    shown, note = chosen_samples(huge)
+    assert 1 <= len(shown) < 40
+    assert shown[0][0] == "39"
+    assert note == f"{len(shown)} of 40 evaluations"
+    assert shown[0][1][0][1].endswith("[…]")
+
+
+def test_many_events_are_cut_to_the_last(tmp_path: Path) -> None:
+    events = [{"step": 1, "event": "rollback", "to_step": 0, "reason": str(n)} for n in range(900)]
+    page = page_of(write_run(tmp_path / "run", [record(1), record(2)], events=events))
+    assert "the last 500 of 900" in page.content
+    assert "back to step 0: 899" in page.content
+
+
+def test_a_run_that_ends_leaves_both_and_says_where_it_ran(recipe: dict[str, Any]) -> None:
+    recipe["evaluation"]["sample_prompts"] = ["the <light>"]
+    run = train(recipe).run_folder
+    page = Page((run / HTML_NAME).read_text(encoding="utf-8")).harmless()
+    (start,) = read_run(run).starts
+    assert (start["step"], start["max_steps"]) == (0, 12)
+    assert start["machine"]["name"] in " ".join(page.texts("table"))
+    numbers = final_numbers(read_run(run))
+    assert f"gzip -9: {numbers['gzip_bits_per_byte']:.3f}" in page.content
+    assert 0 < numbers["gzip_bits_per_byte"] < 8
+    assert numbers["parameters"] == start["parameters"] > 10_000
+    assert page.texts("pre")[0].startswith("the <light>")
+    draw_report(run)
+    assert "complete: 12 steps" in page.content
+
+
+def test_a_start_from_the_beginning_forgets_the_starts_before_it(recipe: dict[str, Any]) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stop(metrics: Any) -> None:
+        if metrics["step"] == 9:
+            raise StoppedError
+
+    run = Path(recipe["run"]["dir"])
+    run.mkdir()
+    write_lines(run / "starts.jsonl", [{"step": 0}, {"step": 3}])
+    with pytest.raises(StoppedError):
+        train(recipe, on_step=stop)
+    assert [start["step"] for start in read_run(run).starts] == [0]
+    train(recipe, resume=True)
+    assert [start["step"] for start in read_run(run).starts] == [0, 8]
+    train(recipe, resume=True)  # there is nothing left to do
+    assert [start["step"] for start in read_run(run).starts] == [0, 8]
+    assert [event["event"] for event in read_run(run).what_happened] == ["resumed"]
+
+
+def test_second_axes_have_round_numbers_at_the_steps_that_reached_them() -> None:
+    """With a batch that grows from 100 to 200 tokens at step 50."""
+    steps = np.arange(101.0)
+    tokens = Series(steps, np.where(steps < 50, 100 * steps, 200 * steps - 5000))
+    losses = Line("loss", Series(steps, np.exp(-steps)), 0)
+    axes = Figure().subplots()
+    falling = Series(np.arange(3.0), np.array([0.0, 2.0, 1.0]))
+    draw(axes, Chart("Loss", "", [losses], below=("tokens seen", tokens), above=("no", falling)))
+    (below,) = axes.child_axes
+    assert below.get_xlabel() == "tokens seen"
+    assert below.get_xlim() == axes.get_xlim()
+    labels = [label.get_text() for label in below.get_xticklabels()]
+    places = dict(zip(labels, below.get_xticks(), strict=True))
+    assert {key: places[key] for key in ("0", "5k", "10k")} == {
+        "0": 0,
+        "5k": pytest.approx(50),
+        "10k": pytest.approx(75),
+    }
+
+
+def test_page_of_run_shows_losses_by_steps_tokens_and_epochs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [record(step) for step in range(1, 21)])
+    page = run_page(read_run(folder))
+    chart = page[page.index("<svg") : page.index("</svg>")]
+    names = re.findall(r"<text[^>]*>([^<]*)<", chart)
+    assert {"step", "tokens seen", "epochs", "2k"} <= set(names)

@@ -1,0 +1,863 @@
+"""Runs whose length is given in minutes, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.selection import list_checkpoints
+from firstlight.data.prepare import prepare
+from firstlight.errors import CheckpointError, ConfigError
+from firstlight.generation.engine import GenerationStream
+from firstlight.optim.schedule import (
+    BatchSchedule,
+    DecidedLength,
+    PredictedLength,
+    Schedule,
+    ScheduleConfig,
+    resolve_schedule,
+)
+from firstlight.planner.plan.machine import find_machine, planned_run, resolve_for
+from firstlight.recipe import parse_recipe
+from firstlight.report.report import run_page
+from firstlight.run_log.reader import read_json_lines, read_length, read_run
+from firstlight.tokenizer import Tokenizer
+from firstlight.training import loop, minutes, saving, start, validation
+from firstlight.training.cooldown import cooldown_recipe
+from firstlight.training.guard import DivergedError
+from firstlight.training.loop import TrainResult, train
+from firstlight.training.progress import RunProgress, TrainingProgress
+from firstlight.training.step import train_step
+from firstlight.training.time_budget import (
+    LoopTimes,
+    Periodic,
+    TimeBudget,
+    mean_sequence_seconds,
+    recorded_length,
+    steps_in_time,
+)
+
+KINDS = ("wsd", "cosine", "linear", "constant", "inverse_sqrt")
+MEASURED = ("second", "mfu", "memory_bytes")
+MINUTES = 3.0
+
+
+class StoppedError(Exception):
+    """Ends a run from within."""
+
+
+class Machine:
+    """A clock, and the seconds by which training, evaluating and saving move it."""
+
+    def __init__(self, step: float = 2.0) -> None:
+        self.now, self.step, self.save = 1000.0, step, 0.5
+
+    @property
+    def evaluation(self) -> float:
+        """Seconds of 12 rows, of which a step has 4."""
+        return 0.9 * self.step
+
+    def takes(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        """The function, which takes so many seconds."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **options: Any) -> Any:
+            self.now += getattr(self, what)
+            return function(*args, **options)
+
+        return timed
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine that is expected to take 2 s a step."""
+    found = Machine()
+    monkeypatch.setattr(minutes, "LoopTimes", lambda: LoopTimes(lambda: found.now))
+    monkeypatch.setattr(minutes, "_usual_tokens_per_second", lambda *_: 64.0)
+    monkeypatch.setattr(loop, "train_step", found.takes(train_step, "step"))
+    evaluate = found.takes(validation.evaluate_dataset, "evaluation")
+    monkeypatch.setattr(validation, "evaluate_dataset", evaluate)
+    monkeypatch.setattr(saving, "captured", found.takes(saving.captured, "save"))
+    return found
+
+
+@pytest.fixture
+def recipe(recipe: dict[str, Any]) -> dict[str, Any]:
+    """3 minutes in steps of 128 tokens, with dropout."""
+    recipe["model"] = {
+        "model_type": "gpt2",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+        "embd_pdrop": 0.2,
+    }
+    recipe["schedule"] = {"kind": "wsd", "max_minutes": MINUTES}
+    recipe["evaluation"] = {
+        "every_steps": 20,
+        "max_rows": 12,
+        "sample_tokens": 1,
+        "on_start": False,
+    }
+    recipe["checkpoint"] = {"every_steps": 10, "keep_last": 99, "asynchronous": False}
+    recipe["efficiency"] = {"precision": "fp32", "compile": False, "loss_chunk_tokens": 0}
+    return recipe
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def changed(recipe: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of a run of another name, with some keys set."""
+    result = copy.deepcopy(recipe)
+    result["run"]["dir"] = str(Path(recipe["run"]["dir"]).with_name(name))
+    for section, values in sections.items():
+        result[section] = {**result.get(section, {}), **values}
+    return result
+
+
+def folder_of(recipe: dict[str, Any]) -> Path:
+    return Path(recipe["run"]["dir"])
+
+
+def stop_after(recipe: dict[str, Any], step: int, *, resume: bool = False) -> None:
+    """Train until the run is killed after a step."""
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == step:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(recipe, resume=resume, on_step=on_step)
+
+
+def metrics(recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in line.items() if not any(part in k for part in MEASURED)}
+        for line in read_json_lines(folder_of(recipe) / "metrics.jsonl")
+    ]
+
+
+def end(recipe: dict[str, Any]) -> dict[str, Any]:
+    folder = list_checkpoints(folder_of(recipe))[-1]
+    state = load_trainer_state(folder)
+    del state["recipe"]["run"]["dir"]
+    names = ("model.safetensors", "optimizer.safetensors")
+    return {"state": state, **{name: (folder / name).read_bytes() for name in names}}
+
+
+# The number of steps
+
+
+def spent(
+    step: int, steps: int, second: float, batch: BatchSchedule, periodic: list[Periodic]
+) -> float:
+    """Seconds of the steps after `step`, one by one."""
+    total = 0.0
+    for done in range(step, step + steps):
+        total += second * batch.at(done)
+        is_last = done + 1 == step + steps
+        for one in periodic:
+            if is_last:
+                total += one.last_seconds
+            elif one.every_steps and (done + 1) % one.every_steps == 0:
+                total += one.seconds
+    return total
+
+
+@given(
+    seconds=st.integers(-5, 400),
+    step=st.integers(0, 50),
+    second=st.integers(1, 5),
+    ramp=st.integers(0, 60),
+    periodic=st.lists(
+        st.builds(Periodic, st.integers(0, 30), st.integers(0, 30), st.integers(0, 40)), max_size=3
+    ),
+)
+def test_the_most_steps_that_fit_are_taken(
+    seconds: int, step: int, second: int, ramp: int, periodic: list[Periodic]
+) -> None:
+    batch = BatchSchedule(4, 1 if ramp else 4, ramp)
+    steps = steps_in_time(seconds, step, second, batch, periodic)
+    assert steps >= 1
+    assert steps == 1 or spent(step, steps, second, batch, periodic) <= seconds
+    assert spent(step, steps + 1, second, batch, periodic) > seconds
+
+
+def test_the_speed_is_that_of_the_last_steps_without_pauses() -> None:
+    steady = [(4, 2.0)] * 50
+    assert mean_sequence_seconds(steady, 20.0) == 0.5
+    # A machine that has become slower: half as far back as is looked ahead.
+    slower = [*steady, *[(4, 4.0)] * 10]
+    assert mean_sequence_seconds(slower, 80.0) == 1.0
+    assert mean_sequence_seconds(slower, 160.0) == pytest.approx((10 * 4.0 + 15 * 2.0) / (4 * 25))
+    # The first half of the steps does not count.
+    assert mean_sequence_seconds([*[(4, 1.0)] * 20, *[(4, 2.0)] * 20], 999.0) == 0.5
+    # A pause of 60 s counts as twice the median.
+    assert mean_sequence_seconds([*steady, (4, 60.0)], 1.0) == pytest.approx((7 * 2 + 4) / 32)
+    # Steps of a ramp of the batch size count by their sequences.
+    assert mean_sequence_seconds([(1, 0.5), (2, 1.0), (4, 2.0)], 99.0) == 0.5
+
+
+def test_parts_of_a_step_are_kept_apart() -> None:
+    machine = Machine()
+    times = LoopTimes(lambda: machine.now)
+    for _ in range(4):
+        times.begin_step()
+        machine.now += 3
+        times.count(8)
+        with times.part("evaluation"):
+            machine.now += 5
+        with times.part("save"):
+            machine.now += 2
+        machine.now += 1
+    times.begin_step()
+    machine.now += 7  # a step without an update
+    times.begin_step()
+    assert list(times.slow_steps) == [(8, 4.0)] * 2
+    assert list(times.steps) == [(8, 4.0)] * 2
+    assert times.seconds == {"evaluation": 5.0, "save": 2.0}
+    assert (times.settled_steps, times.settled_seconds, times.elapsed) == (2, 8.0, 51.0)
+
+
+def test_an_evaluation_that_is_broken_off_is_no_step_and_no_evaluation() -> None:
+    machine = Machine()
+    times = LoopTimes(lambda: machine.now)
+    times.begin_step()
+    with times.part("evaluation"):
+        machine.now += 60
+    with contextlib.suppress(DivergedError), times.part("evaluation"):
+        machine.now += 2
+        raise DivergedError("a token's probability is nan")
+    machine.now += 4
+    times.count(8)
+    times.begin_step()
+    assert list(times.slow_steps) == [(8, 4.0)]
+    assert times.seconds == {"evaluation": 60.0}
+
+
+# The schedule
+
+
+def schedule_of(config: ScheduleConfig, length: PredictedLength) -> Schedule:
+    return resolve_schedule(config, 1e-3, 1000, BatchSchedule(4, 4), 32, length)
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    decided_at=st.integers(0, 100),
+    steps=st.lists(st.integers(2, 100), min_size=2, max_size=4),
+    ratio=st.sampled_from([None, 0.0, 0.1, 0.5]),
+    shape=st.sampled_from([None, "1-sqrt"]),
+)
+def test_no_step_before_a_correction_depends_on_it(
+    kind: Any, decided_at: int, steps: list[int], ratio: float | None, shape: Any
+) -> None:
+    shape = shape if kind == "wsd" else None
+    config = ScheduleConfig(kind=kind, max_minutes=1.0, warmup_ratio=ratio, decay_shape=shape)
+    replaced: list[tuple[int, int]] = []
+    before, at = schedule_of(config, DecidedLength(80, decided_at + steps[0], decided_at)), 0
+    for more in steps[1:]:
+        at = (max(decided_at, at) + before.max_steps) // 2
+        replaced.append((before.max_steps, at))
+        corrected = DecidedLength(80, at + more, decided_at, replaced)
+        after = schedule_of(config, corrected)
+        assert after.max_steps == at + more
+        for step in range(at):
+            assert after.lr_scale(step) == before.lr_scale(step)
+        falls = kind in ("wsd", "cosine", "linear") and after.warmup_steps < after.max_steps
+        if falls and after.warmup_steps <= at:
+            rates = [after.lr_scale(step) for step in range(at - 1, after.max_steps)]
+            assert rates == sorted(rates, reverse=True)
+            assert rates[-1] == pytest.approx(after.min_lr_ratio)
+        before = after
+
+
+def test_a_corrected_decay_falls_from_the_rate_that_it_has_reached() -> None:
+    config = ScheduleConfig(kind="wsd", max_minutes=1.0, warmup_steps=10)
+    slower = schedule_of(config, DecidedLength(100, 150, 100, [(200, 120)]))
+    assert [slower.lr_scale(step) for step in (99, 109, 119)] == pytest.approx([1.0, 0.9, 0.8])
+    assert [slower.lr_scale(step) for step in (134, 149)] == pytest.approx([0.4, 0.0])
+    again = schedule_of(config, DecidedLength(100, 175, 100, [(200, 120), (150, 135)]))
+    assert [again.lr_scale(step) for step in (134, 154, 174)] == pytest.approx([0.4, 0.2, 0.0])
+    cosine = ScheduleConfig(kind="cosine", max_minutes=1.0, warmup_steps=10, min_lr_ratio=0.0)
+    faster = schedule_of(cosine, DecidedLength(100, 400, 10, [(110, 60)]))
+    half, quarter = faster.lr_scale(59), faster.lr_scale(229)
+    assert (half, quarter) == pytest.approx((0.5, 0.5 - 0.5 * math.sqrt(0.5)))
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    predicted=st.integers(1, 300),
+    decided_at=st.integers(0, 300),
+    more=st.integers(1, 200),
+    ratio=st.sampled_from([None, 0.0, 0.1, 0.5]),
+)
+def test_no_step_before_the_decision_depends_on_it(
+    kind: Any, predicted: int, decided_at: int, more: int, ratio: float | None
+) -> None:
+    config = ScheduleConfig(kind=kind, max_minutes=1.0, warmup_ratio=ratio)
+    opened = schedule_of(config, PredictedLength(predicted))
+    decided = schedule_of(config, DecidedLength(predicted, decided_at + more, decided_at))
+    assert opened.is_open
+    assert not decided.is_open
+    assert decided.max_steps == decided_at + more
+    assert opened.warmup_steps == decided.warmup_steps
+    for step in range(decided_at):
+        assert opened.lr_scale(step) == decided.lr_scale(step)
+    if kind in ("wsd", "cosine", "linear") and decided.warmup_steps < decided.max_steps:
+        assert decided.decay_begin == max(decided_at, decided.warmup_steps)
+        assert decided.lr_scale(decided.max_steps - 1) == pytest.approx(decided.min_lr_ratio)
+
+
+def test_the_warm_up_is_a_share_of_the_predicted_steps() -> None:
+    config = ScheduleConfig(max_minutes=5.0)
+    assert schedule_of(config, PredictedLength(100)).warmup_steps == 5
+    assert schedule_of(config, DecidedLength(100, 400, 30)) == Schedule(
+        400, 5, 400, 0.1, cooldown_steps=370
+    )
+    assert schedule_of(config, DecidedLength(100, 400, 30)).in_words(1e-3) == (
+        "stable to step 30, then down to 0.0001 at step 400"
+    )
+
+
+def test_a_decision_falls_when_the_decay_has_to_begin() -> None:
+    def due(left: int, **keys: Any) -> bool:
+        config = ScheduleConfig.model_validate({"max_minutes": 1.0, **keys})
+        return config.decides_length(80, 10, left)
+
+    assert not due(22, kind="wsd")
+    assert due(21, kind="wsd")
+    assert due(80, kind="wsd", decay_fraction=0.5)
+    assert not due(82, kind="wsd", decay_fraction=0.5)
+    assert not due(6, kind="wsd", cooldown_steps=5)
+    assert due(5, kind="wsd", cooldown_steps=5)
+    assert due(900, kind="cosine")
+    assert not due(3, kind="constant")
+    assert due(2, kind="constant")
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        ({"max_steps": 9, "epochs": 1.0}, "max_steps and epochs both say how long the run is"),
+        ({"decay_steps": 9}, "decay_steps is for a run of known length"),
+        ({"resume": True}, "set max_steps, and max_minutes to null"),
+        ({"warmup_ratio": 0.7, "decay_fraction": 0.5}, "are 1.2 of the run together"),
+        ({"max_minutes": 0.0}, "schedule.max_minutes: .*greater than 0"),
+    ],
+)
+def test_a_length_that_can_not_be_is_refused_in_one_line(
+    recipe: dict[str, Any], keys: dict[str, Any], says: str
+) -> None:
+    recipe["schedule"] |= keys
+    with pytest.raises(ConfigError, match=says) as error:
+        parse_recipe(recipe)
+    assert "\n" not in str(error.value)
+
+
+# Runs
+
+
+@pytest.mark.parametrize(
+    "kind, step_seconds", [*((kind, 2.6) for kind in KINDS), ("wsd", 1.4), ("cosine", 1.4)]
+)
+def test_a_run_ends_in_time_at_any_speed(
+    recipe: dict[str, Any], machine: Machine, kind: str, step_seconds: float
+) -> None:
+    machine.step = step_seconds
+    recipe["schedule"]["kind"] = kind
+    result = train(recipe)
+    record = read_length(folder_of(recipe))
+    assert record["predicted_steps"] == 90
+    assert record["max_steps"] == result.step
+    assert 0.95 * 180 < record["seconds_used"] <= 1.001 * 180
+    assert record["seconds_used"] == pytest.approx(machine.now - 1000.0)
+    rates = [line["learning_rate"] for line in metrics(recipe)]
+    assert rates[3] == max(rates)
+    if kind == "wsd":
+        # A fifth of the steps is the decay.
+        assert result.step - record["decided_at"] == pytest.approx(0.2 * result.step, abs=1.5)
+        assert rates[-1] == 0.0
+        assert rates[record["decided_at"] - 1] == max(rates)
+        assert rates[record["decided_at"]] < max(rates)
+    if kind in ("cosine", "linear"):
+        assert record["decided_at"] == 10
+        assert rates[-1] == pytest.approx(0.1 * max(rates))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step_seconds", [2.6, 0.001])
+def test_a_run_ends_at_the_first_of_two_limits(
+    recipe: dict[str, Any], machine: Machine, kind: str, step_seconds: float
+) -> None:
+    machine.step = step_seconds
+    recipe["schedule"] |= {"kind": kind, "max_steps": 60}
+    result = train(recipe)
+    record = read_length(folder_of(recipe))
+    assert record["max_steps"] == result.step
+    assert record["most_steps"] == 60
+    assert result.step == 60 or 0.95 * 180 < record["seconds_used"] <= 1.001 * 180
+    rates = [line["learning_rate"] for line in metrics(recipe)]
+    if kind == "wsd":
+        assert result.step - record["decided_at"] == pytest.approx(0.2 * result.step, abs=1.5)
+    if kind in ("wsd", "cosine", "linear"):
+        assert rates[-1] == pytest.approx(0.0 if kind == "wsd" else 0.1 * max(rates))
+    if step_seconds < 1:
+        assert result.step == 60
+        # A run that goes on may take more steps, if its recipe says so.
+        recipe["schedule"]["max_steps"] = 70
+        assert train(recipe, resume=True).step == 70
+
+
+def test_the_time_left_ends_with_the_passes(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.5 passes take a few seconds of the 3 minutes."""
+    lefts: list[float | None] = []
+    shares: list[float] = []
+
+    class Watched(RunProgress):
+        def step(self, record: Mapping[str, Any]) -> None:
+            super().step(record)
+            lefts.append(self.seconds_left)
+            shares.append(self.share)
+
+    def made(
+        steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
+    ) -> RunProgress:
+        return Watched(steps, first, minutes, lambda: machine.now, step_limit)
+
+    monkeypatch.setattr(start, "RunProgress", made)
+    machine.step = 0.05
+    recipe["schedule"]["epochs"] = 1.5
+    recipe["evaluation"]["every_steps"] = recipe["checkpoint"]["every_steps"] = 0
+    steps = train(recipe).step
+    decided = read_length(folder_of(recipe))["decided_at"]
+    assert 10 < decided < steps
+    assert shares == pytest.approx([(step + 1) / steps for step in range(steps)])
+    for step in range(5, steps):
+        assert lefts[step - 1] == pytest.approx((steps - step) * 0.05)
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_the_share_that_is_done_never_falls(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A machine that becomes faster in the decay makes more steps than were decided."""
+    recipe["schedule"] = {"kind": "wsd", "max_minutes": MINUTES, "decay_fraction": 0.65}
+    if kind == "cosine":
+        recipe["schedule"] = {"kind": kind, "max_minutes": MINUTES}
+    shares: list[float] = []
+
+    class Watched(RunProgress):
+        def step(self, record: Mapping[str, Any]) -> None:
+            super().step(record)
+            shares.append(self.share)
+            if record["step"] == 40:
+                machine.step = 0.4
+
+    def made(
+        steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
+    ) -> RunProgress:
+        return Watched(steps, first, minutes, lambda: machine.now, step_limit)
+
+    monkeypatch.setattr(start, "RunProgress", made)
+    train(recipe)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert read_length(folder_of(recipe))["replaced"]
+
+
+def test_passes_limit_a_run_in_minutes(recipe: dict[str, Any], machine: Machine) -> None:
+    machine.step = 0.01
+    recipe["schedule"]["epochs"] = 1.5
+    step = train(recipe).step
+    recipe["schedule"] = {"kind": "wsd", "epochs": 1.5}
+    recipe["run"]["dir"] += "-steps"
+    assert train(recipe).step == step
+
+
+def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 35:
+            machine.step = 4.0
+
+    train(recipe, on_step=on_step)
+    assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+@pytest.mark.parametrize("second", [0.7, 1.4, 2.6, 4.0])
+def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
+    recipe: dict[str, Any],
+    machine: Machine,
+    kind: str,
+    second: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(TrainingProgress, "message", lambda _, text: messages.append(text))
+    recipe["schedule"] |= {"kind": kind}
+    if kind == "wsd":
+        recipe["schedule"]["decay_fraction"] = 0.65
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 40:
+            machine.step = second
+
+    result = train(recipe, on_step=on_step)
+    record = read_length(folder_of(recipe))
+    assert 0.95 * 180 < record["seconds_used"] <= 1.05 * 180
+    assert record["max_steps"] == result.step
+    first, at = record["replaced"][0]
+    assert record["decided_at"] < 40 < at < first
+    rates = [line["learning_rate"] for line in metrics(recipe)]
+    falling = rates[record["decided_at"] - 1 :]
+    assert falling == sorted(falling, reverse=True)
+    assert rates[-1] == pytest.approx(0.0 if kind == "wsd" else 0.1 * max(rates))
+    numbers = [number for number, _ in record["replaced"]] + [result.step]
+    steps = [record["decided_at"], *(at for _, at in record["replaced"])]
+    run = read_run(folder_of(recipe))
+    events = [event for event in run.what_happened if event["event"] in ("length", "correction")]
+    assert [event["step"] for event in events] == steps
+    assert [event["max_steps"] for event in events] == numbers
+    page = run_page(run)
+    assert f">{numbers[0]:,} steps fit into 3.0 minutes<" in page
+    for before, number in itertools.pairwise(numbers):
+        assert f">{number:,} steps instead of {before:,}, as the speed changed<" in page
+    # A message for the decision and each correction, and none where the number stays.
+    told = [text for text in messages if "s are used" in text]
+    assert [text.split(":")[0] for text in told] == [f"step {step}" for step in steps]
+    when = "early" if second < 2 else "late"
+    assert told[1].endswith(f"the run has {numbers[1]} steps: {first} would end too {when}")
+
+
+def test_a_steady_machine_keeps_its_number_of_steps(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    recipe["schedule"]["decay_fraction"] = 0.65
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        machine.step = 2.03 if record["step"] % 2 else 1.97
+
+    train(recipe, on_step=on_step)
+    assert "replaced" not in read_length(folder_of(recipe))
+
+
+def test_a_limit_of_steps_is_not_raised_by_a_correction(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    recipe["schedule"] |= {"decay_fraction": 0.65, "max_steps": 80}
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 40:
+            machine.step = 1.0
+
+    assert train(recipe, on_step=on_step).step == 80
+    assert "replaced" not in read_length(folder_of(recipe))
+
+
+def test_a_pause_does_not_end_the_decay_at_once(recipe: dict[str, Any], machine: Machine) -> None:
+    recipe["schedule"]["decay_fraction"] = 0.65
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 50:
+            machine.now += 500.0
+
+    result = train(recipe, on_step=on_step)
+    record = read_length(folder_of(recipe))
+    assert record["replaced"]
+    left = [number - at for number, at in record["replaced"]]
+    after = [number for number, _ in record["replaced"][1:]] + [result.step]
+    for before, number, (_, at) in zip(left, after, record["replaced"], strict=True):
+        assert number - at == (before + 1) // 2
+
+
+def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU loads kernels at the first generation of each process."""
+    generated = [1]
+
+    def generate(*args: Any) -> GenerationStream:
+        machine.now += 0.0 if generated[-1] else 30.0
+        generated[-1] += 1
+        return GenerationStream(*args)
+
+    monkeypatch.setattr(validation, "GenerationStream", generate)
+    recipe["evaluation"] |= {"sample_prompts": ["a"], "on_start": True}
+    generated.append(0)
+    stop_after(recipe, 11)
+    generated.append(0)
+    result = train(recipe, resume=True)
+    assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
+    texts = read_json_lines(folder_of(recipe) / "samples.jsonl")
+    assert [text["step"] for text in texts] == [*range(20, result.step, 20), result.step]
+    assert generated == [1, 1, 1 + len(texts)]
+
+
+def test_samples_at_epoch_are_in_the_time_of_the_budget(
+    recipe: dict[str, Any],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    def generate(*args: Any) -> GenerationStream:
+        machine.now += 8.0
+        return GenerationStream(*args)
+
+    monkeypatch.setattr(validation, "GenerationStream", generate)
+    prepare(sorted(corpus.iterdir())[:20], tokenizer, tmp_path / "few", val_fraction=0.2)
+    recipe["data"]["dir"] = str(tmp_path / "few")
+    recipe["evaluation"] |= {"sample_prompts": ["a"], "samples_at": "epoch"}
+    train(recipe)
+    texts = read_json_lines(folder_of(recipe) / "samples.jsonl")
+    assert len(texts) >= 3
+    assert 0.9 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.02 * 180
+
+
+def test_few_slow_steps_are_enough(recipe: dict[str, Any], machine: Machine) -> None:
+    machine.step = 25.0
+    for name, kind in (("a", "wsd"), ("b", "cosine")):
+        one = changed(recipe, name, schedule={"kind": kind})
+        assert train(one).step in (6, 7)
+        assert read_length(folder_of(one))["decided_at"] >= 3
+
+
+def decide_as(found: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions fall as in another run."""
+
+    numbers = [number for number, _ in found.get("replaced", [])] + [found["max_steps"]]
+    after = {at: numbers[n + 1] for n, (_, at) in enumerate(found.get("replaced", []))}
+
+    def decided(_: TimeBudget, step: int, *others: Any) -> int | None:
+        return int(numbers[0]) if step >= found["decided_at"] else None
+
+    def corrected(budget: TimeBudget, step: int, *others: Any) -> int:
+        assert isinstance(budget.length, DecidedLength)
+        return int(after.get(step, budget.length.max_steps))
+
+    monkeypatch.setattr(TimeBudget, "decided_steps", decided)
+    monkeypatch.setattr(TimeBudget, "corrected_steps", corrected)
+
+
+@pytest.mark.parametrize(
+    "kind, killed_after",
+    [("wsd", [3]), ("wsd", [24, 38, 57]), ("wsd", [72]), ("cosine", [7, 40])],
+)
+def test_a_killed_run_is_the_whole_run_with_its_decision(
+    recipe: dict[str, Any],
+    machine: Machine,
+    kind: str,
+    killed_after: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = changed(recipe, "broken", schedule={"kind": kind})
+    for number, step in enumerate(killed_after):
+        stop_after(recipe, step, resume=number > 0)
+    before = read_length(folder_of(recipe))
+    train(recipe, resume=True)
+    decision = read_length(folder_of(recipe))
+    if "max_steps" in before:
+        assert {**before, "seconds_used": 0} == {**decision, "seconds_used": 0}
+    whole = changed(recipe, "whole")
+    with monkeypatch.context() as patch:
+        decide_as(decision, patch)
+        train(whole)
+    assert metrics(recipe) == metrics(whole)
+    assert end(recipe) == end(whole)
+    # Killed again when it is complete: nothing is left to do.
+    assert train(recipe, resume=True).step == decision["max_steps"]
+    assert end(recipe) == end(whole)
+
+
+def test_a_resumed_run_keeps_a_corrected_number(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe["schedule"]["decay_fraction"] = 0.65
+    recipe["checkpoint"]["every_steps"] = 2
+    broken, whole = changed(recipe, "broken"), changed(recipe, "whole")
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 40:
+            machine.step = 3.0
+        if record["step"] == 59:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(broken, on_step=on_step)
+    before = read_length(folder_of(broken))
+    assert before["replaced"]
+    # Slower once more; and without length.json, its newest checkpoint knows the number.
+    machine.step = 9.0
+    (folder_of(broken) / "length.json").unlink()
+    assert train(broken, resume=True).step == before["max_steps"]
+    assert {**read_length(folder_of(broken)), "seconds_used": 0} == {**before, "seconds_used": 0}
+    with monkeypatch.context() as patch:
+        decide_as(before, patch)
+        train(whole)
+    assert metrics(broken) == metrics(whole)
+    assert end(broken) == end(whole)
+
+
+def test_time_that_was_used_before_a_kill_counts(recipe: dict[str, Any], machine: Machine) -> None:
+    whole = train(changed(recipe, "whole")).step
+    recipe = changed(recipe, "broken")
+    # Steps 31 to 39 are made twice: they took time the first time, too.
+    stop_after(recipe, 39)
+    used = machine.now
+    machine.now += 10_000  # nobody runs it for a while
+    train(recipe, resume=True)
+    record = read_length(folder_of(recipe))
+    assert 0.95 * 180 < record["seconds_used"] <= 1.001 * 180
+    assert record["max_steps"] == pytest.approx(whole - 9, abs=2)
+    assert used + 10_000 < machine.now
+    # Before its first checkpoint as well.
+    early = changed(recipe, "early")
+    stop_after(early, 9)
+    train(early, resume=True)
+    assert read_length(folder_of(early))["max_steps"] == pytest.approx(whole - 9, abs=2)
+
+
+def test_a_budget_that_is_used_up_ends_the_run_with_one_more_step(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    stop_after(recipe, 35)
+    path = folder_of(recipe) / "length.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds_used": 500.0}))
+    result = train(recipe, resume=True)
+    assert result.step == 31
+    assert result.stopped_by is None
+
+
+def test_another_number_of_minutes_goes_on_for_longer(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    first = train(recipe).step
+    recipe["schedule"]["max_minutes"] = 2 * MINUTES
+    assert train(recipe, resume=True).step == pytest.approx(2 * first, rel=0.05)
+    assert 0.95 * 360 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 360
+    # And with a length in steps, what was decided is of no use any more.
+    recipe["schedule"] = {"kind": "wsd", "max_steps": 200}
+    assert train(recipe, resume=True).step == 200
+    assert read_length(folder_of(recipe)) == {}
+
+
+def test_a_new_run_in_the_folder_begins_anew(recipe: dict[str, Any], machine: Machine) -> None:
+    recipe["checkpoint"]["every_steps"] = 999
+    recipe["evaluation"]["every_steps"] = 0
+    stop_after(recipe, 50)
+    train(recipe)
+    assert read_length(folder_of(recipe))["max_steps"] > 80
+
+
+def test_a_cooldown_branches_off_a_run_in_minutes(recipe: dict[str, Any], machine: Machine) -> None:
+    stop_after(recipe, 30)
+    cooled, checkpoint = cooldown_recipe(folder_of(recipe), 5)
+    assert cooled.schedule.max_minutes is None
+    result = train(cooled, branch_from=checkpoint)
+    assert result.step == 25
+    assert read_length(result.run_folder) == {}
+
+
+def test_a_checkpoint_alone_knows_the_decision(recipe: dict[str, Any], machine: Machine) -> None:
+    recipe["checkpoint"]["every_steps"] = 2
+    stop_after(recipe, 74)
+    decision = read_length(folder_of(recipe))
+    (folder_of(recipe) / "length.json").unlink()
+    assert train(recipe, resume=True).step == decision["max_steps"]
+
+
+def test_the_report_tells_the_decision(recipe: dict[str, Any], machine: Machine) -> None:
+    stop_after(recipe, 30)
+    run = read_run(folder_of(recipe))
+    assert run.max_steps is None
+    assert "of 3 minutes" in run_page(run)
+    result = train(recipe, resume=True)
+    run = read_run(folder_of(recipe))
+    assert run.max_steps == result.step
+    page = run_page(run)
+    assert f"{result.step:,} steps fit into 3.0 minutes" in page
+    assert f"complete: {result.step} steps" in page
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("[]", "no object"),
+        ('{"max_steps": 9}', "belong together"),
+        ('{"max_minutes": 3.0, "seconds_used": "x"}', "seconds_used is 'x'"),
+        ('{"max_minutes": 3.0, "predicted_steps": true}', "predicted_steps is True"),
+        ('{"max_minutes": 3.0}', "lacks 'predicted_steps'"),
+        ('{"max_steps": 9, "decided_at": 1, "replaced": [[9]]}', "replaced is \\[\\[9\\]\\]"),
+        ('{"max_steps": 9, "decided_at": 5, "replaced": [[9, 5]]}', "replaced is"),
+        ('{"max_steps": 9, "decided_at": 1, "replaced": [[9, 9]]}', "replaced is"),
+        ('{"max_steps": 9, "decided_at": 1, "replaced": 3}', "replaced is 3"),
+    ],
+)
+def test_a_damaged_record_is_named(
+    recipe: dict[str, Any], machine: Machine, content: str, says: str
+) -> None:
+    stop_after(recipe, 30)
+    (folder_of(recipe) / "length.json").write_text(content)
+    with pytest.raises(CheckpointError, match=says) as error:
+        train(recipe, resume=True)
+    assert "length.json" in str(error.value)
+
+
+def test_a_plan_predicts_the_steps_of_the_minutes(recipe: dict[str, Any]) -> None:
+    here = find_machine()
+    resolved = resolve_for(parse_recipe(recipe), here)
+    assert planned_run(resolved, here) is None
+    run = planned_run(resolved, here, 1280.0)
+    assert run is not None
+    assert (run.schedule.max_steps, run.schedule.warmup_steps, run.schedule.is_open) == (
+        1800,
+        90,
+        True,
+    )
+    assert run.tokens == 1800 * 128
+
+
+def test_a_result_is_a_plain_result(recipe: dict[str, Any], machine: Machine) -> None:
+    result: TrainResult = train(recipe)
+    assert math.isfinite(result.train_loss or math.nan)
+    starts = read_json_lines(folder_of(recipe) / "starts.jsonl")
+    assert "max_steps" not in starts[0]
+    assert starts[0]["warmup_steps"] == 4
+
+
+def test_seconds_that_are_no_numbers_count_as_none(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"seconds": 2.5},
+        {"seconds": "x"},
+        {"seconds": [1]},
+        {"seconds": True},
+    ]
+    lines += [{"seconds": 10**400, "elapsed_seconds": "y"}, {"seconds": math.nan}, {"seconds": 1}]
+    text = "".join(json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert recorded_length(tmp_path, {}) == {"seconds_used": 3.5}
