@@ -20,7 +20,7 @@ from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.device import find_hardware
 from firstlight.models import Model, empty_model
-from firstlight.optim.groups import parameter_kinds
+from firstlight.optim.config import parameter_kinds
 from firstlight.optim.optimizer import make_optimizers
 from firstlight.optim.schedule import BatchSchedule, Schedule, resolve_schedule
 from firstlight.recipe import Recipe, load_recipe

@@ -58,7 +58,7 @@ PARTS = {
     "Optimizers": [
         "optim.optimizer.make_optimizers",
         "optim.spec.OptimizerSpec",
-        "optim.groups.parameter_kinds",
+        "optim.config.parameter_kinds",
     ],
     "Schedules": [
         "optim.schedule.resolve_schedule",

@@ -142,7 +142,7 @@ MUTANTS = [
     # Schedule, optimizer, loss scale
     Mutant(
         "cautious decay away from zero",
-        "firstlight/optim/cautious.py",
+        "firstlight/optim/spec.py",
         "(direction * parameter >= 0)",
         "(direction * parameter <= 0)",
         (_MUON + "only_numbers_that_move_towards_zero_decay",),

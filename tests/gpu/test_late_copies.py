@@ -101,19 +101,6 @@ def test_a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on(tmp_pa
     """Its page-locked memory is taken again only when the checkpoint before is on the disk."""
     tensors = numbers()
     expected = {}
-    run: Any = SimpleNamespace(
-        program=program,
-        recipe=recipe,
-        tokenizer=tokenizer,
-        base=None,
-        state=TrainState(step=1),
-        loader=SimpleNamespace(rows_per_epoch=1),
-        init_from=None,
-        data_identity={},
-        guard=SimpleNamespace(state_dict=dict),
-        schedule=TrainState(),
-        budget=None,
-    )
     with late_copies() as gpu:
         saver = CheckpointSaver(tmp_path, CheckpointConfig(asynchronous=True, keep_last=9))
         saver._executor = LastMoment()  # type: ignore[assignment]
@@ -184,6 +171,7 @@ def test_a_run_stands_still_for_one_copy_of_its_state(
     moments = {name: t.clone() for name, t in program.optimizer.state_tensors().items()}
     run: Any = SimpleNamespace(
         program=program,
+        engine=program.engine,
         recipe=recipe,
         tokenizer=tokenizer,
         base=None,

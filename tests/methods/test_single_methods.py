@@ -43,7 +43,7 @@ from firstlight.models import (
     empty_model,
     ops,
 )
-from firstlight.models.llama_layers import LlamaAttention
+from firstlight.models.llama import LlamaAttention
 from firstlight.models.ops import (
     AttentionOptions,
     attention,

@@ -285,7 +285,7 @@ def test_casting_rounds_parameters_in_their_place_and_no_tables() -> None:
     deepseek = DeepseekConfig(
         vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=2
     )
-    for config, name in ((LLAMA, "rope_frequencies"), (deepseek, "e_score_correction_bias")):
+    for config, name in ((LLAMA, "rotary.frequencies"), (deepseek, "e_score_correction_bias")):
         model = ready(config)
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         for table in buffers.values():

@@ -17,14 +17,9 @@ from torch import Tensor
 from firstlight.errors import ConfigError
 from firstlight.models import Llama, MoEConfig, empty_model, moe
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
-from firstlight.models.llama_layers import LlamaBlock
-from firstlight.models.moe import (
-    RouterStatistics,
-    SparseMLP,
-    _blocks,
-    grouped_linear,
-    load_balancing_loss,
-)
+from firstlight.models.llama import LlamaBlock
+from firstlight.models.mixtral import SparseMLP
+from firstlight.models.moe import RouterStatistics, _blocks, grouped_linear, load_balancing_loss
 from firstlight.recipe import parse_recipe
 from firstlight.training.loop import train
 

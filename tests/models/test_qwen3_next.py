@@ -26,7 +26,7 @@ from firstlight.models.accounting import (
     train_flops_per_token,
 )
 from firstlight.models.qwen3_next import gated_delta_rule
-from firstlight.optim.groups import parameter_kinds
+from firstlight.optim.config import parameter_kinds
 from firstlight.optim.muon import MUON
 from firstlight.weights.loading import weights_to_save
 

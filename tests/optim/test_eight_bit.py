@@ -138,7 +138,7 @@ def test_embeddings_are_in_32_bits_where_nothing_is_said(library: str) -> None:
 
 
 def test_embeddings_in_32_bits_are_for_8_bits() -> None:
-    with pytest.raises(ValidationError, match="is for 8-bit optimizers, and adamw has no"):
+    with pytest.raises(ValidationError, match="is for adamw8bit or paged_adamw8bit"):
         make("adamw", embeddings_in_32_bits=True)
 
 
@@ -189,7 +189,7 @@ def test_a_refused_state_is_not_half_taken(library: str) -> None:
     codes = next(key for key, tensor in before.items() if tensor.dtype == torch.uint8)
     bad = {key: torch.zeros_like(tensor) for key, tensor in before.items()}
     bad[codes] = bad[codes].float()
-    with pytest.raises(CheckpointError, match=f"{codes}' is torch.float32, expected torch.uint8"):
+    with pytest.raises(CheckpointError, match=f"{codes}' is .* torch.float32, exp"):
         optimizer.load_state_tensors(bad)
     assert same(optimizer.state_tensors(), before)
 

@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from firstlight.hardware.device import find_hardware
 from firstlight.lora.layers import LoraConfig, add_lora
 from firstlight.models import GptOssConfig, ModelConfig
-from firstlight.optim.config import OptimizerConfig
-from firstlight.optim.groups import Role, decay_counts, describe_groups, parameter_kinds
+from firstlight.optim.config import (
+    OptimizerConfig,
+    Role,
+    decay_counts,
+    describe_groups,
+    parameter_kinds,
+)
 from firstlight.optim.muon import MUON
 from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe import parse_recipe
@@ -220,8 +225,11 @@ def test_counts_follow_the_decay_of_each_role() -> None:
     [
         ({"embedding_betas": [0.9, 1.0]}, r"embedding_betas \[0.9, 1.0\] must each be at least 0"),
         ({"head_lr_multiple": 0}, "head_lr_multiple"),
-        ({"name": "sgd", "cautious_weight_decay": True}, "is for adamw, lion and muon"),
-        ({"name": "adafactor", "tuned_width": 64}, "tuned_width is for AdamW, Lion and Muon"),
+        ({"name": "sgd", "cautious_weight_decay": True}, "is for adamw, lion or muon"),
+        (
+            {"name": "adafactor", "tuned_width": 64},
+            "tuned_width is for adamw, adamw8bit, lion",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(values: dict[str, Any], says: str) -> None:

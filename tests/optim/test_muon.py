@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from firstlight.models import MoEConfig
-from firstlight.optim.cautious import decay_cautiously
 from firstlight.optim.muon import (
     COEFFICIENTS,
     Muon,
@@ -22,6 +21,7 @@ from firstlight.optim.muon import (
     orthogonalised,
 )
 from firstlight.optim.optimizer import Optimizer
+from firstlight.optim.spec import decay_cautiously
 from optimizer_models import GPT2, LLAMA, make, new_model, one_thread, same, steps, weights
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)

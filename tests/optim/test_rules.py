@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.models import GPT2Config, MoEConfig
 from firstlight.models.accounting import meta_model
-from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
-from firstlight.optim.groups import decay_counts, parameter_kinds
+from firstlight.optim.config import OPTIMIZERS, OptimizerConfig, decay_counts, parameter_kinds
 from firstlight.optim.optimizer import Optimizer
 from optimizer_models import (
     LLAMA,
@@ -326,5 +325,5 @@ def test_state_of_another_dtype_is_refused_by_name() -> None:
     steps(model, optimizer, range(1))
     state = dict(optimizer.state_tensors())
     state["lm_head.weight.exp_avg"] = state["lm_head.weight.exp_avg"].bfloat16()
-    with pytest.raises(CheckpointError, match=r"lm_head.weight.exp_avg' is torch.bfloat16, exp"):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight.exp_avg' is .* torch.bfloat16"):
         optimizer.load_state_tensors(state)

@@ -124,8 +124,8 @@ def test_numbers_are_cast_on_the_way_as_torch_casts_them(
         if isinstance(loaded, Llama):
             assert isinstance(exact, Llama)
             # 1/theta**(i/D) has no exact bf16 value: rounding it would turn late positions wrongly.
-            assert loaded.rope_frequencies.dtype == torch.float32
-            assert torch.equal(loaded.rope_frequencies, exact.rope_frequencies)
+            assert loaded.rotary.frequencies.dtype == torch.float32
+            assert torch.equal(loaded.rotary.frequencies, exact.rotary.frequencies)
 
 
 @pytest.mark.parametrize("mode", LOADING_MODES)

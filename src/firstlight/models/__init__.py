@@ -1,30 +1,29 @@
-"""Model families: config classes, models (plain `nn.Module`s), and the table of both."""
+"""Model families: config classes, models (plain `nn.Module`s), and the table of all families,
+`FAMILIES`.
+
+The families that share `LlamaConfig` are in `llama_families.py`, their model classes in
+`llama_variants.py` where `Llama` itself does not do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
 from firstlight.models.cache import Cache, KVCache, RaggedCache
-from firstlight.models.deepseek import Deepseek
-from firstlight.models.deepseek_config import DeepseekConfig
+from firstlight.models.deepseek import Deepseek, DeepseekConfig
+from firstlight.models.family import FamilySpec
 from firstlight.models.gpt2 import GPT2, GPT2Config
 from firstlight.models.gpt_neox import GPTNeoX, GPTNeoXConfig
 from firstlight.models.gpt_oss import GptOss, GptOssConfig
 from firstlight.models.llama import Llama
-from firstlight.models.llama_config import LlamaConfig, MoEConfig
+from firstlight.models.llama_config import LlamaConfig
+from firstlight.models.llama_variants import VARIANTS
+from firstlight.models.mixtral import Mixtral, MoEConfig
 from firstlight.models.nanochat import NanoChat, NanoChatConfig
-from firstlight.models.qwen3_next import Qwen3Next
-from firstlight.models.qwen3_next_config import Qwen3NextConfig
-from firstlight.models.registry import (
-    DEFAULT_FAMILY,
-    FAMILIES,
-    Family,
-    Model,
-    ModelConfig,
-    allocate,
-    build_model,
-    empty_model,
-    families_with,
-    padded_vocab_size,
-)
+from firstlight.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 
 __all__ = [
     "DEFAULT_FAMILY",
@@ -42,6 +41,7 @@ __all__ = [
     "KVCache",
     "Llama",
     "LlamaConfig",
+    "Mixtral",
     "MoEConfig",
     "Model",
     "ModelConfig",
@@ -56,3 +56,92 @@ __all__ = [
     "families_with",
     "padded_vocab_size",
 ]
+
+Model = GPT2 | Llama
+ModelConfig = (
+    GPT2Config
+    | LlamaConfig
+    | MoEConfig
+    | GPTNeoXConfig
+    | NanoChatConfig
+    | GptOssConfig
+    | DeepseekConfig
+    | Qwen3NextConfig
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's config class, model class and facts."""
+
+    config: type[ModelConfig]
+    model: type[GPT2] | type[Llama]
+    spec: FamilySpec
+
+
+#: Config class and model class; for the families of `LlamaConfig` in `VARIANTS`, that class.
+_CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
+    (GPT2Config, GPT2),
+    (LlamaConfig, Llama),
+    (MoEConfig, Mixtral),
+    (GPTNeoXConfig, GPTNeoX),
+    (NanoChatConfig, NanoChat),
+    (GptOssConfig, GptOss),
+    (DeepseekConfig, Deepseek),
+    (Qwen3NextConfig, Qwen3Next),
+)
+
+#: `model_type` of config.json -> family.
+FAMILIES: dict[str, Family] = {
+    name: Family(config, VARIANTS.get(name, model), spec)
+    for config, model in _CLASSES
+    for name, spec in config.families.items()
+}
+
+#: `model_type` of a recipe that does not give it.
+DEFAULT_FAMILY = LlamaConfig.default_type()
+
+
+def families_with(has: Callable[[Family], object]) -> str:
+    """Names of the families for which `has` is true, as in a sentence: "llama, qwen2 and phi3"."""
+    *others, last = (name for name, family in FAMILIES.items() if has(family))
+    return f"{', '.join(others)} and {last}"
+
+
+def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
+    """Create the model of a config on torch's current default device, not initialised.
+
+    Args:
+        config: the model's config.
+        vocab_multiple: the rows of embedding and head are padded to a multiple of this number.
+    """
+    rows = padded_vocab_size(config.vocab_size, vocab_multiple)
+    return FAMILIES[config.model_type].model(config, rows)  # type: ignore[arg-type]
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `vocab_size`."""
+    return -(-vocab_size // multiple) * multiple
+
+
+def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
+    """Create the model of a config on the CPU with allocated parameters that have no values yet, so
+    that torch's default initialisation takes no time. The caller initialises or loads them.
+
+    Arguments as in `build_model`.
+    """
+    with torch.device("meta"):
+        model = build_model(config, vocab_multiple)
+    allocate(model, torch.device("cpu"))
+    return model
+
+
+@torch.no_grad()
+def allocate(model: Model, device: torch.device) -> None:
+    """Allocate the parameters of a model that is on the meta device. Values are not set, except for
+    the rows beyond the vocabulary, which are zero: random values there would reach the
+    gradients."""
+    model.to_empty(device=device)
+    model.finish_loading()
+    for weight in (model.embedding.weight, model.lm_head.weight):
+        weight[model.config.vocab_size :].zero_()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.models import Model, ModelConfig, build_model
-from firstlight.models.llama_layers import RMSNorm
+from firstlight.models.llama import RMSNorm
 from firstlight.models.moe import Router
 from firstlight.models.ops import Embedding, SelfAttention
 from firstlight.models.qwen3_next import GatedDeltaNet

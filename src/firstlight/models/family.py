@@ -2,7 +2,8 @@
 
 Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
 Llama-like family is one entry of `llama_families.py`; a family with its own architecture has a
-module with a config class, derived from `FamilyConfig`, and a model class. `registry.py` has all.
+module with a config class, derived from `FamilyConfig`, and a model class. `FAMILIES` of
+`firstlight.models` has all.
 """
 
 from __future__ import annotations
@@ -152,9 +153,6 @@ class RopeSpec:
     Attributes:
         kinds: kinds of scaling that the family supports beside "default"; () is all.
         other_kinds: alternative name of a kind in config.json -> kind.
-        turns_neighbours: True if the pairs of dimensions (2i, 2i + 1) are rotated; False for the
-            pairs (i, i + R/2).
-        in_fp32: True if the rotation is computed in fp32 and its result rounded.
         polar: True if transformers rotates by complex numbers, see `rope_tables`.
         partial_factor: rotated fraction of each head, if config.json does not give it.
         original_positions: default of original_max_position_embeddings if config.json has this key
@@ -166,8 +164,6 @@ class RopeSpec:
 
     kinds: tuple[str, ...] = ()
     other_kinds: Mapping[str, str] = field(default_factory=dict)
-    turns_neighbours: bool = False
-    in_fp32: bool = False
     polar: bool = False
     partial_factor: float = 1.0
     original_positions: int = 0
@@ -192,16 +188,13 @@ class FamilySpec:
         qk_norm: "head" if queries and keys are normalised in each head, "width" if over all heads
             together; None without normalisation.
         norms: names of a layer's norms.
-        norm_kind: "rounded" for an RMSNorm whose normalised input is rounded to the input's dtype
-            before its weight w is multiplied in, "wide" if it is rounded afterwards, "one_plus" if
-            the factor is 1 + w and rounding is afterwards, "bare" for an RMSNorm without a weight,
-            "layer" for LayerNorm with a bias.
+        norm_kind: "rms" for RMSNorm, "one_plus" for RMSNorm with a factor of 1 + weight, or "layer"
+            for LayerNorm with a bias.
         activation: config.json's name of the MLP's activation.
         activation_key: config.json's key of the activation.
         gated: True if the MLP has a gate, as SwiGLU and GeGLU have.
         fused: True if one matrix holds queries, keys and values, and one matrix gate and up
             projection; "mlp" if only gate and up projection share one.
-        scales_embeddings: True if embeddings are multiplied by sqrt(hidden_size).
         rope: rotary positions.
         full_attention_every: n if all layers but every n-th have the window; 0 for no pattern.
         no_rope_every: n if every n-th layer has no rotary positions; only these layers have the
@@ -228,12 +221,11 @@ class FamilySpec:
     output_bias: bool = True
     qk_norm: Literal["head", "width"] | None = None
     norms: BlockNorms = BlockNorms()
-    norm_kind: Literal["rounded", "wide", "one_plus", "bare", "layer"] = "rounded"
+    norm_kind: Literal["rms", "one_plus", "layer"] = "rms"
     activation: Literal["silu", "relu2", "gelu_pytorch_tanh", "gelu"] = "silu"
     activation_key: str = "hidden_act"
     gated: bool = True
     fused: Literal[False, True, "mlp"] = False
-    scales_embeddings: bool = False
     rope: RopeSpec = RopeSpec()
     full_attention_every: int = 0
     no_rope_every: int = 0

@@ -342,7 +342,3 @@ class GPT2(LanguageModel):
         for layer in self.transformer.h:
             x_BTC = layer(x_BTC, mask, cache)
         return x_BTC, []
-
-    def finish(self, x_BTC: Tensor) -> Tensor:
-        """The head's input [B, T, C]: see `LanguageModel.finish`."""
-        return self.transformer.ln_f(x_BTC)  # type: ignore[no-any-return]

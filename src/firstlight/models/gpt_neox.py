@@ -14,18 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.models.cache import Cache
 from firstlight.models.family import FamilySpec, GGUFSpec, RopeSpec, hf_values
-from firstlight.models.llama import Llama
+from firstlight.models.llama import Llama, LlamaAttention
 from firstlight.models.llama_config import DecoderConfig
-from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, make_norm
 from firstlight.models.ops import Embedding
 from firstlight.models.rope import Ropes
-
-#: Hugging Face's name of an activation -> name in `ACTIVATIONS`.
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 
 _NEOX = FamilySpec(
     "GPTNeoXForCausalLM",
@@ -111,9 +108,10 @@ class GPTNeoXAttention(LlamaAttention):
         q_BTHD, k_BTHD, v_BTHD = qkv_BTH3D.unbind(-2)
         return q_BTHD, k_BTHD, v_BTHD
 
-    def put_out(self, y_BTC: Tensor) -> Tensor:
-        """Output projection of the concatenated heads' outputs, [B, T, C] to [B, T, C]."""
-        return self.dense(y_BTC)  # type: ignore[no-any-return]
+    @property
+    def o_proj(self) -> nn.Module:  # type: ignore[override]
+        """The output projection."""
+        return self.dense
 
 
 class GPTNeoXMLP(nn.Module):
@@ -123,10 +121,11 @@ class GPTNeoXMLP(nn.Module):
         super().__init__()
         self.dense_h_to_4h = nn.Linear(config.hidden_size, config.intermediate_size)
         self.dense_4h_to_h = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.activation = ACTIVATIONS[_ACTIVATIONS[config.hidden_act]]
+        self.approximate = "none" if config.hidden_act == "gelu" else "tanh"
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x_BTC)))  # type: ignore[no-any-return]
+        hidden_BTF = F.gelu(self.dense_h_to_4h(x_BTC), approximate=self.approximate)
+        return self.dense_4h_to_h(hidden_BTF)  # type: ignore[no-any-return]
 
 
 class GPTNeoXBlock(nn.Module):
@@ -136,8 +135,8 @@ class GPTNeoXBlock(nn.Module):
     def __init__(self, config: GPTNeoXConfig, layer: int) -> None:
         super().__init__()
         self.is_parallel = config.use_parallel_residual
-        self.input_layernorm = make_norm(config, config.hidden_size)
-        self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = GPTNeoXAttention(config, layer)
         self.mlp = GPTNeoXMLP(config)
 
@@ -162,7 +161,7 @@ class GPTNeoXDecoder(nn.Module):
         self.layers = nn.ModuleList(
             GPTNeoXBlock(config, i) for i in range(config.num_hidden_layers)
         )
-        self.final_layer_norm = make_norm(config, config.hidden_size)
+        self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class GPTNeoX(Llama):

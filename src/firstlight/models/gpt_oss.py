@@ -18,11 +18,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from firstlight.models.blockwise import blockwise_attention
 from firstlight.models.family import AttentionSpec, FamilySpec, GGUFSpec, RopeSpec, hf_values
-from firstlight.models.llama import Llama
+from firstlight.models.llama import Llama, LlamaAttention
 from firstlight.models.llama_config import DecoderConfig
-from firstlight.models.llama_layers import LlamaBlock
+from firstlight.models.llama_variants import WideRMSNorm
+from firstlight.models.mixtral import RoutedBlock
 from firstlight.models.moe import Experts, RoutedMLP, Router, grouped_linear
+from firstlight.models.ops import AttentionOptions
 
 _GPT_OSS = FamilySpec(
     "GptOssForCausalLM",
@@ -50,7 +53,6 @@ _GPT_OSS = FamilySpec(
         rope_theta=150_000.0,
         sliding_window=128,
     ),
-    norm_kind="wide",
     rope=RopeSpec(
         default={
             "rope_type": "yarn",
@@ -156,10 +158,26 @@ class GptOssMLP(RoutedMLP):
         return logits_NE, greatest_NK.softmax(-1), experts_NK
 
 
-class GptOssBlock(LlamaBlock):
+class GptOssAttention(LlamaAttention):
+    """Attention with a sink in each head (see `AttentionOptions.sinks`)."""
+
+    def __init__(self, config: GptOssConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
+        # torch's fused kernels do not support sinks.
+        self.attend = blockwise_attention
+
+    def options(self, mask: Any) -> AttentionOptions:
+        """See `LlamaAttention.options`."""
+        return AttentionOptions(mask, sinks=self.sinks)
+
+
+class GptOssBlock(RoutedBlock):
     """One layer: attention with sinks, and experts."""
 
+    attention_class = GptOssAttention
     experts_class = GptOssMLP
+    norm_class = WideRMSNorm
 
 
 class GptOss(Llama):
@@ -168,4 +186,3 @@ class GptOss(Llama):
     config: GptOssConfig  # type: ignore[assignment]
 
     block_class = GptOssBlock
-    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}

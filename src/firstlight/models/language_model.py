@@ -171,7 +171,8 @@ class LanguageModel(nn.Module):
                     parameter.data = parameter.data.to(dtype)
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty key-value cache on the model's device; arguments as in `KVCache`."""
+        """An empty cache on the model's device: keys and values, and states for layers with linear
+        attention. Arguments as in `KVCache`."""
         return KVCache(
             self.config.num_hidden_layers,
             self.config.num_key_value_heads,
@@ -180,6 +181,7 @@ class LanguageModel(nn.Module):
             max_tokens=max_tokens,
             dtype=dtype,
             device=self.embedding.weight.device,
+            states=self.config.state_shapes,
         )
 
     def decode(
@@ -194,7 +196,7 @@ class LanguageModel(nn.Module):
 
         In pipeline parallelism, all stages but the last replace this method.
         """
-        raise NotImplementedError
+        return self.final_norm(x_BTC)  # type: ignore[no-any-return]
 
     def forward(
         self,

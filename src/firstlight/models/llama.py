@@ -1,36 +1,214 @@
-"""The Llama-like models: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
+"""Llama (Touvron et al. 2023, arXiv 2302.13971): an embedding, pre-norm layers with grouped-query
+attention, rotary positions and a SwiGLU, a final norm and a head.
 
-All families share one architecture with settings: the model's config (`llama_config.py`) and the
-facts of its family (`llama_families.py`). Settings are, for example, the norms of a layer and their
-rounding, the MLP's activation and gate, fused matrices, windows, rotary tables, and soft caps of
-scores and logits. The layers are in `llama_layers.py`, experts in `moe.py`. Parameter names are
-those of Hugging Face's classes.
+The page reads from the smallest module to the model. Families whose layers differ derive from these
+classes: by a few lines in `llama_variants.py`, or in a file of their own, such as `gpt_oss.py`. The
+config is in `llama_config.py`, the facts of each family are in `llama_families.py`. Parameter names
+are those of Hugging Face's `LlamaForCausalLM`.
 
-Shape letters as in `llama_layers.py`.
+Shape letters as in `models/ops.py`, and F, the inner width of the MLP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.models.cache import Cache
 from firstlight.models.language_model import LanguageModel, token_positions
-from firstlight.models.llama_config import DecoderConfig, LlamaConfig, MoEConfig
-from firstlight.models.llama_layers import LlamaBlock, make_norm, multiplied
-from firstlight.models.ops import Embedding
-from firstlight.models.rope import (
-    DynamicRope,
-    LongRope,
-    Ropes,
-    dynamic_frequencies,
-    rope_frequencies,
-    rope_magnitude,
-    rope_tables,
+from firstlight.models.llama_config import DecoderConfig, LlamaConfig
+from firstlight.models.ops import (
+    AttentionOptions,
+    Embedding,
+    SelfAttention,
+    at_least_fp32,
+    attention,
 )
+from firstlight.models.rope import Ropes, RotaryTables, apply_rope
+
+
+def normalized(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, [..., size] to [..., size], in fp32 at least: in bf16,
+    the mean of squares would keep only 8 bits."""
+    return F.rms_norm(at_least_fp32(x), x.shape[-1:], None, eps)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, [..., size] to [..., size] (Zhang and Sennrich
+    2019, arXiv 1910.07467).
+
+    Args:
+        size: length of the last dimension.
+        eps: term added to the mean of squares.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Rounded before the weight is multiplied in, as in transformers, so that logits are equal.
+        return normalized(x, self.eps).to(x.dtype) * self.weight
+
+
+class LlamaAttention(SelfAttention):
+    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
+
+    Attributes:
+        norm_class: class of the norms of queries and keys, for families that have them.
+    """
+
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        D = config.head_dim
+        spec = config.attention_spec(layer)
+        self.layer, self.head_dim = layer, D
+        self.scale, self.rope = spec.scale, spec.rope
+        # Widths of queries, keys and values over all heads.
+        keys = config.num_key_value_heads * D
+        self.sizes = (config.num_attention_heads * D, keys, keys)
+        self.add_projections(config)
+        self.has_qk_norm = config.qk_norm == "head"
+        if self.has_qk_norm:
+            self.q_norm = self.norm_class(D, config.rms_norm_eps)
+            self.k_norm = self.norm_class(D, config.rms_norm_eps)
+        # A function and not a method: efficiency methods replace it by another kernel.
+        self.attend = attention
+
+    def add_projections(self, config: DecoderConfig) -> None:
+        """Create the projections, under the names of the family's files."""
+        C, bias = config.hidden_size, config.qkv_bias
+        q_size, k_size, v_size = self.sizes
+        self.q_proj = nn.Linear(C, q_size, bias=bias)
+        self.k_proj = nn.Linear(C, k_size, bias=bias)
+        self.v_proj = nn.Linear(C, v_size, bias=bias)
+        self.o_proj = nn.Linear(q_size, C, bias=config.output_bias)
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, K, D] of the layer's input [B, T, C]."""
+        # `view` and not `unflatten`, which causes graph breaks when the planner traces a compiled
+        # step.
+        heads = (*x_BTC.shape[:2], -1, self.head_dim)
+        q_BTHD = self.q_proj(x_BTC).view(heads)
+        k_BTKD = self.k_proj(x_BTC).view(heads)
+        v_BTKD = self.v_proj(x_BTC).view(heads)
+        return q_BTHD, k_BTKD, v_BTKD
+
+    def normalize(self, q_BTHD: Tensor, k_BTKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys with the family's norm, of the same shapes."""
+        if not self.has_qk_norm:
+            return q_BTHD, k_BTKD
+        return self.q_norm(q_BTHD), self.k_norm(k_BTKD)
+
+    def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
+        """Queries and keys rotated by their positions, of the same shapes."""
+        assert self.rope is not None
+        # The tables are fp32: products with them would be fp32, too.
+        cos, sin = (table.to(q_BHTD.dtype) for table in ropes[self.rope])
+        return apply_rope(q_BHTD, cos, sin), apply_rope(k_BKTD, cos, sin)
+
+    def options(self, mask: Any) -> AttentionOptions:
+        """Arguments of the attention kernel other than queries, keys and values."""
+        return AttentionOptions(mask, scale=self.scale)
+
+    def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
+        """Attention, [B, T, C] to [B, T, C].
+
+        Args:
+            x_BTC: the layer's input, normalised if the family has a norm before attention.
+            ropes: the model's rotary tables.
+            mask: result of the model's `make_mask`.
+            cache: keys and values of earlier tokens.
+        """
+        q_BTHD, k_BTKD, v_BTKD = self.project(x_BTC)
+        # Queries and keys are normalised before the rotation, which keeps their length.
+        q_BTHD, k_BTKD = self.normalize(q_BTHD, k_BTKD)
+        # Views without a copy: the kernels accept any strides of heads and tokens.
+        q_BHTD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+        q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, ropes)
+        # Keys are cached after their rotation, because a token's position never changes.
+        if cache is not None:
+            k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
+        y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, self.options(mask))
+        y_BTC = y_BHTD.transpose(1, 2).reshape(*x_BTC.shape[:2], -1)
+        return self.o_proj(y_BTC)  # type: ignore[no-any-return]
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202), [B, T, C] to [B, T, C]: an MLP whose inner values
+    are multiplied by a gate."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        C, hidden = config.hidden_size, config.intermediate_size
+        bias = config.mlp_bias
+        self.gate_proj = nn.Linear(C, hidden, bias=bias)
+        self.up_proj = nn.Linear(C, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, C, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        hidden_BTF = F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC)
+        return self.down_proj(hidden_BTF)  # type: ignore[no-any-return]
+
+
+class LlamaBlock(nn.Module):
+    """One layer: attention and an MLP, each after a norm and added to the residual stream.
+
+    Attributes:
+        attention_class, mlp_class, norm_class: classes of the parts, which subclasses replace.
+    """
+
+    attention_class: ClassVar[Callable[..., SelfAttention]] = LlamaAttention
+    mlp_class: ClassVar[Callable[..., nn.Module]] = LlamaMLP
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.has_window = config.attention_spec(layer).window is not None
+        self.add_attention(config, layer)
+        self.mlp = self.make_mlp(config, layer)
+        self.add_norms(config)
+
+    def add_attention(self, config: Any, layer: int) -> None:
+        """Create the module that mixes tokens, under its name in the family's files."""
+        self.self_attn = self.attention_class(config, layer)
+
+    def make_mlp(self, config: Any, layer: int) -> nn.Module:
+        """Create the layer's MLP."""
+        return self.mlp_class(config)
+
+    def add_norms(self, config: DecoderConfig) -> None:
+        """Create the norms, under their names in the family's files."""
+        self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [B, T, C] after this layer, and the router's logits [N, E] (None
+        without experts).
+
+        Args:
+            x_BTC: the residual stream before this layer.
+            ropes: the model's rotary tables.
+            masks: mask of layers without a window, and mask of layers with a window.
+            cache: keys and values of earlier tokens.
+        """
+        mask = self.own_mask(masks)
+        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), ropes, mask, cache)
+        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC)), None
+
+    def own_mask(self, masks: tuple[Any, Any]) -> Any:
+        """The mask of this layer."""
+        # torch.compile of torch 2.11 does not support a bool as an index.
+        return masks[int(self.has_window)]
 
 
 class LlamaDecoder(nn.Module):
@@ -42,25 +220,19 @@ class LlamaDecoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(padded_vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = make_norm(config, config.hidden_size)
+        self.norm = block.norm_class(config.hidden_size, config.rms_norm_eps)
 
 
 class Llama(LanguageModel):
-    """A language model of the Llama architecture (Touvron et al. 2023, arXiv 2302.13971); see
-    `LanguageModel`.
+    """A language model of the Llama architecture; see `LanguageModel`, whose `forward` computes the
+    logits or the loss from the result of `decode`.
 
     Attributes:
-        rope_frequencies: rotary frequencies, see `rope.rope_frequencies`; fp32 [R/2] for a model of
-            any dtype.
-        local_rope_frequencies: rotary frequencies of the layers with a window; only if their base
-            is set.
-        long_rope_frequencies: rotary frequencies for texts longer than the original context; only
-            with LongRoPE.
-        embedding_factor: factor of the embeddings.
+        rotary: the rotary frequencies, from which each forward pass computes its tables.
         block_class: class of a layer.
     """
 
-    config: LlamaConfig | MoEConfig
+    config: LlamaConfig
 
     block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
 
@@ -93,17 +265,7 @@ class Llama(LanguageModel):
         rows = padded_vocab_size or config.vocab_size
         self.add_decoder(rows)
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-        self.rope_frequencies: Tensor
-        self.local_rope_frequencies: Tensor
-        # Not persistent: the frequencies follow from the config.
-        self.register_buffer("rope_frequencies", torch.empty(0), persistent=False)
-        if config.rope_local_base_freq is not None:
-            self.register_buffer("local_rope_frequencies", torch.empty(0), persistent=False)
-        if isinstance(config.rope_scaling, LongRope):
-            self.long_rope_frequencies: Tensor
-            self.register_buffer("long_rope_frequencies", torch.empty(0), persistent=False)
-        # Gemma's norms add 1 to their weight, so that a weight of zero means a factor of 1.
-        self.norm_init = 0.0 if config.family.norm_kind == "one_plus" else 1.0
+        self.rotary = RotaryTables(config)
         self.finish_loading()
 
     def add_decoder(self, rows: int) -> None:
@@ -111,108 +273,17 @@ class Llama(LanguageModel):
         family's files."""
         self.model = LlamaDecoder(self.config, rows, self.block_class)
 
+    def finish_loading(self) -> None:
+        """Set what weights files do not contain: the tie of the head and the rotary frequencies."""
+        super().finish_loading()
+        self.rotary.reset(self.embedding.weight.device)
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """The first layer's input [B, T, C] from token ids, int64 [B, T].
 
         In pipeline parallelism, all stages but the first replace this method.
         """
-        return multiplied(self.embedding(input_ids), self.embedding_factor)
-
-    def finish(self, x_BTC: Tensor) -> Tensor:
-        """The head's input [B, T, C]: see `LanguageModel.finish`."""
-        # Granite divides its logits; dividing the hidden states is the same, with fewer elements.
-        return multiplied(self.final_norm(x_BTC), 1 / self.config.logits_scaling)
-
-    def finish_loading(self) -> None:
-        """Set what weights files do not contain: the tie of the head, the rotary frequencies and
-        the factor of the embeddings."""
-        super().finish_loading()
-        self._make_tables()
-
-    def _make_tables(self) -> None:
-        config = self.config
-        weight = self.embedding.weight
-        scaling = self.config.rope_scaling
-        self.rope_frequencies = self._frequencies(is_long=False)
-        if isinstance(scaling, LongRope):
-            self.long_rope_frequencies = self._frequencies(is_long=True)
-        if config.rope_local_base_freq is not None:
-            with torch.device("cpu"):
-                local = rope_frequencies(config.rotary_dim, config.rope_local_base_freq, None)
-            self.local_rope_frequencies = local.to(weight.device)
-        self.embedding_factor = config.embedding_multiplier
-        if config.family.scales_embeddings:
-            # Rounded to the dtype of the embeddings, as in transformers.
-            root = torch.tensor(config.hidden_size**0.5, dtype=weight.dtype, device="cpu")
-            self.embedding_factor = root.item()
-
-    def _frequencies(self, *, is_long: bool) -> Tensor:
-        """Rotary frequencies, fp32 [R/2] on the model's device; `is_long` as in
-        `rope.rope_frequencies`."""
-        config = self.config
-        # Computed on the CPU for models on any device, so that the bits are the same everywhere.
-        with torch.device("cpu"):
-            frequencies = rope_frequencies(
-                config.rotary_dim, config.rope_theta, config.rope_scaling, is_long=is_long
-            )
-        return frequencies.to(self.embedding.weight.device)
-
-    def _frequencies_at(self, length: int | Tensor) -> Tensor:
-        """Rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2] for lengths
-        int64 [B]."""
-        config = self.config
-        scaling = self.config.rope_scaling
-        short = self.rope_frequencies
-        limit = config.max_position_embeddings
-        if isinstance(scaling, LongRope):
-            limit = scaling.original_max_position_embeddings
-        elif not isinstance(scaling, DynamicRope):
-            return short
-        if isinstance(length, int) and length <= limit:
-            return short
-        if isinstance(scaling, LongRope):
-            long = self.long_rope_frequencies
-        else:
-            length = torch.as_tensor(length, device=short.device)
-            long = dynamic_frequencies(
-                config.rotary_dim, config.rope_theta, scaling, length, max_positions=limit
-            )
-        if isinstance(length, int) or length.dim() == 0:
-            return long
-        is_long_B11 = (length > limit)[:, None, None]
-        return torch.where(is_long_B11, long if long.dim() == 1 else long[:, None], short)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Again, because `model.to(torch.bfloat16)` has rounded the frequencies, and `to_empty` has
-        # left them without values.
-        self._make_tables()
-        return self
-
-    def _ropes(self, positions: Tensor, length: int | Tensor) -> Ropes:
-        """The model's rotary tables in fp32: one pair (cos, sin), or two if layers with a window
-        have another base.
-
-        Args:
-            positions: positions of the tokens, int64 [T] or [B, T].
-            length: tokens of the texts, see `Cache.text_length`.
-        """
-        config = self.config
-        frequencies = self._frequencies_at(length)
-        # torch's compiler can't generate code for complex numbers.
-        polar = config.family.rope.polar and not torch.compiler.is_compiling()
-        # In fp32, because bf16 can't represent position 257.
-        tables = rope_tables(frequencies, positions, torch.float32, polar=polar)
-        # YaRN and LongRoPE make queries and keys longer, which sharpens the softmax: it is over
-        # more tokens in a longer context.
-        magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
-        if magnitude != 1:
-            tables = (tables[0] * magnitude, tables[1] * magnitude)
-        if config.rope_local_base_freq is None:
-            return (tables,)
-        # Layers with a window see only near tokens, so their frequencies are not rescaled for a
-        # longer context (Gemma 3).
-        return tables, rope_tables(self.local_rope_frequencies, positions, torch.float32)
+        return self.embedding(input_ids)  # type: ignore[no-any-return]
 
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
@@ -237,8 +308,7 @@ class Llama(LanguageModel):
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
         # Rotary tables and masks are computed once for all layers.
         new = input_ids.shape[1]
-        length = new if cache is None else cache.text_length(new)
-        ropes = self._ropes(positions, length)
+        ropes = self.rotary.tables(positions, new if cache is None else cache.text_length(new))
         masks = self.make_masks(cache_positions, total, document_ids, positions)
         x_BTC = self.embed(input_ids)
         router_logits: list[Tensor] = []

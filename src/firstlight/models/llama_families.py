@@ -1,5 +1,7 @@
-"""The tables of the Llama-like families: `DENSE` for `LlamaConfig`, and `ROUTED`, the mixtures of
-experts, for `MoEConfig`.
+"""The facts of the dense Llama-like families, which share `LlamaConfig`.
+
+A family whose layers differ from Llama's also has a class in `llama_variants.py`. Mixtures of
+experts are in `mixtral.py`.
 """
 
 from __future__ import annotations
@@ -7,21 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from firstlight.models.family import (
-    GGUF_EXPERTS,
-    QWEN_EXPERTS,
     BlockNorms,
-    ExpertNames,
     FamilySpec,
     GGUFSpec,
     RopeSpec,
     hf_values,
 )
 
-_NO_BIAS = {"attention_bias": (False,)}
-_NO_BIASES = {**_NO_BIAS, "mlp_bias": (False,)}
+NO_BIAS = {"attention_bias": (False,)}
+_NO_BIASES = {**NO_BIAS, "mlp_bias": (False,)}
 _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
-_YARN_ROPE = ("default", "linear", "yarn")
-_ALL_ROPE = (*_YARN_ROPE, "llama3")
+YARN_ROPE = ("default", "linear", "yarn")
+ALL_ROPE = (*YARN_ROPE, "llama3")
 
 #: Keys of Granite only.
 MULTIPLIERS = (
@@ -41,7 +40,7 @@ _SIZES_OF_LLAMA: dict[str, Any] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
-_SIZES_OF_MISTRAL: dict[str, Any] = {
+SIZES_OF_MISTRAL: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -86,20 +85,20 @@ _WIDE_QK_NORM = "queries and keys are normalised over all heads together"
 DENSE: dict[str, FamilySpec] = {
     "llama": FamilySpec(
         "LlamaForCausalLM",
-        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
+        GGUFSpec("llama", rotates_pairs=True, rope_kinds=ALL_ROPE),
         own_keys=("attention_bias", "mlp_bias"),
         hf_defaults=hf_values(**_SIZES_OF_LLAMA),
         divides_width=True,
     ),
     "mistral": FamilySpec(
         "MistralForCausalLM",
-        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
+        GGUFSpec("llama", rotates_pairs=True, rope_kinds=ALL_ROPE),
         own_keys=("sliding_window",),
-        hf_defaults=hf_values(**_SIZES_OF_MISTRAL, sliding_window=4096),
+        hf_defaults=hf_values(**SIZES_OF_MISTRAL, sliding_window=4096),
     ),
     "qwen2": FamilySpec(
         "Qwen2ForCausalLM",
-        GGUFSpec("qwen2", rope_kinds=_YARN_ROPE),
+        GGUFSpec("qwen2", rope_kinds=YARN_ROPE),
         own_keys=("sliding_window", "max_window_layers", "layer_types"),
         hf_defaults=hf_values(**_SIZES_OF_QWEN),
         qkv_bias=True,
@@ -108,7 +107,7 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "qwen3": FamilySpec(
         "Qwen3ForCausalLM",
-        GGUFSpec("qwen3", rope_kinds=_YARN_ROPE, fixed=_NO_BIAS),
+        GGUFSpec("qwen3", rope_kinds=YARN_ROPE, fixed=NO_BIAS),
         own_keys=("attention_bias", "sliding_window", "max_window_layers", "layer_types"),
         hf_defaults=hf_values(**_SIZES_OF_QWEN, head_dim=128),
         qk_norm="head",
@@ -178,18 +177,16 @@ DENSE: dict[str, FamilySpec] = {
     ),
     "olmo2": FamilySpec(
         "Olmo2ForCausalLM",
-        GGUFSpec("olmo2", fixed=_NO_BIAS, head="written", exact_heads=True),
+        GGUFSpec("olmo2", fixed=NO_BIAS, head="written", exact_heads=True),
         own_keys=("attention_bias",),
         hf_defaults=hf_values(**_SIZES_OF_OLMO, rms_norm_eps=1e-5),
         qk_norm="width",
         norms=_OLMO_NORMS,
-        norm_kind="wide",
-        rope=RopeSpec(in_fp32=True),
         indivisible=_WIDE_QK_NORM,
     ),
     "olmo3": FamilySpec(
         "Olmo3ForCausalLM",
-        GGUFSpec("olmo2", fixed=_NO_BIAS, head="written", has_windows=True, exact_heads=True),
+        GGUFSpec("olmo2", fixed=NO_BIAS, head="written", has_windows=True, exact_heads=True),
         own_keys=("attention_bias", "sliding_window", "layer_types", "rope_local_base_freq"),
         hf_defaults=hf_values(
             **_SIZES_OF_OLMO,
@@ -200,14 +197,13 @@ DENSE: dict[str, FamilySpec] = {
         ),
         qk_norm="width",
         norms=_OLMO_NORMS,
-        norm_kind="wide",
-        rope=RopeSpec(nested=True, in_fp32=True),
+        rope=RopeSpec(nested=True),
         full_attention_every=4,
         indivisible=_WIDE_QK_NORM,
     ),
     "arcee": FamilySpec(
         "ArceeForCausalLM",
-        GGUFSpec("arcee", rotates_pairs=True, rope_kinds=_ALL_ROPE, fixed=_NO_BIASES),
+        GGUFSpec("arcee", rotates_pairs=True, rope_kinds=ALL_ROPE, fixed=_NO_BIASES),
         own_keys=("attention_bias", "mlp_bias"),
         hf_defaults=hf_values(
             vocab_size=32000,
@@ -243,14 +239,14 @@ DENSE: dict[str, FamilySpec] = {
             after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
         ),
         fused="mlp",
-        rope=RopeSpec(turns_neighbours=True, partial_factor=0.5),
+        rope=RopeSpec(partial_factor=0.5),
         indivisible="one matrix holds the MLP's gate and up projection",
     ),
     "gemma2": FamilySpec(
         "Gemma2ForCausalLM",
         GGUFSpec(
             "gemma2",
-            fixed=_NO_BIAS,
+            fixed=NO_BIAS,
             numbers={**_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
             head="tied",
             has_windows=True,
@@ -281,7 +277,6 @@ DENSE: dict[str, FamilySpec] = {
         norm_kind="one_plus",
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
-        scales_embeddings=True,
         full_attention_every=2,
         divides_width=True,
     ),
@@ -289,7 +284,7 @@ DENSE: dict[str, FamilySpec] = {
         "Gemma3ForCausalLM",
         GGUFSpec(
             "gemma3",
-            fixed=_NO_BIAS,
+            fixed=NO_BIAS,
             numbers=_CAP,
             optional=tuple(_CAP),
             has_windows=True,
@@ -321,7 +316,6 @@ DENSE: dict[str, FamilySpec] = {
         norm_kind="one_plus",
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
-        scales_embeddings=True,
         rope=RopeSpec(nested=True, local_theta_key="rope_local_base_freq"),
         full_attention_every=6,
         period_key="sliding_window_pattern",
@@ -355,51 +349,8 @@ DENSE: dict[str, FamilySpec] = {
     ),
 }
 
-ROUTED: dict[str, FamilySpec] = {
-    "mixtral": FamilySpec(
-        "MixtralForCausalLM",
-        GGUFSpec("llama", rotates_pairs=True, rope_kinds=_ALL_ROPE),
-        own_keys=("sliding_window",),
-        hf_defaults=hf_values(
-            **_SIZES_OF_MISTRAL,
-            rms_norm_eps=1e-5,
-            rope_theta=1e6,
-            experts=(8, 2),
-        ),
-        experts=ExpertNames(
-            "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}, "intermediate_size"
-        ),
-    ),
-    "qwen3_moe": FamilySpec(
-        "Qwen3MoeForCausalLM",
-        GGUFSpec(
-            "qwen3moe",
-            rope_kinds=_YARN_ROPE,
-            fixed={**_NO_BIAS, **GGUF_EXPERTS},
-        ),
-        own_keys=("attention_bias", "sliding_window"),
-        hf_defaults=hf_values(
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=24,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            max_position_embeddings=32768,
-            experts=(128, 8),
-            moe_intermediate_size=768,
-            norm_topk_prob=False,
-        ),
-        qk_norm="head",
-        has_window_switch=True,
-        experts=QWEN_EXPERTS,
-    ),
-}
-
 #: Keys that some families do not have.
-OWN_KEYS: frozenset[str] = frozenset(
-    key for spec in (DENSE | ROUTED).values() for key in spec.own_keys
-)
+OWN_KEYS: frozenset[str] = frozenset(key for spec in DENSE.values() for key in spec.own_keys)
 
 #: Keys that were added after the first families. Dumped configs of families without them leave
 #: them out, so that hashes of older configs stay valid.

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firstlight.models.llama_config import MoEConfig
 from firstlight.models.ops import product_dtype
 
 
@@ -104,29 +103,6 @@ class RoutedMLP(nn.Module):
         x_NC = x_BTC.flatten(0, 1)
         logits_NE, weights_NK, experts_NK = self.route(x_NC)
         return self.experts(x_NC, experts_NK, weights_NK).view_as(x_BTC), logits_NE
-
-
-class SparseMLP(RoutedMLP):
-    """Router and experts of Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE: a token's
-    experts are those with the greatest probabilities in a softmax over all experts."""
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.num_experts_per_tok, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = Router(config.hidden_size, config.num_experts, bias=False)
-        sizes = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.experts = Experts(*sizes)
-
-    def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `RoutedMLP.route`."""
-        logits_NE = self.gate(x_NC)
-        # In fp32, as in transformers: bf16 would change the order of experts with close logits.
-        weights_NK, experts_NK = logits_NE.float().softmax(-1).topk(self.num_experts_per_tok)
-        # Without normalisation the weights sum to less than 1, because the probabilities of the
-        # other experts are left out.
-        if self.normalise:
-            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        return logits_NE, weights_NK, experts_NK
 
 
 def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:

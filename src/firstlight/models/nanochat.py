@@ -11,18 +11,17 @@ Parameter names are those of Hugging Face's `NanoChatForCausalLM`. Shape letters
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from firstlight.models.family import FamilySpec, hf_values
-from firstlight.models.llama import Llama
+from firstlight.models.llama import Llama, LlamaAttention, LlamaBlock, RMSNorm, normalized
 from firstlight.models.llama_config import DecoderConfig, LlamaConfig
-from firstlight.models.llama_layers import ACTIVATIONS, LlamaAttention, LlamaBlock, rms_norm
-from firstlight.models.rope import Ropes, apply_rope
+from firstlight.models.rope import Ropes
 
 _NANOCHAT = FamilySpec(
     "NanoChatForCausalLM",
@@ -35,7 +34,6 @@ _NANOCHAT = FamilySpec(
         num_attention_heads=6,
         max_position_embeddings=2048,
     ),
-    norm_kind="bare",
     activation="relu2",
     gated=False,
 )
@@ -57,19 +55,30 @@ class NanoChatConfig(LlamaConfig):
         return 4 * hidden_size
 
 
-def _turned_and_normalised(x_BHTD: Tensor, cos: Tensor, sin: Tensor, *, eps: float) -> Tensor:
-    """Rotate [B, H, T, D] by `apply_rope`, then normalise each head by an RMSNorm without a
-    weight."""
-    turned_BHTD = apply_rope(x_BHTD, cos, sin)
-    return rms_norm(turned_BHTD.to(x_BHTD.dtype), eps)
+class BareRMSNorm(RMSNorm):
+    """RMSNorm without a weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        nn.Module.__init__(self)  # without a weight
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalized(x, self.eps).to(x.dtype)
 
 
 class NanoChatAttention(LlamaAttention):
-    """Grouped-query attention that normalises queries and keys after their rotation."""
+    """Grouped-query attention that normalises queries and keys after their rotation, which has the
+    opposite direction."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.turn = functools.partial(_turned_and_normalised, eps=config.rms_norm_eps)
+        self.rotated_norm = BareRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
+        """See `LlamaAttention.rotate`."""
+        opposite = tuple((cos, -sin) for cos, sin in ropes)
+        q_BHTD, k_BKTD = super().rotate(q_BHTD, k_BKTD, opposite)
+        return self.rotated_norm(q_BHTD), self.rotated_norm(k_BKTD)
 
 
 class NanoChatMLP(nn.Module):
@@ -79,16 +88,17 @@ class NanoChatMLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activation = ACTIVATIONS[config.family.activation]
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x_BTC)))  # type: ignore[no-any-return]
+        return self.fc2(F.relu(self.fc1(x_BTC)).square())  # type: ignore[no-any-return]
 
 
 class NanoChatBlock(LlamaBlock):
     """One layer, with nanochat's attention and MLP."""
 
-    attention_class, mlp_class = NanoChatAttention, NanoChatMLP
+    attention_class = NanoChatAttention
+    mlp_class = NanoChatMLP
+    norm_class = BareRMSNorm
 
 
 class NanoChat(Llama):
@@ -108,8 +118,5 @@ class NanoChat(Llama):
         """The first layer's input [B, T, C]: see `Llama.embed`."""
         # transformers applies the final norm's module here, which has no weights. The first stage
         # of a pipeline does not have that module.
-        return rms_norm(super().embed(input_ids), self.config.rms_norm_eps)
-
-    def _ropes(self, positions: Tensor, length: int | Tensor) -> Ropes:
-        """Rotary tables for a rotation in the opposite direction: see `Llama._ropes`."""
-        return tuple((cos, -sin) for cos, sin in super()._ropes(positions, length))
+        x_BTC = super().embed(input_ids)
+        return normalized(x_BTC, self.config.rms_norm_eps).to(x_BTC.dtype)

@@ -15,22 +15,169 @@ its width, N chunks of S tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from firstlight.models.cache import Cache, KVCache
+from firstlight.models.cache import Cache
+from firstlight.models.family import (
+    GGUF_EXPERTS,
+    QWEN_EXPERTS,
+    AttentionSpec,
+    FamilySpec,
+    GGUFSpec,
+    RopeSpec,
+    hf_values,
+)
 from firstlight.models.language_model import InitConfig
-from firstlight.models.llama import Llama
-from firstlight.models.llama_layers import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
-from firstlight.models.moe import SparseMLP
+from firstlight.models.llama import Llama, LlamaAttention, LlamaMLP, RMSNorm
+from firstlight.models.llama_config import values_from_json
+from firstlight.models.llama_variants import OnePlusRMSNorm
+from firstlight.models.mixtral import MoEConfig, RoutedBlock, SparseMLP
 from firstlight.models.ops import at_least_fp32
-from firstlight.models.qwen3_next_config import Qwen3NextConfig
+from firstlight.models.rope import Ropes
 
 #: Tokens of a chunk, whose updates of the state are computed together; as in transformers.
 _CHUNK_TOKENS = 64
+
+_FULL, _LINEAR = "full_attention", "linear_attention"
+
+
+def _usual_types(layers: int, period: int) -> list[str]:
+    """The kinds of all layers, if every `period`-th layer has full attention."""
+    return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
+
+
+class Qwen3NextConfig(MoEConfig):
+    """Configuration of a Qwen3-Next model."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {
+        "qwen3_next": FamilySpec(
+            "Qwen3NextForCausalLM",
+            GGUFSpec(
+                "qwen3next",
+                rope_kinds=("default", "linear", "yarn"),
+                fixed={"attention_bias": (False,), **GGUF_EXPERTS},
+                counts={
+                    "linear_conv_kernel_dim": "ssm.conv_kernel",
+                    "linear_key_head_dim": "ssm.state_size",
+                    "linear_num_key_heads": "ssm.group_count",
+                    "linear_num_value_heads": "ssm.time_step_rank",
+                    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+                },
+                layer="delta",
+                inner_eps=1e-6,
+            ),
+            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
+            hf_defaults=hf_values(
+                vocab_size=151936,
+                hidden_size=2048,
+                intermediate_size=5632,
+                num_hidden_layers=48,
+                num_attention_heads=16,
+                num_key_value_heads=2,
+                max_position_embeddings=32768,
+                experts=(512, 10),
+                head_dim=256,
+                moe_intermediate_size=512,
+                shared_expert_intermediate_size=512,
+                linear_key_head_dim=128,
+                linear_value_head_dim=128,
+                linear_num_key_heads=16,
+                linear_num_value_heads=32,
+            ),
+            qk_norm="head",
+            norm_kind="one_plus",
+            rope=RopeSpec(partial_factor=0.25),
+            experts=QWEN_EXPERTS,
+            # Layers for multi-token prediction (MTP), which transformers does not load either.
+            left_out=("mtp.",),
+        )
+    }
+
+    model_type: Literal["qwen3_next"] = "qwen3_next"  # type: ignore[assignment]
+    """"qwen3_next"."""
+    layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
+    """"full_attention" or "linear_attention" (gated delta rule) for each layer; null is full
+    attention in every fourth layer, or in the last layer of a model with fewer."""
+    linear_conv_kernel_dim: int = Field(4, gt=0, le=1024)
+    """width of the causal convolution in layers with linear attention, in tokens."""
+    linear_key_head_dim: int = Field(32, gt=0)
+    """size of a query and key head in layers with linear attention."""
+    linear_value_head_dim: int = Field(32, gt=0)
+    """size of a value head in layers with linear attention."""
+    linear_num_key_heads: int = Field(4, gt=0)
+    """query and key heads of layers with linear attention."""
+    linear_num_value_heads: int = Field(8, gt=0)
+    """value heads of layers with linear attention, a multiple of linear_num_key_heads."""
+    shared_expert_intermediate_size: int = Field(0, ge=0)
+    """inner width of the shared expert, which is applied to every token; 0 is
+    moe_intermediate_size."""
+
+    @classmethod
+    def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = super()._filled_in(values)
+        shared = "shared_expert_intermediate_size"
+        values[shared] = values.get(shared) or values["moe_intermediate_size"]
+        layers = values.get("num_hidden_layers", cls.model_fields["num_hidden_layers"].default)
+        kinds = values.get("layer_types")
+        if isinstance(layers, int) and kinds and kinds == _usual_types(layers, min(layers, 4)):
+            # Removed if it is the default, so that equal models have equal configs.
+            del values["layer_types"]
+        return values
+
+    @model_validator(mode="after")
+    def _check_linear(self) -> Self:
+        if all(self.is_linear(layer) for layer in range(self.num_hidden_layers)):
+            raise ValueError(
+                "no layer has full_attention, without which transformers' cache does not work: "
+                "give one in layer_types"
+            )
+        self.require_multiple("linear_num_value_heads", of="linear_num_key_heads")
+        return self
+
+    @property
+    def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
+        """See `FamilyConfig.state_shapes`. A layer with linear attention has two states: the last
+        inputs of its convolution [W - 1, X], and the state of its delta rule [H, D, E] (letters as
+        in `qwen3_next.py`)."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        heads, size = self.linear_num_value_heads, self.linear_value_head_dim
+        inputs = self.linear_conv_kernel_dim - 1, 2 * keys + heads * size
+        shapes = inputs, (heads, self.linear_key_head_dim, size)
+        return {i: shapes for i in range(self.num_hidden_layers) if self.is_linear(i)}
+
+    def is_linear(self, layer: int) -> bool:
+        """True if a layer (counted from 0) has linear attention."""
+        if self.layer_types is not None:
+            return self.layer_types[layer] == _LINEAR
+        return (layer + 1) % min(self.num_hidden_layers, 4) != 0
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        """See `FamilyConfig.attention_spec`."""
+        if not self.is_linear(layer):
+            return super().attention_spec(layer)
+        size = self.linear_key_head_dim * self.linear_value_head_dim
+        return AttentionSpec(rope=None, state_size=self.linear_num_value_heads * size)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """See `DecoderConfig.from_hf`."""
+        kind = cls.default_type()
+        values = values_from_json(cls.families[kind], tuple(cls.model_fields), config)
+        kinds, period = config.get("layer_types"), config.get("full_attention_interval") or 4
+        values["layer_types"] = list(kinds or _usual_types(values["num_hidden_layers"], period))
+        return cls(**{**values, "model_type": kind})
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
+        content = super().to_hf()
+        del content["num_local_experts"]
+        kinds = [_LINEAR if self.is_linear(i) else _FULL for i in range(self.num_hidden_layers)]
+        return content | {"layer_types": kinds}
 
 
 class GatedRMSNorm(RMSNorm):
@@ -251,19 +398,27 @@ class Qwen3NextAttention(LlamaAttention):
     """Attention with a sigmoid gate on each head's output. `q_proj` computes the gates, too: for
     each head, first the rows of the query, then those of the gate."""
 
+    norm_class = OnePlusRMSNorm
+
     def add_projections(self, config: Any) -> None:
         """See `LlamaAttention.add_projections`."""
         super().add_projections(config)
         self.q_proj = nn.Linear(config.hidden_size, 2 * self.sizes[0], bias=config.qkv_bias)
 
-    def forward(self, x_BTC: Tensor, ropes: Any, mask: Any, cache: Cache | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
         """Gated attention; arguments and result as in `LlamaAttention.forward`."""
         heads = (*x_BTC.shape[:2], -1, self.head_dim)
         q_and_gate = self.q_proj(x_BTC).view(*heads[:3], 2 * self.head_dim)
         q_BTHD, gate_BTHD = q_and_gate.chunk(2, -1)
-        k_BTKD, v_BTKD = self.k_proj(x_BTC).view(heads), self.v_proj(x_BTC).view(heads)
-        y_BTQ = self.attended(q_BTHD, k_BTKD, v_BTKD, ropes, mask, cache)
-        return self.put_out(y_BTQ * gate_BTHD.flatten(2).sigmoid())
+        q_BTHD, k_BTKD = self.normalize(q_BTHD, self.k_proj(x_BTC).view(heads))
+        v_BTKD = self.v_proj(x_BTC).view(heads)
+        q_BHTD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+        q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, ropes)
+        if cache is not None:
+            k_BKSD, v_BKSD = cache.update(self.layer, k_BKSD, v_BKSD)
+        y_BTHD = self.attend(q_BHTD, k_BKSD, v_BKSD, self.options(mask)).transpose(1, 2)
+        gated_BTC = y_BTHD.flatten(2) * gate_BTHD.flatten(2).sigmoid()
+        return self.o_proj(gated_BTC)  # type: ignore[no-any-return]
 
 
 class Qwen3NextMLP(SparseMLP):
@@ -283,10 +438,11 @@ class Qwen3NextMLP(SparseMLP):
         return y_BTC + weight_BT1 * self.shared_expert(x_BTC), logits_NE
 
 
-class Qwen3NextBlock(LlamaBlock):
+class Qwen3NextBlock(RoutedBlock):
     """One layer: linear or full attention, and experts or an MLP."""
 
     attention_class, experts_class = Qwen3NextAttention, Qwen3NextMLP
+    norm_class = OnePlusRMSNorm
 
     def add_attention(self, config: Any, layer: int) -> None:
         """See `LlamaBlock.add_attention`."""
@@ -296,22 +452,24 @@ class Qwen3NextBlock(LlamaBlock):
         else:
             super().add_attention(config, layer)
 
-    def mix(self, x_BTC: Tensor, ropes: Any, masks: Any, cache: Cache | None) -> Tensor:
-        """See `LlamaBlock.mix`. `masks` are attention's mask and each token's position in its
+    def forward(
+        self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `LlamaBlock.forward`. `masks` are attention's mask and each token's position in its
         document (`places` of `GatedDeltaNet.forward`)."""
-        mask, places = masks
-        if self.is_linear:
-            return self.linear_attn(x_BTC, places, cache)  # type: ignore[no-any-return]
-        return self.self_attn(x_BTC, ropes, mask, cache)  # type: ignore[no-any-return]
+        if not self.is_linear:
+            return super().forward(x_BTC, ropes, masks, cache)
+        x_BTC = x_BTC + self.linear_attn(self.input_layernorm(x_BTC), masks[1], cache)
+        return self.add_mlp_output(x_BTC)
 
 
 class Qwen3Next(Llama):
     """A Qwen3-Next language model; see `LanguageModel`."""
 
-    config: Qwen3NextConfig
+    config: Qwen3NextConfig  # type: ignore[assignment]
 
     block_class = Qwen3NextBlock
-    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
+    norm_init = 0.0  # see `OnePlusRMSNorm`
     residual_projections = ("o_proj.", "out_proj.", "down_proj")
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
@@ -325,21 +483,6 @@ class Qwen3Next(Llama):
                     module.norm.weight.fill_(1.0)
                     # Heads begin with slow to fast decays, to remember over short and long ranges.
                     module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
-
-    def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty cache: keys and values for layers with full attention, states for layers with
-        linear attention."""
-        config = self.config
-        return KVCache(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            config.head_dim,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            device=self.embedding.weight.device,
-            states=config.state_shapes,
-        )
 
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor

@@ -8,11 +8,12 @@ family rotates only a part of each head.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from firstlight.section import Section
 
@@ -297,6 +298,105 @@ def rope_tables(
             parts = torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).to(dtype)
             return parts[..., 0], parts[..., 1]
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class RotaryTables(nn.Module):
+    """The rotary frequencies of a model, and the tables of cos and sin that a forward pass computes
+    from them.
+
+    Args:
+        config: the model's config, a `llama_config.DecoderConfig`.
+
+    Attributes:
+        frequencies: rotary frequencies, see `rope_frequencies`; fp32 [R/2] for a model of any
+            dtype.
+        long_frequencies: those for texts longer than the original context; only with LongRoPE.
+        local_frequencies: those of the layers with a window; only if their base is set.
+    """
+
+    frequencies: Tensor
+    long_frequencies: Tensor
+    local_frequencies: Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        names = ["frequencies"]
+        if isinstance(config.rope_scaling, LongRope):
+            names.append("long_frequencies")
+        if config.rope_local_base_freq is not None:
+            names.append("local_frequencies")
+        for name in names:
+            # Not persistent: the frequencies follow from the config.
+            self.register_buffer(name, torch.empty(0), persistent=False)
+
+    def reset(self, device: torch.device) -> None:
+        """Compute the frequencies for a device."""
+        size, base = self.config.rotary_dim, self.config.rope_theta
+        scaling, local_base = self.config.rope_scaling, self.config.rope_local_base_freq
+        # On the CPU for models on any device, so that the bits are the same everywhere.
+        with torch.device("cpu"):
+            self.frequencies = rope_frequencies(size, base, scaling).to(device)
+            if isinstance(scaling, LongRope):
+                long = rope_frequencies(size, base, scaling, is_long=True)
+                self.long_frequencies = long.to(device)
+            if local_base is not None:
+                # Layers with a window see only near tokens, so their frequencies are not rescaled
+                # for a longer context (Gemma 3).
+                self.local_frequencies = rope_frequencies(size, local_base, None).to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Again, because `model.to(torch.bfloat16)` has rounded the frequencies, and `to_empty` has
+        # left them without values.
+        self.reset(self.frequencies.device)
+        return self
+
+    def tables(self, positions: Tensor, length: int | Tensor) -> Ropes:
+        """The rotary tables in fp32: one pair (cos, sin), or two if layers with a window have
+        another base.
+
+        Args:
+            positions: positions of the tokens, int64 [T] or [B, T].
+            length: tokens of the texts, see `Cache.text_length`.
+        """
+        config = self.config
+        # torch's compiler can't generate code for complex numbers.
+        polar = config.family.rope.polar and not torch.compiler.is_compiling()
+        # In fp32, because bf16 can't represent position 257.
+        tables = rope_tables(self._frequencies_at(length), positions, torch.float32, polar=polar)
+        # YaRN and LongRoPE make queries and keys longer, which sharpens the softmax: it is over
+        # more tokens in a longer context.
+        magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
+        if magnitude != 1:
+            tables = (tables[0] * magnitude, tables[1] * magnitude)
+        if config.rope_local_base_freq is None:
+            return (tables,)
+        return tables, rope_tables(self.local_frequencies, positions, torch.float32)
+
+    def _frequencies_at(self, length: int | Tensor) -> Tensor:
+        """Rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2] for lengths
+        int64 [B]."""
+        config, short = self.config, self.frequencies
+        scaling = config.rope_scaling
+        limit = config.max_position_embeddings
+        if isinstance(scaling, LongRope):
+            limit = scaling.original_max_position_embeddings
+        elif not isinstance(scaling, DynamicRope):
+            return short
+        if isinstance(length, int) and length <= limit:
+            return short
+        if isinstance(scaling, LongRope):
+            long = self.long_frequencies
+        else:
+            length = torch.as_tensor(length, device=short.device)
+            long = dynamic_frequencies(
+                config.rotary_dim, config.rope_theta, scaling, length, max_positions=limit
+            )
+        if isinstance(length, int) or length.dim() == 0:
+            return long
+        is_long_B11 = (length > limit)[:, None, None]
+        return torch.where(is_long_B11, long if long.dim() == 1 else long[:, None], short)
 
 
 def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

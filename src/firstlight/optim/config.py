@@ -1,30 +1,49 @@
-"""The `optimizer` section of a recipe, and the table of optimizers that it chooses from.
+"""The `optimizer` section of a recipe, the table of optimizers that it chooses from, and the groups
+of parameters that have their own learning rate, betas and weight decay.
 
 The section has the keys of all optimizers, so that `name` can change without the other keys:
 `OptimizerConfig` inherits a class with the keys of each optimizer, such as `AdamWConfig`. AdamW and
 SGD, which torch has, are here; each other optimizer has a module of its own with the class of its
 keys and its `OptimizerSpec`.
+
+A parameter's role follows from its module, name and shape: an embedding table, the head, a vector
+(norms and biases) or a matrix (everything else, including stacks of experts' matrices).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
 from firstlight.optim.adafactor import ADAFACTOR, AdafactorConfig
-from firstlight.optim.cautious import make_cautious
-from firstlight.optim.dtensors import is_sharded
+from firstlight.optim.dtensors import is_sharded, own_shard
 from firstlight.optim.eight_bit import EIGHT_BIT, EightBitConfig
-from firstlight.optim.groups import Role
 from firstlight.optim.lion import LION
 from firstlight.optim.muon import MUON, MuonConfig
-from firstlight.optim.spec import Groups, Layout, OptimizerKeys, OptimizerSpec, momentum_layout
+from firstlight.optim.spec import (
+    Groups,
+    Layout,
+    OptimizerKeys,
+    OptimizerSpec,
+    decay_cautiously,
+    momentum_layout,
+)
+
+Role = Literal["embedding", "head", "matrix", "vector"]
+
+#: Role -> its title in the table at the start of a run, in the order of the table.
+ROLES: dict[Role, str] = {
+    "embedding": "embeddings",
+    "head": "head",
+    "matrix": "matrices",
+    "vector": "norms and biases",
+}
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -64,6 +83,34 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     if config.cautious_weight_decay:
         make_cautious(optimizer)
     return optimizer
+
+
+def make_cautious(optimizer: torch.optim.AdamW) -> None:
+    """Replace the weight decay of torch's AdamW, of any implementation, by `decay_cautiously`.
+
+    The decay is applied before the step, as torch's own is. It needs only the sign of the update,
+    which is the sign of the first moment after this step's gradient.
+    """
+    for group in optimizer.param_groups:
+        group["cautious_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0
+    # A hook, not a subclass: code that observes steps then sees one step of torch's AdamW.
+    optimizer.register_step_pre_hook(_decay)
+
+
+@torch.no_grad()
+def _decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            direction = own_shard(parameter.grad, parameter)
+            state = optimizer.state.get(parameter, {})
+            # Without a moment, in the first step, the update has the sign of the gradient.
+            if "exp_avg" in state:
+                average = own_shard(state["exp_avg"], parameter)
+                direction = average.lerp(direction, 1 - group["betas"][0])
+            amount = group["lr"] * group["cautious_weight_decay"]
+            decay_cautiously(own_shard(parameter, parameter), direction, amount)
 
 
 def _adamw_layout(parameter: Tensor, *_: Any) -> Layout:
@@ -217,21 +264,13 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
                 f"{self.name} has no implementation '{self.implementation}': set implementation to "
                 f"{' or '.join(spec.implementations)}, or name to adamw"
             )
-        if self.cautious_weight_decay and "cautious_weight_decay" not in spec.options:
-            raise ValueError(
-                f"cautious_weight_decay is for adamw, lion and muon, and name is {self.name}: "
-                "leave it out, or set name to adamw"
-            )
-        if self.embeddings_in_32_bits and "embeddings_in_32_bits" not in spec.options:
-            raise ValueError(
-                f"embeddings_in_32_bits is for 8-bit optimizers, and {self.name} has no 8-bit "
-                "state: leave it out, or set name to adamw8bit"
-            )
-        if self.tuned_width is not None and "tuned_width" not in spec.options:
-            raise ValueError(
-                f"tuned_width is for AdamW, Lion and Muon, and name is {self.name}: set it to null "
-                "and learning_rate to a rate for this model"
-            )
+        for key in ("cautious_weight_decay", "embeddings_in_32_bits", "tuned_width"):
+            if getattr(self, key) and key not in spec.options:
+                names = _listed(name for name, one in OPTIMIZERS.items() if key in one.options)
+                raise ValueError(
+                    f"{key} is for {names}, and name is {self.name}: leave it out, or set name to "
+                    "one of these"
+                )
         return self
 
     def for_width(self, hidden_size: int) -> OptimizerConfig:
@@ -276,3 +315,105 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
             "betas": tuple(own.get("betas") or self.betas),
             "weight_decay": self.weight_decay if decay is None else decay,
         }
+
+
+# Parameters and their groups
+
+
+class Kind(NamedTuple):
+    """The properties of a parameter, beside its shape, that an optimizer needs.
+
+    Attributes:
+        role: role of the parameter, which selects its settings.
+        transposed: True for a matrix stored [inputs, outputs], as GPT-2's are, instead of
+            [outputs, inputs].
+    """
+
+    role: Role
+    transposed: bool = False
+
+
+def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
+    """The kind of each of a model's parameters, by name. A head that is tied to the embedding has
+    the embedding's role."""
+    # By identity, not by name: model families name their embeddings differently.
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    transposed = {
+        id(p)
+        for module in model.modules()
+        if getattr(module, "stores_transposed", False)
+        for p in module.parameters(recurse=False)
+    }
+
+    def role(name: str, parameter: Tensor) -> Role:
+        if id(parameter) in tables:
+            return "embedding"
+        # Experts' biases are stacked, so they have two dimensions. A depthwise convolution has a
+        # few weights for each channel, and is no matrix product.
+        if parameter.dim() < 2 or name.endswith(("bias", "conv1d.weight")):
+            return "vector"
+        # An adapter of the head is a matrix like all adapters.
+        return "head" if name == "lm_head.weight" else "matrix"
+
+    return {
+        name: Kind(role(name, p), p.dim() > 1 and id(p) in transposed)
+        for name, p in model.named_parameters()
+    }
+
+
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """torch's parameter groups, each with `lr`, `betas`, `weight_decay` and `transposed`.
+
+    Roles with equal settings share a group, so that foreach operations are few. Vectors always have
+    groups of their own.
+
+    Args:
+        parameters: parameters by name.
+        kinds: kinds of these parameters by name.
+        config: the recipe's section.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    # Vectors last, whatever the order of the model's parameters.
+    for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
+        role, transposed = kinds[name]
+        settings = {**config.group_settings(role), "transposed": transposed}
+        # A group of Adafactor has either parameters with two or more dimensions or with fewer.
+        key = (role == "vector", parameter.dim() < 2, *settings.values())
+        groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
+    return list(groups.values())
+
+
+def describe_groups(
+    parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
+) -> Iterator[str]:
+    """A table in lines: for each role with parameters, the number of its tensors and parameters,
+    peak learning rate and weight decay."""
+    heading = f"optimizer {config.name}"
+    yield f"{heading:<18}{'tensors':>8}{'parameters':>16}{'rate':>10}{'decay':>8}"
+    for role, title in ROLES.items():
+        # With a tied head, or with LoRA, some roles have no parameters.
+        found = [p for name, p in parameters.items() if kinds[name].role == role]
+        if found:
+            settings, count = config.group_settings(role), sum(p.numel() for p in found)
+            rate = config.peak_rate(role)
+            yield (
+                f"  {title:<16}{len(found):>8,}{count:>16,}{rate:>10.4g}"
+                f"{settings['weight_decay']:>8.4g}"
+            )
+
+
+def decay_counts(
+    parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
+) -> dict[str, int]:
+    """The numbers of parameters and of tensors with weight decay, and of those without."""
+    counts = dict.fromkeys(
+        ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
+    )
+    for name, parameter in parameters.items():
+        is_decayed = config.group_settings(kinds[name].role)["weight_decay"] > 0
+        kind = "decayed" if is_decayed else "undecayed"
+        counts[f"{kind}_parameters"] += parameter.numel()
+        counts[f"{kind}_tensors"] += 1
+    return counts

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.optim.cautious import decay_cautiously
 from firstlight.optim.dtensors import own_shard
 from firstlight.optim.spec import (
     ForeachOptimizer,
     Groups,
     Layout,
     OptimizerSpec,
+    decay_cautiously,
 )
 
 

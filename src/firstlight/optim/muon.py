@@ -13,7 +13,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from firstlight.optim.cautious import decay_cautiously
 from firstlight.optim.dtensors import (
     gather,
     gather_each,
@@ -29,6 +28,7 @@ from firstlight.optim.spec import (
     Layout,
     OptimizerKeys,
     OptimizerSpec,
+    decay_cautiously,
     is_sharded_like,
     momentum_layout,
 )

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
+from firstlight.optim.config import (
+    OPTIMIZERS,
+    Kind,
+    OptimizerConfig,
+    parameter_groups,
+    parameter_kinds,
+)
 from firstlight.optim.dtensors import full_tensor, is_sharded, shard_like
-from firstlight.optim.groups import Kind, parameter_groups, parameter_kinds
 from firstlight.optim.muon import Muon
 from firstlight.optim.spec import Layout, OptimizerSpec, is_sharded_like
 
@@ -57,8 +62,8 @@ class MasterWeights:
     @torch.no_grad()
     def refill(self) -> None:
         """Set the parameters to their master weights, rounded to nearest."""
-        for name, parameter in self._low.items():
-            parameter.copy_(self._masters[name])
+        for name in self._low:
+            self.refill_one(name)
 
     @torch.no_grad()
     def refill_one(self, name: str) -> None:
@@ -506,11 +511,8 @@ def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, T
         )
     for name, (shape, dtype) in expected.items():
         found = tensors[name]
-        if tuple(found.shape) != shape:
+        if (tuple(found.shape), found.dtype) != (shape, dtype):
             raise CheckpointError(
-                f"the optimizer's state '{name}' is {list(found.shape)}, expected {list(shape)}"
-            )
-        if found.dtype != dtype:
-            raise CheckpointError(
-                f"the optimizer's state '{name}' is {found.dtype}, expected {dtype}"
+                f"the optimizer's state '{name}' is {list(found.shape)} {found.dtype}, expected "
+                f"{list(shape)} {dtype}"
             )

@@ -465,17 +465,25 @@ def resolve_schedule(
             f"more than {decay_steps} steps: shorten one (schedule.decay_fraction, "
             "cooldown_steps, warmup_steps)"
         )
-    minimum, shape = config.minimum_scale(learning_rate), config.decay_shape or "linear"
+    return _schedule(
+        config,
+        learning_rate,
+        max_steps=max_steps,
+        warmup_steps=warmup_steps,
+        decay_steps=decay_steps,
+        cooldown_steps=cooldown_steps,
+    )
+
+
+def _schedule(config: ScheduleConfig, learning_rate: float, **lengths: Any) -> Schedule:
+    """The schedule with these lengths and the curve of the recipe's section."""
     return Schedule(
-        max_steps,
-        warmup_steps,
-        decay_steps,
-        minimum,
-        config.kind,
-        cooldown_steps,
-        shape,
+        min_lr_ratio=config.minimum_scale(learning_rate),
+        kind=config.kind,
+        decay_shape=config.decay_shape or "linear",
         decay_starts_at_peak=bool(config.decay_starts_at_peak),
         initial_scale=config.initial_scale(learning_rate),
+        **lengths,
     )
 
 
@@ -500,19 +508,15 @@ def _schedule_in_minutes(
         replaced = tuple(length.replaced)
         if config.kind in ("wsd", "cosine", "linear"):
             cooldown_steps = max(max_steps - max(length.decided_at, warmup_steps), 0)
-    minimum, shape = config.minimum_scale(learning_rate), config.decay_shape or "linear"
-    return Schedule(
-        max_steps,
-        warmup_steps,
-        max_steps,
-        minimum,
-        config.kind,
-        cooldown_steps,
-        shape,
-        is_open,
-        replaced,
-        decay_starts_at_peak=bool(config.decay_starts_at_peak),
-        initial_scale=config.initial_scale(learning_rate),
+    return _schedule(
+        config,
+        learning_rate,
+        max_steps=max_steps,
+        warmup_steps=warmup_steps,
+        decay_steps=max_steps,
+        cooldown_steps=cooldown_steps,
+        is_open=is_open,
+        replaced=replaced,
     )
 
 

@@ -1,4 +1,8 @@
-"""The description of one optimizer; `optim/config.py` has the table of all optimizers."""
+"""What the optimizers share: the description of one optimizer, base classes, and cautious weight
+decay.
+
+`config.py` has the table of all optimizers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-#: torch's parameter groups, as `groups.parameter_groups` makes them.
+#: torch's parameter groups, as `config.parameter_groups` makes them.
 Groups = list[dict[str, Any]]
 
 
@@ -57,6 +61,22 @@ def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
     # NorMuon's second moment is whole on every process. The shape alone does not tell: for a matrix
     # [F, 1], such as LoRA's B of rank 1, the second moment has the shape of the parameter.
     return key != "second_moment" and tuple(shape) == tuple(parameter.shape)
+
+
+def decay_cautiously(parameter: Tensor, direction: Tensor, amount: float) -> None:
+    """Apply weight decay to the numbers that the update moves towards zero too, and to no others
+    (cautious weight decay; Chen et al. 2025, arXiv 2510.12402).
+
+        x = x - amount x   where direction x >= 0
+
+    Args:
+        parameter: values before the step, changed in place.
+        direction: tensor of the parameter's shape; its signs are those of the update, which the
+            step subtracts from the parameter.
+        amount: learning rate times weight decay.
+    """
+    if amount:
+        parameter.mul_(1 - amount * (direction * parameter >= 0))
 
 
 class ForeachOptimizer(torch.optim.Optimizer):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from firstlight.models import Model, ModelConfig, families_with
 from firstlight.models.cache import KVCache
-from firstlight.models.llama_layers import RMSNorm
+from firstlight.models.llama import RMSNorm
 from firstlight.optim.dtensors import full_parameters, is_sharded
 from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel.engine import Engine, StateTensors, TensorsOf, on_cpu

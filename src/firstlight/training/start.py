@@ -44,8 +44,8 @@ from firstlight.methods.precision import dtype_of, packet_note
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.models.moe import kept_code_bytes
+from firstlight.optim.config import Kind, decay_counts, describe_groups, parameter_kinds
 from firstlight.optim.eight_bit import compiles_update
-from firstlight.optim.groups import Kind, decay_counts, describe_groups, parameter_kinds
 from firstlight.parallel.engine import Engine
 from firstlight.recipe import (
     DEFAULT_ROWS,

@@ -1,0 +1,418 @@
+"""Variants of Llama's layers: the families that differ from `llama.py` by a few lines.
+
+`VARIANTS` has the model class of each; families that are not in it use `Llama` itself. The facts of
+all are in `llama_families.py`. Shape letters as in `llama.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firstlight.models.blockwise import blockwise_attention
+from firstlight.models.cache import Cache
+from firstlight.models.llama import Llama, LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm, normalized
+from firstlight.models.llama_config import DecoderConfig
+from firstlight.models.ops import AttentionOptions, at_least_fp32
+from firstlight.models.rope import Ropes, apply_rope, apply_rope_to_neighbours
+
+# Parts that several families use
+
+
+class WideRMSNorm(RMSNorm):
+    """RMSNorm whose result is rounded after the weight is multiplied in (OLMo, gpt-oss)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (normalized(x, self.eps) * at_least_fp32(self.weight)).to(x.dtype)
+
+
+class OnePlusRMSNorm(RMSNorm):
+    """RMSNorm with a factor of 1 + weight, rounded afterwards (Gemma, Qwen3-Next). The stored
+    weight is the factor minus 1, so that weight decay pulls the factor towards 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (normalized(x, self.eps) * (1.0 + at_least_fp32(self.weight))).to(x.dtype)
+
+
+class FusedMLP(nn.Module):
+    """SwiGLU whose gate and up projection are one matrix, [B, T, C] to [B, T, C]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        C, hidden = config.hidden_size, config.intermediate_size
+        bias = config.mlp_bias
+        self.gate_up_proj = nn.Linear(C, 2 * hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, C, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        # The gate's rows come first, as in the family's files.
+        gate_BTF, up_BTF = self.gate_up_proj(x_BTC).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate_BTF) * up_BTF)  # type: ignore[no-any-return]
+
+
+class OutputNormBlock(LlamaBlock):
+    """A layer with norms of the outputs of attention and MLP, before they are added to the residual
+    stream. `FamilySpec.norms` has the names of these norms and of those of the inputs, if any."""
+
+    def add_norms(self, config: DecoderConfig) -> None:
+        """See `LlamaBlock.add_norms`."""
+        self.norms = config.family.norms
+        for name in vars(self.norms).values():
+            if name is not None:
+                self.add_module(name, self.norm_class(config.hidden_size, config.rms_norm_eps))
+
+    def forward(
+        self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
+    ) -> tuple[Tensor, None]:
+        """See `LlamaBlock.forward`."""
+        norms = self.norms
+        y_BTC = self._norm(norms.before_attention, x_BTC)
+        y_BTC = self.self_attn(y_BTC, ropes, self.own_mask(masks), cache)
+        x_BTC = x_BTC + self._norm(norms.after_attention, y_BTC)
+        y_BTC = self.mlp(self._norm(norms.before_mlp, x_BTC))
+        return x_BTC + self._norm(norms.after_mlp, y_BTC), None
+
+    def _norm(self, name: str | None, x_BTC: Tensor) -> Tensor:
+        return x_BTC if name is None else getattr(self, name)(x_BTC)
+
+
+# Arcee
+
+
+class ArceeMLP(nn.Module):
+    """MLP with squared ReLU (So et al. 2021, Primer, arXiv 2109.08668) and no gate, [B, T, C] to
+    [B, T, C]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        C, hidden = config.hidden_size, config.intermediate_size
+        bias = config.mlp_bias
+        self.up_proj = nn.Linear(C, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, C, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x_BTC)).square())  # type: ignore[no-any-return]
+
+
+class ArceeBlock(LlamaBlock):
+    """One layer, with Arcee's MLP."""
+
+    mlp_class = ArceeMLP
+
+
+class Arcee(Llama):
+    """Arcee's AFM: an MLP without a gate."""
+
+    block_class = ArceeBlock
+
+
+# Gemma
+
+
+class GemmaAttention(LlamaAttention):
+    """Attention with a bound of its scores (only Gemma 2) and norms of queries and keys (only
+    Gemma 3)."""
+
+    norm_class = OnePlusRMSNorm
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.softcap = config.attn_logit_softcapping
+        if self.softcap is not None:
+            # torch's fused kernels do not support it.
+            self.attend = blockwise_attention
+
+    def options(self, mask: Any) -> AttentionOptions:
+        """See `LlamaAttention.options`."""
+        return AttentionOptions(mask, scale=self.scale, softcap=self.softcap)
+
+
+class GemmaMLP(LlamaMLP):
+    """GeGLU: a gate with GELU in its tanh form (Shazeer 2020, arXiv 2002.05202)."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        hidden_BTF = F.gelu(self.gate_proj(x_BTC), approximate="tanh") * self.up_proj(x_BTC)
+        return self.down_proj(hidden_BTF)  # type: ignore[no-any-return]
+
+
+class GemmaBlock(OutputNormBlock):
+    """One layer, with norms of inputs and outputs."""
+
+    attention_class = GemmaAttention
+    mlp_class = GemmaMLP
+    norm_class = OnePlusRMSNorm
+
+
+class Gemma(Llama):
+    """Gemma 2 and 3 (arXiv 2408.00118, 2503.19786): also, embeddings are multiplied by
+    sqrt(hidden_size)."""
+
+    block_class = GemmaBlock
+    # The norms add 1 to their weight, so that a weight of zero means a factor of 1.
+    norm_init = 0.0
+
+    def finish_loading(self) -> None:
+        """See `Llama.finish_loading`."""
+        super().finish_loading()
+        self._set_embedding_factor()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._set_embedding_factor()
+        return self
+
+    def _set_embedding_factor(self) -> None:
+        # Rounded to the dtype of the embeddings, as in transformers.
+        dtype = self.embedding.weight.dtype
+        root = torch.tensor(self.config.hidden_size**0.5, dtype=dtype, device="cpu")
+        self.embedding_factor = root.item()
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The first layer's input [B, T, C]: see `Llama.embed`."""
+        return super().embed(input_ids) * self.embedding_factor
+
+
+# GLM-4
+
+
+class Glm4Attention(LlamaAttention):
+    """Attention that rotates pairs of neighbouring dimensions."""
+
+    def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
+        """See `LlamaAttention.rotate`."""
+        cos, sin = (table.to(q_BHTD.dtype) for table in ropes[0])
+        rotated_q = apply_rope_to_neighbours(q_BHTD, cos, sin)
+        return rotated_q, apply_rope_to_neighbours(k_BKTD, cos, sin)
+
+
+class Glm4Block(OutputNormBlock):
+    """One layer, with norms of inputs and outputs."""
+
+    attention_class, mlp_class = Glm4Attention, FusedMLP
+
+
+class Glm4(Llama):
+    """GLM-4."""
+
+    block_class = Glm4Block
+
+
+# Granite
+
+
+class GraniteBlock(LlamaBlock):
+    """One layer, which multiplies the outputs of attention and MLP by a factor."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.factor = config.residual_multiplier
+
+    def forward(
+        self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
+    ) -> tuple[Tensor, None]:
+        """See `LlamaBlock.forward`."""
+        mask = self.own_mask(masks)
+        y_BTC = self.self_attn(self.input_layernorm(x_BTC), ropes, mask, cache)
+        x_BTC = x_BTC + y_BTC * self.factor
+        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC)) * self.factor, None
+
+
+class Granite(Llama):
+    """IBM's Granite 3, with factors of embeddings, residual branches and logits."""
+
+    block_class = GraniteBlock
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The first layer's input [B, T, C]: see `Llama.embed`."""
+        return super().embed(input_ids) * self.config.embedding_multiplier
+
+    def finish(self, x_BTC: Tensor) -> Tensor:
+        """The head's input [B, T, C]: see `LanguageModel.finish`."""
+        # Dividing the hidden states divides the logits, and they have fewer elements.
+        return super().finish(x_BTC) * (1 / self.config.logits_scaling)
+
+
+# OLMo
+
+
+class OlmoAttention(LlamaAttention):
+    """Attention that normalises queries and keys over all heads together, and rotates them in
+    fp32."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.q_norm = WideRMSNorm(self.sizes[0], config.rms_norm_eps)
+        self.k_norm = WideRMSNorm(self.sizes[1], config.rms_norm_eps)
+
+    def normalize(self, q_BTHD: Tensor, k_BTKD: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LlamaAttention.normalize`."""
+        q_BTHD = self.q_norm(q_BTHD.flatten(2)).view(q_BTHD.shape)
+        return q_BTHD, self.k_norm(k_BTKD.flatten(2)).view(k_BTKD.shape)
+
+    def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
+        """See `LlamaAttention.rotate`."""
+        assert self.rope is not None
+        tables, dtype = ropes[self.rope], q_BHTD.dtype
+        return apply_rope(q_BHTD, *tables).to(dtype), apply_rope(k_BKTD, *tables).to(dtype)
+
+
+class OlmoBlock(OutputNormBlock):
+    """One layer, with norms of the outputs only."""
+
+    attention_class, norm_class = OlmoAttention, WideRMSNorm
+
+
+class Olmo(Llama):
+    """OLMo 2 and 3 (arXiv 2501.00656, 2512.13961)."""
+
+    block_class = OlmoBlock
+
+
+# Phi-3
+
+
+class Phi3Attention(LlamaAttention):
+    """Attention with one matrix for queries, keys and values."""
+
+    def add_projections(self, config: DecoderConfig) -> None:
+        """See `LlamaAttention.add_projections`."""
+        C, bias = config.hidden_size, config.qkv_bias
+        self.qkv_proj = nn.Linear(C, sum(self.sizes), bias=bias)
+        self.o_proj = nn.Linear(self.sizes[0], C, bias=config.output_bias)
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LlamaAttention.project`."""
+        heads = (*x_BTC.shape[:2], -1, self.head_dim)
+        q, k, v = self.qkv_proj(x_BTC).split(self.sizes, dim=-1)
+        return q.view(heads), k.view(heads), v.view(heads)
+
+
+class Phi3Block(LlamaBlock):
+    """One layer, with fused matrices."""
+
+    attention_class, mlp_class = Phi3Attention, FusedMLP
+
+
+class Phi3(Llama):
+    """Phi-3 and Phi-4."""
+
+    block_class = Phi3Block
+
+
+# SmolLM3
+
+
+class SmolLM3Attention(LlamaAttention):
+    """Attention without rotary positions in some layers (Yang et al. 2025, arXiv 2501.18795)."""
+
+    def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
+        """See `LlamaAttention.rotate`."""
+        if self.rope is None:
+            return q_BHTD, k_BKTD
+        return super().rotate(q_BHTD, k_BKTD, ropes)
+
+
+class SmolLM3Block(LlamaBlock):
+    """One layer, with or without rotary positions."""
+
+    attention_class = SmolLM3Attention
+
+
+class SmolLM3(Llama):
+    """SmolLM3."""
+
+    block_class = SmolLM3Block
+
+
+# StableLM
+
+
+class HeadNorms(nn.Module):
+    """LayerNorm of each head, [B, T, H, D] to [B, T, H, D], with a weight for each head and no
+    bias.
+
+    Args:
+        heads, head_dim: H and D.
+        eps: term added to the variance.
+    """
+
+    def __init__(self, heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        # One module per head, only for the names in the family's files: `forward` computes all
+        # heads at once.
+        self.norms = nn.ModuleList(nn.LayerNorm(head_dim, eps, bias=False) for _ in range(heads))
+        self.eps = eps
+
+    def forward(self, x_BTHD: Tensor) -> Tensor:
+        weight_HD = at_least_fp32(torch.stack(list(self.parameters())))
+        # Without weights, because `layer_norm` would use the same weight for all heads.
+        normal = F.layer_norm(at_least_fp32(x_BTHD), x_BTHD.shape[-1:], eps=self.eps)
+        return (normal * weight_HD).to(x_BTHD.dtype)
+
+
+class StableLMAttention(LlamaAttention):
+    """Attention that normalises each head of queries and keys with its own weight, if
+    `qk_layernorm` is true."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.has_head_norms = config.qk_layernorm
+        if self.has_head_norms:
+            D, eps = config.head_dim, config.rms_norm_eps
+            self.q_layernorm = HeadNorms(config.num_attention_heads, D, eps)
+            self.k_layernorm = HeadNorms(config.num_key_value_heads, D, eps)
+
+    def normalize(self, q_BTHD: Tensor, k_BTKD: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LlamaAttention.normalize`."""
+        if not self.has_head_norms:
+            return q_BTHD, k_BTKD
+        return self.q_layernorm(q_BTHD), self.k_layernorm(k_BTKD)
+
+
+class StableLMBlock(LlamaBlock):
+    """One layer. With `use_parallel_residual`, attention and MLP read the same norm (Wang and
+    Komatsuzaki 2021, GPT-J), so that neither depends on the other."""
+
+    attention_class, norm_class = StableLMAttention, nn.LayerNorm
+
+    def add_norms(self, config: DecoderConfig) -> None:
+        """See `LlamaBlock.add_norms`."""
+        self.is_parallel = config.use_parallel_residual
+        super().add_norms(config)
+        if self.is_parallel:
+            del self.post_attention_layernorm
+
+    def forward(
+        self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `LlamaBlock.forward`."""
+        if not self.is_parallel:
+            return super().forward(x_BTC, ropes, masks, cache)
+        input_BTC = self.input_layernorm(x_BTC)
+        y_BTC = self.self_attn(input_BTC, ropes, self.own_mask(masks), cache)
+        return x_BTC + y_BTC + self.mlp(input_BTC), None
+
+
+class StableLM(Llama):
+    """StableLM 2."""
+
+    block_class = StableLMBlock
+
+
+#: `model_type` -> model class, for the families of `LlamaConfig` that do not use `Llama`.
+VARIANTS: dict[str, type[Llama]] = {
+    "granite": Granite,
+    "smollm3": SmolLM3,
+    "phi3": Phi3,
+    "olmo2": Olmo,
+    "olmo3": Olmo,
+    "arcee": Arcee,
+    "glm4": Glm4,
+    "gemma2": Gemma,
+    "gemma3_text": Gemma,
+    "stablelm": StableLM,
+}
