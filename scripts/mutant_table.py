@@ -738,7 +738,7 @@ MUTANTS = [
     Mutant(
         "samples draw from the run's generator",
         "firstlight/generation/sampling.py",
-        "torch.rand((), dtype=torch.float64, generator=generator)",
+        "torch.rand((), dtype=torch.float64, generator=one)",
         "torch.rand((), dtype=torch.float64)",
         (_TEXT + "samples_drawn_while_training_change_what_is_learned",),
     ),

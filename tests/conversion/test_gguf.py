@@ -629,6 +629,11 @@ _OTHER_BASE = {
             "layer_types",
         ),
         ("gpt_neox", {"attention_bias": False}, "no gpt_neox with attention_bias False"),
+        (
+            "llama",
+            {"max_position_embeddings": 2**33},
+            "max_position_embeddings 8589934592 can't be put into GGUF",
+        ),
     ],
 )
 def test_models_that_llama_cpp_would_compute_otherwise_are_refused(

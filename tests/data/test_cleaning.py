@@ -110,6 +110,8 @@ def test_changes_are_counted_by_document_and_file() -> None:
             "Hi.\nBye.\n",
         ),
         ("1\n00:00:01,000 --> 00:00:02,500\n\n", ""),
+        # Takes hours where each blank line is a start of its own.
+        ("Hi." + "\n" * 10**6 + "1\n00:00:01,000 --> 00:00:02,500\nBye.\n", "Hi.\nBye.\n"),
     ],
 )
 def test_subtitles_cleaned_lose_numbers_and_times(text: str, expected: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from firstlight.data.records import read_records
 from firstlight.data.sources import find_sources
-from firstlight.data.tables import _batch_plan
+from firstlight.data.tables import _longest_found, _longest_shared, _page_head, _plan
 from firstlight.errors import InputError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -20,7 +20,7 @@ _MEGABYTE = 1 << 20
 
 def plan_of(path: Path, columns: list[str] | None = None) -> tuple[int, list[str]]:
     """(rows that are read at a time, columns that share values in memory)."""
-    return _batch_plan(path, parquet.read_metadata(path), columns)
+    return _plan(path, parquet.read_metadata(path), columns)
 
 
 def write(path: Path, values: Any, **options: Any) -> Path:
@@ -39,19 +39,39 @@ def values_of(path: Path, key: str | None = "text") -> list[Any]:
 
 
 def test_short_texts_are_read_in_large_batches(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [f"{row:016}" for row in range(1000)])
+    # The dictionary's page has 1.6 MB, its texts have 16 characters each.
+    path = write(tmp_path / "a.parquet", [f"{row:016}" for row in range(80_000)])
     assert plan_of(path) == (1024, [])
-    assert [value["text"] for value in values_of(path)] == [f"{row:016}" for row in range(1000)]
+    assert [value["text"] for value in values_of(path)] == [f"{row:016}" for row in range(80_000)]
+    page_bytes = _longest_shared(path, parquet.read_metadata(path).row_group(0).column(0))
+    assert _longest_found(path, "text", 0, page_bytes) == 16
+    # A page of which less is seen.
+    assert _longest_found(path, "text", 0, page_bytes + 1) == page_bytes + 1
 
 
-@pytest.mark.parametrize(("size", "rows"), [(1, 63), (4, 15), (20, 8)])
-def test_a_long_text_is_shared_by_few_rows(tmp_path: Path, size: int, rows: int) -> None:
-    path = write(
-        tmp_path / "a.parquet",
-        shared("a" * size * _MEGABYTE, [None, *[0] * 2000]),
-        compression="zstd",
-    )
-    assert plan_of(path) == (rows, [])
+@pytest.mark.parametrize(
+    ("size", "rows", "columns"), [(1, 64, []), (4, 16, []), (9, 1024, ["text"])]
+)
+@pytest.mark.parametrize("first", [0, None])
+def test_a_long_text_is_shared_by_few_rows_or_in_memory(
+    tmp_path: Path, size: int, rows: int, columns: list[str], first: int | None
+) -> None:
+    # Four bytes less, so that the page of the dictionary has the size. A null hides the dictionary.
+    text = "a" * (size * _MEGABYTE - 4)
+    path = write(tmp_path / "a.parquet", shared(text, [first, *[0] * 2000]), compression="zstd")
+    assert plan_of(path) == (rows, columns)
+
+
+def test_long_texts_share_values_in_memory(tmp_path: Path) -> None:
+    # Nulls first, so that the first page does not show the shared text.
+    rows = [None, *[0] * 2000]
+    path = write(tmp_path / "a.parquet", shared("a" * 20 * _MEGABYTE, rows), compression="zstd")
+    assert plan_of(path) == (1024, ["text"])
+    before = pyarrow.total_allocated_bytes()
+    with parquet.ParquetFile(path, read_dictionary=["text"]) as file:
+        for batch in file.iter_batches(batch_size=1024):
+            assert len(batch.column(0).dictionary) == 1
+            assert pyarrow.total_allocated_bytes() - before < 100 * _MEGABYTE
     with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
         values_of(path)
 
@@ -78,7 +98,7 @@ def test_another_column_counts_where_it_is_read(tmp_path: Path) -> None:
     table = {"text": ["x"] * 3, "other": shared("a" * 20 * _MEGABYTE, [0, 0, 0])}
     parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet", store_schema=False)
     assert plan_of(tmp_path / "a.parquet", ["text"]) == (1024, [])
-    assert plan_of(tmp_path / "a.parquet") == (8, [])
+    assert plan_of(tmp_path / "a.parquet") == (1024, ["other"])
 
 
 def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path: Path) -> None:
@@ -87,6 +107,8 @@ def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path:
     assert plan_of(path) == (1024, ["text.list.element"])
     with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
         values_of(path, None)
+    few = pyarrow.ListArray.from_arrays([0, 60], shared("a" * (_MEGABYTE - 4), [0] * 60))
+    assert plan_of(write(tmp_path / "b.parquet", few)) == (1024, [])
 
 
 @pytest.mark.parametrize(
@@ -132,8 +154,27 @@ def test_texts_that_share_their_beginnings_are_read_in_small_batches(tmp_path: P
     assert columns == []
     with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
         values_of(path)
+    lists = pyarrow.ListArray.from_arrays([0, 200], pyarrow.array([text] * 200))
+    options["column_encoding"] = {"text.list.element": "DELTA_BYTE_ARRAY"}
+    path = write(tmp_path / "b.parquet", lists, **options)
+    with pytest.raises(InputError, match="stored as DELTA_BYTE_ARRAY, RLE, in which a small file"):
+        values_of(path, None)
 
 
 def test_values_of_a_fixed_width_are_read_in_small_batches(tmp_path: Path) -> None:
     wide = pyarrow.array([b"a" * _MEGABYTE] * 100, pyarrow.binary(_MEGABYTE))
-    assert plan_of(write(tmp_path / "a.parquet", wide, compression="zstd")) == (63, [])
+    assert plan_of(write(tmp_path / "a.parquet", wide, compression="zstd")) == (64, [])
+
+
+@pytest.mark.parametrize(
+    ("head", "found"),
+    [
+        (b"\x15\x04\x15\x80\x80\x80\x01\x15", (2, 1 << 20)),
+        (b"\x15\x00\x15\x03\x15", (0, -2)),
+        (b"\x15\x04\x25\x02", (None, 0)),  # another field
+        (b"\x15\x04\x15\xff\xff", (None, 0)),  # cut short
+        (b"", (None, 0)),
+    ],
+)
+def test_the_head_of_a_page_has_its_type_and_size(head: bytes, found: tuple[Any, int]) -> None:
+    assert _page_head(head) == found

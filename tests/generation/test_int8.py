@@ -95,7 +95,7 @@ def test_a_quantized_model_is_half_of_a_bf16_one() -> None:
     quantize_int8(model)
     after = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     scales = sum(b.nbytes for n, b in model.named_buffers() if n.endswith("scale"))
-    others = sum(b.nbytes for n, b in model.named_buffers() if "rope" in n)
+    others = sum(b.nbytes for n, b in model.named_buffers() if "rotary" in n)
     tied = LLAMA.vocab_size * LLAMA.hidden_size if LLAMA.tie_word_embeddings else 0
     assert after - scales - others == before - linear + tied
 

@@ -23,6 +23,7 @@ from firstlight.methods.precision import packet_note
 from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.advise import defaults
+from firstlight.planner.advise.learning_rates import new_model_rates
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import search
@@ -736,7 +737,8 @@ def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None
     assert way.recipe.schedule.min_lr_ratio == 1e-5 / 1e-3
     # Without data, the share of 9 steps is not known: the default, a twentieth.
     assert way.recipe.schedule.warmup_steps is way.recipe.schedule.warmup_ratio is None
-    assert way.recipe.optimizer.learning_rate == 1e-3 * 32 / found.config.hidden_size
+    rates = new_model_rates("adamw", found.config.hidden_size)
+    assert way.recipe.optimizer.learning_rate == rates["learning_rate"]
     # The warm-up begins at the same share of the suggested peak: here at the peak itself.
     assert way.recipe.schedule.initial_learning_rate == way.recipe.optimizer.learning_rate
     assert 4 < found.tokens / found.parameters < 60
@@ -824,6 +826,21 @@ def test_a_budget_for_a_recipe_that_trains_given_weights_says_so(section: str) -
             make_plan(written, find_machine("RTX 4090"), budget=budget, searches=False)
     with pytest.raises(ConfigError, match="--init-from gives the weights"):
         make_plan(recipe(), find_machine("RTX 4090"), init_from="gpt2", budget=Budget(tokens=1e6))
+
+
+def test_plan_of_a_recipe_without_a_model_takes_that_of_the_starting_weights(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+    written = parse_recipe(
+        {"data": {"dir": "nowhere", "seq_len": 64}, "schedule": {"max_steps": 9}}
+    )
+    machine = find_machine("RTX 4090")
+    options: dict[str, Any] = {"searches": False, "estimator": FixedEstimator()}
+    plan = make_plan(written, machine, init_from=str(tmp_path), **options)
+    assert plan.recipe.model.hidden_size == _MODEL["hidden_size"]
+    with pytest.raises(ConfigError, match="the recipe has no model"):
+        make_plan(written, machine, **options)
 
 
 def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:

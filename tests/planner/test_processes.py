@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 
@@ -16,16 +15,7 @@ import pytest
 from firstlight.errors import ConfigError, MissingDependencyError, TrainingError
 from firstlight.planner.plan import processes as workers
 from firstlight.planner.plan.processes import WorkerProcesses
-
-
-def squared(number: int) -> tuple[int, int]:
-    return number * number, os.getpid()
-
-
-def refused(number: int) -> int:
-    if number:
-        raise ConfigError(f"{number} can't be")
-    return number
+from worker_functions import cycles_alive, end_by, lacking, refused, squared, stubborn
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +46,6 @@ with workers.started() as found:
     assert (done.stdout, done.returncode) == ("False False\nTrue True\n", 0)
 
 
-class Cycle:
-    """Needs the garbage collector."""
-
-    def __init__(self) -> None:
-        self.own = self
-
-
-CYCLES: weakref.WeakSet[Cycle] = weakref.WeakSet()
-
-
-def cycles_alive(_: int) -> int:
-    CYCLES.add(Cycle())
-    return len(CYCLES)
-
-
 def test_what_a_call_leaves_is_collected_when_the_next_comes(processes: WorkerProcesses) -> None:
     assert list(processes.map(cycles_alive, [(number,) for number in range(9)])) == [1] * 9
 
@@ -97,29 +72,6 @@ def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(
     # Among what comes next is the result of the third call, for which nobody waits.
     found = list(processes.map(squared, [(number,) for number in range(4)]))
     assert [square for square, _ in found] == [0, 1, 4, 9]
-
-
-class StubbornError(Exception):
-    """One that can't be sent."""
-
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} and {other}")
-        self.held = lambda: None
-
-
-class ForgetfulError(Exception):
-    """One that can be sent and not made anew from what was."""
-
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} or {other}")
-
-
-def stubborn(number: int) -> int:
-    raise StubbornError(number, 2) if number == 1 else ForgetfulError(number, 2)
-
-
-def lacking(number: int) -> int:
-    raise MissingDependencyError("x", "y", f"number {number}")
 
 
 def test_errors_that_are_hard_to_send_come_too(processes: WorkerProcesses) -> None:
@@ -150,10 +102,6 @@ def test_interruption_while_a_process_starts_is_raised_as_it_is(
     monkeypatch.setattr(BaseProcess, "start", interrupted)
     with pytest.raises(KeyboardInterrupt), workers.started() as some:
         list(some.map(squared, [(1,)]))
-
-
-def end_by(number: int) -> None:
-    os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,9 @@ def test_budget_for_recipe_suggests_one_that_learns_with_its_family_and_optimize
     assert (found.optimizer.name, found.init) == (before.optimizer.name, before.init)
     own = before.optimizer.model_copy(update={"tuned_width": before.model.hidden_size})
     scaled = own.for_width(found.model.hidden_size)
+    # Suggested rates have three digits.
     for role in ("embedding", "head", "matrix", "vector"):
-        assert found.optimizer.peak_rate(role) == pytest.approx(scaled.peak_rate(role), rel=1e-9)
+        assert found.optimizer.peak_rate(role) == pytest.approx(scaled.peak_rate(role), rel=2e-3)
     losses: list[float] = []
     train(found, on_step=lambda record: losses.append(record["train/loss"]))
     assert len(losses) == 50

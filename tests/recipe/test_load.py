@@ -368,7 +368,8 @@ def test_wrong_values_are_named_with_what_was_given(values: dict[str, Any], said
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    write(tmp_path, "")
+    write(tmp_path, "data: {dir: shards}\n")
+    (tmp_path / "my.yal.yaml").write_text("site_name: no recipe\n", encoding="utf-8")
     with pytest.raises(
         ConfigError, match=r"my\.yml does not exist \(did you mean '.*/my\.yaml'\?\)"
     ):

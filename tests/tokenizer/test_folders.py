@@ -97,6 +97,7 @@ def test_merges_without_their_vocabulary_say_so(tmp_path: Path) -> None:
 def test_several_tokenizers_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.tiktoken").write_bytes(CONTENTS["ranks"])
     (tmp_path / "spm.model").write_bytes(CONTENTS["pieces"])
+    (tmp_path / "._spm.model").write_bytes(b"of macOS")
     message = r"holds several tokenizers \(a\.tiktoken, spm\.model\): name one of the files"
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_pretrained(tmp_path)

@@ -18,7 +18,7 @@ from firstlight.console import progress_bar
 #: Types of errors after which a row counts as skipped ("refused"), not as failed.
 _REFUSALS = ("ConfigError", "MissingDependencyError", "ModelError", "TimeoutError")
 
-#: Result of one measurement, or {"error": ...}; see `process.ask`.
+#: Result of one measurement, or {"error": ...}; see `fresh_process.ask`.
 Found = Mapping[str, Any]
 
 

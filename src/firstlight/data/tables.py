@@ -3,9 +3,10 @@
 
 Parquet can store a value that many rows share once: in a column's dictionary of values, or as a
 common prefix of texts (DELTA_BYTE_ARRAY). So a small file can hold more text than fits into memory.
-The longer a column is in its row group, the fewer rows are read at a time; the texts of lists share
-their values in memory, too (pyarrow's `read_dictionary`). Other texts are not read as dictionaries,
-because pyarrow then keeps all distinct texts of a row group in memory.
+The header of a column's first page bounds the length of such a value. If the value may be long,
+either fewer rows are read at a time, or the rows share the value in memory, too (pyarrow's
+`read_dictionary`). Other texts are not read as dictionaries, because pyarrow then keeps all
+distinct texts of a row group in memory.
 """
 
 from __future__ import annotations
@@ -31,15 +32,19 @@ from firstlight.errors import InputError, first_line, nearest
 
 #: Delimiters of .csv files. Spreadsheets write semicolons in locales whose decimal mark is a comma.
 _DELIMITERS = (",", ";", "\t")
-#: Most rows of a Parquet file that are read at a time, and the number that is read at a time of
-#: any file.
+#: Most rows of a Parquet file that are read at a time. If memory allows fewer than `_FEW_ROWS`, the
+#: rows share values in memory instead.
 _BATCH_ROWS, _FEW_ROWS = 1024, 8
 #: The rows of a batch of more bytes than this are converted to objects one at a time.
 _BATCH_BYTES = 1 << 24
 #: Most bytes of a column in a batch in which each row has its own copy of a value.
 _COPIED_BYTES = 1 << 26
+#: First bytes of a page's header, which hold its type and size; bytes of pyarrow's read buffer.
+_HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
 #: Bytes that a row, and an element of a list, count at least: in the file, they may take none.
-_ROW_BYTES, _VALUE_BYTES = 16, 8
+_ROW_BYTES, _PLACE_BYTES = 16, 4
+#: Values of Parquet's `PageType`: data page and data page v2; dictionary page.
+_DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 
 
 def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
@@ -95,20 +100,29 @@ def read_table(
 def _table_rows(
     text: io.TextIOWrapper, path: Path, text_key: str
 ) -> Iterator[tuple[int, str | BadRecordError]]:
-    first = text.readline()
+    lines = _Lines(text, largest_document(path))
+    try:
+        first = next(lines, "")
+    except BadRecordError as error:
+        yield 1, error
+        return
     delimiter = _delimiter(first, path, text_key)
     # The header may take several lines: a quoted name may hold a newline.
-    reader = csv.reader(itertools.chain([first], text), delimiter=delimiter, strict=True)
+    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     column = 0
     while True:
         begin = reader.line_num + 1
+        lines.row_characters = 0
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield begin, _damage(error, begin, reader.line_num)
+            yield begin, BadRecordError("broken_row", _damage(error, begin, reader.line_num))
+            continue
+        except BadRecordError as error:
+            yield begin, error
             continue
         if header is None:
             if not fields:
@@ -127,6 +141,37 @@ def _table_rows(
             yield begin, fields[column]
 
 
+class _Lines:
+    """Iterator over the lines of a table, with a limit on the characters of a row.
+
+    Args:
+        text: the table.
+        most: largest number of characters of a row; a longer row raises BadRecordError.
+
+    Attributes:
+        row_characters: characters read of the current row, which the reader sets to 0 for a new
+            row: a quoted field may hold newlines, so a row may take several lines.
+    """
+
+    def __init__(self, text: io.TextIOWrapper, most: int) -> None:
+        self._text, self._most = text, most
+        self.row_characters = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(self._most + 1)
+        if not line:
+            raise StopIteration
+        self.row_characters += len(line)
+        if self.row_characters > self._most:
+            while line and not line.endswith(("\n", "\r")):
+                line = self._text.readline(self._most)
+            raise BadRecordError("too_long", f"the row has more than {self._most:,} characters")
+        return line
+
+
 def _delimiter(first: str, path: Path, text_key: str) -> str:
     """The delimiter of a table: a tab for .tsv; otherwise the one with which the first line has the
     column `text_key`, or else the most frequent one in the first line."""
@@ -141,14 +186,12 @@ def _delimiter(first: str, path: Path, text_key: str) -> str:
     return max(_DELIMITERS, key=first.count)
 
 
-def _damage(error: csv.Error, begin: int, end: int) -> BadRecordError:
-    """The error about a row, in the lines `begin` to `end`, that csv can't read."""
+def _damage(error: csv.Error, begin: int, end: int) -> str:
+    """The message about a row, in the lines `begin` to `end`, that csv can't read."""
     lines = f" (lines {begin} to {end})" if end > begin else ""
-    if "field limit" in str(error):
-        most = csv.field_size_limit()
-        return BadRecordError("too_long", f"a field has more than {most:,} characters{lines}")
-    problem = "a quote is not closed" if "unexpected end" in str(error) else str(error)
-    return BadRecordError("broken_row", f"{problem}{lines}")
+    if "unexpected end" in str(error):
+        return f"a quote is not closed{lines}"
+    return f"{error}{lines}"
 
 
 def _undecoded(text: str) -> int | None:
@@ -196,7 +239,7 @@ def read_parquet(
             yield 1, without_text(names, text_key, "column")
             return
         columns = None if text_key is None else [text_key]
-        most_rows, shared = _batch_plan(path, footer, columns)
+        most_rows, shared = _plan(path, footer, columns)
         with parquet.ParquetFile(path, read_dictionary=shared) as file:
             total = 0
             for batch in file.iter_batches(batch_size=most_rows, columns=columns):
@@ -215,16 +258,20 @@ def read_parquet(
         ) from error
 
 
-def _batch_plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:
-    """(number of rows that are read at a time, paths of the columns whose rows share values in
-    memory), so that hardly more memory is taken than the file's text needs.
+def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:
+    """The way to read a file in bounded memory.
 
     Args:
         path: the file.
         footer: the file's metadata (`pyarrow.parquet.FileMetaData`).
         columns: the columns that are read; None reads all columns.
 
+    Returns:
+        (number of rows that are read at a time, paths of the columns whose rows share values in
+        memory)
+
     Raises:
+        InputError: no limit on the memory of a column can be given.
         OSError: a column unpacks to far more than text does.
     """
     rows, shared = _BATCH_ROWS, []
@@ -233,19 +280,114 @@ def _batch_plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int
         if columns is not None and leaf.path.partition(".")[0] not in columns:
             continue
         chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
-        if leaf.max_repetition_level == 0:
-            # No value is longer than all of its column in a row group.
-            longest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
-            rows = max(_FEW_ROWS, min(rows, _COPIED_BYTES // max(1, longest)))
-            continue
-        # A row may hold any number of values of a nested column, so a limit on rows does not help.
-        values = max((chunk.num_values for chunk in chunks), default=0)
-        require_unpacked_size(path, values * _VALUE_BYTES)
-        encodings = {name for chunk in chunks for name in chunk.encodings}
+        encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
+        is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
         # pyarrow can share values of text columns only, and not those of DELTA encodings.
-        if leaf.physical_type == "BYTE_ARRAY" and not any("DELTA" in name for name in encodings):
+        can_share = is_text and "DELTA" not in encodings
+        # For each row group, the bytes that one row's value may take; then the number of copies of
+        # the longest that fit into a batch.
+        longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
+        if can_share and not is_nested and "." not in leaf.path:
+            longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]
+        copies = _COPIED_BYTES // max([1, *longest])
+        values = max((chunk.num_values for chunk in chunks), default=0)
+        if is_nested:
+            require_unpacked_size(path, values * _PLACE_BYTES)
+        if not is_nested:
+            if can_share and copies < _FEW_ROWS:
+                shared.append(leaf.path)
+            else:
+                rows = max(1, min(rows, copies))
+        # A row may hold any number of values of a nested column, so a limit on rows does not help.
+        elif not is_text:
+            require_unpacked_size(path, values * _width(leaf))
+        elif can_share and copies < values:
             shared.append(leaf.path)
+        elif copies < values:
+            raise InputError(
+                f"column {leaf.path} of {path} is stored as {encodings}, in which a small file can "
+                "take any memory: write it with other encodings"
+            )
     return rows, shared
+
+
+def _width(leaf: Any) -> int:
+    """Bytes of a value of a column (`leaf`, a `ColumnSchema`) that does not hold texts."""
+    if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return int(leaf.length)
+    return 12 if leaf.physical_type == "INT96" else 8
+
+
+def _longest_shared(path: Path, chunk: Any) -> int:
+    """Upper bound on the bytes of a value that rows share, from the header of the first page.
+
+    Args:
+        path: the Parquet file.
+        chunk: metadata of a column in a row group (`ColumnChunkMetaData`).
+
+    Returns:
+        the bytes of the dictionary's page; all bytes of the column for DELTA_BYTE_ARRAY or an
+        unreadable header; 0 if rows share no values
+    """
+    offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
+    with path.open("rb") as file:
+        file.seek(max(0, min((offset for offset in offsets if offset), default=0)))
+        kind, size = _page_head(file.read(_HEAD_BYTES))
+    if "DELTA_BYTE_ARRAY" in chunk.encodings or kind not in (*_DATA_PAGES, _DICTIONARY_PAGE):
+        return int(chunk.total_uncompressed_size)
+    return size if kind == _DICTIONARY_PAGE else 0
+
+
+def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
+    """The bytes of the longest text in a dictionary, which is read for this.
+
+    Args:
+        path: the Parquet file.
+        column: path of the column of texts.
+        group: index of the row group.
+        page_bytes: bytes of the dictionary's page.
+
+    Returns:
+        the bytes of the longest text; `page_bytes` if the exact number would not change the plan,
+        or if pyarrow does not return the whole dictionary
+    """
+    if not _COPIED_BYTES // _BATCH_ROWS < page_bytes <= _COPIED_BYTES // _FEW_ROWS:
+        return page_bytes
+    parquet = optional("pyarrow.parquet", f"reading {path}")
+    compute = optional("pyarrow.compute", f"reading {path}")
+    with parquet.ParquetFile(path, read_dictionary=[column], buffer_size=_BLOCK_BYTES) as file:
+        for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=[column]):
+            texts = batch.column(0).dictionary
+            sizes = compute.binary_length(texts)
+            # The page holds four bytes (the length) and the bytes of each text, if it is plain.
+            if 4 * len(texts) + (compute.sum(sizes).as_py() or 0) == page_bytes:
+                return int(compute.max(sizes).as_py())
+            break
+    return page_bytes
+
+
+def _page_head(head: bytes) -> tuple[int | None, int]:
+    """(type of a page, bytes of the page once unpacked); the type is None for an invalid header.
+
+    These are the first two fields of the Thrift struct `PageHeader` in the compact protocol: each a
+    byte 0x15 (next field, 32-bit integer) and a number in zigzag encoding, 7 bits in each byte.
+    """
+    values, place = [], 0
+    for _ in range(2):
+        if head[place : place + 1] != b"\x15":
+            return None, 0
+        number = shift = 0
+        while True:
+            place += 1
+            if place == len(head):
+                return None, 0
+            number |= (head[place] & 0x7F) << shift
+            shift += 7
+            if head[place] < 0x80:
+                break
+        place += 1
+        values.append((number >> 1) ^ -(number & 1))
+    return values[0], values[1]
 
 
 def _batch_rows(batch: Any) -> list[Any]:

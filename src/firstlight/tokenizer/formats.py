@@ -120,7 +120,8 @@ def find_tokenizer_file(folder: Path) -> Path:
     usual = next((name for name in _USUAL_NAMES if name in files), None)
     if usual is not None:
         return files[usual]
-    found = [name for name in files if name.endswith(_USUAL_ENDINGS)]
+    # macOS puts a hidden file beside each file of an archive.
+    found = [n for n in files if n.endswith(_USUAL_ENDINGS) and not n.startswith(".")]
     if len(found) > 1:
         names = ", ".join(found)
         raise TokenizerError(f"{folder} holds several tokenizers ({names}): name one of the files")

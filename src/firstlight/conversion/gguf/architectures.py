@@ -18,6 +18,9 @@ ARCHITECTURES = {
     if family.spec.gguf.architecture
 }
 
+#: Whole numbers in GGUF's metadata are below this: llama.cpp reads most of them as int32.
+_MOST = 2**31
+
 
 def supported_model(config: Mapping[str, Any]) -> Any:
     """The model config of a Hugging Face config.json, which llama.cpp supports.
@@ -46,6 +49,9 @@ def supported_model(config: Mapping[str, Any]) -> Any:
         {key: value for key, value in config.items() if key not in family.derived_keys},
         "config.json",
     )
+    for key, value in model.model_dump().items():
+        if isinstance(value, int) and value >= _MOST:
+            raise ModelError(f"{key} {value} can't be put into GGUF: it has to be below {_MOST}")
     _check_computed(family, model)
     return model
 

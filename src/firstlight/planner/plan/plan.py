@@ -49,6 +49,7 @@ from firstlight.planner.plan.search import best_estimate, nearest_estimates, ope
 from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.planner.speed.timed import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
+from firstlight.recipe.deepspeed import with_deepspeed_file
 from firstlight.recipe.resolve import WORTH_COMPILING_SECONDS, ideal_seconds, resolve
 
 
@@ -217,7 +218,7 @@ def make_plan(
     estimator = estimator or Estimator()
     estimator.tell("as it stands")
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
-    notes = _notes(recipe, resolved, machine)
+    notes = _notes(recipe, resolved, machine, init_from)
     first = estimator.timed(first, machine)
     if first.problem:
         raise ConfigError(first.problem)
@@ -249,7 +250,9 @@ def make_plan(
     return plan
 
 
-def _notes(written: Recipe, resolved: ResolvedRecipe, machine: Machine) -> list[str]:
+def _notes(
+    written: Recipe, resolved: ResolvedRecipe, machine: Machine, init_from: str | None
+) -> list[str]:
     """See `Plan.notes`. The speed of this machine's CPU has to be measured next, because other
     programs may use its cores only for a while."""
     notes = []
@@ -257,11 +260,13 @@ def _notes(written: Recipe, resolved: ResolvedRecipe, machine: Machine) -> list[
         notes.append("other programs keep this machine busy: it may be faster than measured")
     if written.efficiency.compile != "auto":
         return notes
-    precision, facts = resolved.efficiency.precision, facts_of(written, machine)
+    precision = resolved.efficiency.precision
+    facts = facts_of(with_deepspeed_file(written, machine.count), machine, init_from)
     seconds = ideal_seconds(
         written, resolved.model, resolved.data.seq_len, precision=precision, facts=facts
     )
-    if math.isinf(seconds) and written.schedule.max_steps is None:
+    lengths = (facts.epoch_tokens, written.schedule.max_steps, written.schedule.max_minutes)
+    if lengths == (None, None, None):
         notes.append(
             "without the data the length of the run is not known: efficiency.compile auto is "
             "planned as for a long run"
