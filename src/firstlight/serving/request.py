@@ -2,7 +2,7 @@
 token sequences to continue from them.
 
 A field is implemented, or refused by name. Only fields that do not change an answer are accepted
-without effect. `service.py` limits the queue and the time.
+without effect. The limits are in `config.py`; `service.py` limits the queue and the time.
 """
 
 from __future__ import annotations

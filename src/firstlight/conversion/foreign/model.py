@@ -25,7 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstlight.conversion.foreign import book, litgpt, meta, nanochat, nanogpt, openai, torchtune
+from firstlight.conversion.foreign import (
+    litgpt,
+    llms_from_scratch,
+    meta,
+    nanochat,
+    nanogpt,
+    openai,
+    torchtune,
+)
 from firstlight.conversion.foreign.layout import (
     SIZES,
     TRANSPOSED,
@@ -51,9 +59,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: its `GPTModel`, and therefore comes first.
 LAYOUTS = (
     nanogpt.LAYOUT,
-    book.GPT_FAST,
-    book.GPT,
-    book.LLAMA,
+    llms_from_scratch.GPT_FAST,
+    llms_from_scratch.GPT,
+    llms_from_scratch.LLAMA,
     torchtune.LAYOUT,
     nanochat.LAYOUT,
 )
@@ -104,7 +112,10 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     (embedding,), (head,) = next(iter(sources.values())), sources["lm_head.weight"]
     a, b = weights[embedding], weights[head]
     tied = a.dtype == b.dtype and torch.equal(a, b)
-    qkv_bias = layout.optional != book.QKV_BIAS or "transformer.h.0.attn.c_attn.bias" in sources
+    qkv_bias = (
+        layout.optional != llms_from_scratch.QKV_BIAS
+        or "transformer.h.0.attn.c_attn.bias" in sources
+    )
     shape = Shape(sizes, layers, tied, qkv_bias)
     full_config, notes = _config(path, opened, shape, config or {})
     tensors, filled = _convert(weights, sources, layout, sizes, tied=tied)
@@ -182,10 +193,10 @@ def _open_file(path: Path) -> Opened:
         opened = nanogpt.open_weights(content, weights)
     elif layout is torchtune.LAYOUT:
         opened = torchtune.open_weights(weights)
-    elif layout is book.LLAMA:
-        opened = book.open_llama(path, weights)
+    elif layout is llms_from_scratch.LLAMA:
+        opened = llms_from_scratch.open_llama(path, weights)
     else:
-        opened = book.open_gpt(weights, layout)
+        opened = llms_from_scratch.open_gpt(weights, layout)
     return replace(opened, left_out=optimizer_states(content))
 
 
@@ -252,7 +263,7 @@ def _sources(
     optional = {n.format(i) for n in layout.optional for i in range(layers)}
     if not any(theirs in weights for name in optional for theirs in sources[name]):
         sources.update(dict.fromkeys(optional, ()))
-        if layout.optional == book.QKV_BIAS:
+        if layout.optional == llms_from_scratch.QKV_BIAS:
             sources = {name: parts for name, parts in sources.items() if name not in optional}
     expected = dict.fromkeys(theirs for names in sources.values() for theirs in names)
     unknown = [name for name in weights if name not in expected]
