@@ -103,7 +103,7 @@ def test_a_run_without_validation_samples_or_gradients_has_a_picture(tmp_path: P
         ("{curly} %s %(x)s _under_ ^^ \\",) * 2,
     ],
 )
-def test_no_text_of_a_model_spoils_the_picture(tmp_path: Path, prompt: str, text: str) -> None:
+def test_no_text_of_a_model_spoils_the_picture(tmp_path: Path, first: str, second: str) -> None:
     draw(tmp_path / "run", [record(1, **_VALIDATION)], first, second)
 
 
