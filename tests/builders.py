@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
+
+# Parameters
+
+
+def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters of which `make test` runs the quick ones and `make test-slow` the others."""
+    return [
+        value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]
+
 
 # Texts
 

@@ -25,6 +25,8 @@ HOSTILE = [
     "javascript:alert(1)",
     "日本語 🙂 العربية עברית",
 ]
+#: What could act in an element, in an attribute and in a terminal, and what no file name holds.
+MOST_HOSTILE = [HOSTILE[0], HOSTILE[2], HOSTILE[6], HOSTILE[8]]
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

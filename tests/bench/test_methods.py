@@ -468,6 +468,7 @@ def test_masked_documents_a_larger_batch_and_lora_are_other_losses(work: Methods
         assert losses != pytest.approx(plain, rel=2e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes_of_the_last_rung_learn_what_one_learns_from_the_rows_of_both(
     work: MethodsWork,

@@ -68,6 +68,7 @@ _CASES = _cases(
 )
 
 
+@pytest.mark.slow
 def test_steps_of_two_processes_are_those_of_one() -> None:
     _require_equal(_CASES, 2, _FEW)
 

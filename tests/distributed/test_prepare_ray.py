@@ -231,6 +231,7 @@ def killed(folder: Path) -> set[str]:
     return {path.name.removeprefix("killed-") for path in folder.glob("killed-*")}
 
 
+@pytest.mark.slow
 def test_killed_workers_change_no_byte(
     tmp_path: Path,
     mixed: Path,

@@ -125,7 +125,6 @@ def parameters_of(config: Any) -> int:
 def test_a_plan_of_two_processes_is_what_their_steps_take() -> None:
     require_planned(
         [
-            steps("fsdp", _DEEP, 2, precision="bf16"),
             steps("tensor", _WIDE, tied=True),
             {**steps("fsdp", _WIDE), "optimizer": {"name": "muon", "muon_beta2": 0.95}},
         ],
@@ -166,6 +165,7 @@ def zero(
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed")
 def test_plan_of_deepspeed_on_one_process_is_what_its_steps_take() -> None:
     cases = [

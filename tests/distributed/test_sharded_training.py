@@ -252,6 +252,7 @@ def test_processes_go_on_from_pieces(runs: tuple[Path, str], tmp_path: Path, sha
         _require_same(tensors, found[name])
 
 
+@pytest.mark.slow
 def test_every_engine_averages_the_last_checkpoints(tmp_path: Path, shards: Path) -> None:
     engines: dict[str, dict[str, Any]] = {
         "ddp": {"engine": "ddp"},

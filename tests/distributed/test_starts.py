@@ -125,6 +125,7 @@ def _offered(recipe_file: Path) -> tuple[str, ...]:
     return tuple(part for key, x in changes.items() for part in (f"--{key}", str(x).lower()))
 
 
+@pytest.mark.slow
 def test_one_process_starts_however_it_is_started(recipe_file: Path) -> None:
     ways = [(way, options, "zero") for way, options in _ONE]
     ways += [("plain", _offered(recipe_file), "auto"), ("plain", (), "zero, offloaded")]

@@ -20,6 +20,7 @@ _SHORTER = {'("asyncio", "email", "json")': '("json",)', 'budget="3m"': 'steps=8
 
 
 # jupyter_client's own warnings about the zmq library and about its folders.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_quickstart_shows_progress_and_report_inline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

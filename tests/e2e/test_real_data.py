@@ -76,6 +76,7 @@ def test_tinyshakespeare_with_the_gpt2_files(shared: Path, tmp_path: Path) -> No
     assert_transformers_agrees(loaded, text[1000:1100])
 
 
+@pytest.mark.slow
 def test_wikitext_with_the_llama3_tokenizer(shared: Path, tmp_path: Path) -> None:
     text = (shared / "data" / "wikitext2-valid.txt").read_text(encoding="utf-8")[:60_000]
     manifest, loaded = text_to_model(
@@ -94,6 +95,7 @@ def test_wikitext_with_the_llama3_tokenizer(shared: Path, tmp_path: Path) -> Non
     assert_transformers_agrees(loaded, text[1000:1100])
 
 
+@pytest.mark.slow
 def test_a_real_model_is_fine_tuned_by_one_command(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 from rank_scenarios import run_ranks, two_ranks
 from scale import cases
 
+from builders import slow_but
+
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 #: Longer than a rank that has to wait for a core is silent.
@@ -42,7 +44,7 @@ def assert_names(result: dict[str, Any], rank: int, pid: int, kind: str, said: s
         assert f"(pid {pid}) has " in error, said
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("kind", slow_but(["kill"], ["kill", "stop", "raise"]))
 def test_the_other_rank_ends_and_names_the_one_that_is_gone(kind: str) -> None:
     ranks = (0, 1)
     results = run_ranks([fault(kind, rank, 2) for rank in ranks])
@@ -56,6 +58,7 @@ def test_the_other_rank_ends_and_names_the_one_that_is_gone(kind: str) -> None:
             assert "has not answered" not in left["said"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_busy_is_told_too() -> None:
     """Not in an exchange: what is heard there is not heard by the main thread."""
     faults = [{"kind": "sleep", "rank": 0, "step": 2}, {"kind": "raise", "rank": 1, "step": 2}]

@@ -14,16 +14,16 @@ def codes(result: list[dict[str, Any]]) -> list[int | None]:
     return [rank["code"] for rank in result]
 
 
+def four_ranks() -> list[dict[str, str]]:
+    return [{"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank)} for rank in range(4)]
+
+
 def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why_not() -> None:
     plan: dict[str, Any] = {"steps": 3, "timeout": 60.0}
-    # Where somebody never comes; those who do may come some seconds after one another.
-    short = plan | {"timeout": 15.0}
     both = two_ranks()
     other_size = [both[0], both[1] | {"WORLD_SIZE": "4"}]
     same_rank = [both[0], both[1], both[1]]
-    four = [
-        {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank)} for rank in (0, 1, 2, 3)
-    ]
+    four = four_ranks()
     well, fourfold, recipes, sizes, twice = run_ranks(
         [
             {"plan": plan, "ranks": both},
@@ -32,13 +32,6 @@ def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why
             {"plan": plan, "ranks": other_size},
             # The second may come when the others are long at work.
             {"plan": plan | {"endless": True}, "ranks": same_rank},
-        ]
-    )
-    # By themselves: the fewer start at a time, the sooner one after the other they come.
-    missing, alone = run_ranks(
-        [
-            {"plan": short, "ranks": [four[0], four[2]]},
-            {"plan": short, "ranks": [both[1]]},
         ]
     )
     assert codes(well) == [0, 0], well
@@ -50,10 +43,24 @@ def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why
     for rank in sizes:
         assert rank["code"] in (1, 2), sizes
         assert " was started as one of 4 processes, and rank 0 on " in rank["said"]
+    assert 2 in codes(twice), twice
+    assert any("another process is rank 1, too" in rank["said"] for rank in twice)
+
+
+@pytest.mark.slow
+def test_ranks_without_the_others_say_who_is_missing() -> None:
+    # Those who come may come some seconds after one another.
+    plan: dict[str, Any] = {"steps": 3, "timeout": 15.0}
+    four = four_ranks()
+    # The fewer start at a time, the sooner one after the other they come.
+    missing, alone = run_ranks(
+        [
+            {"plan": plan, "ranks": [four[0], four[2]]},
+            {"plan": plan, "ranks": [two_ranks()[1]]},
+        ]
+    )
     for rank in missing:
         assert rank["code"] == 1, missing
         assert "error: ranks 1, 3 did not connect within 15 s" in rank["said"]
     assert codes(alone) == [1], alone
     assert "could not reach the rendezvous at 127.0.0.1:" in alone[0]["said"]
-    assert 2 in codes(twice), twice
-    assert any("another process is rank 1, too" in rank["said"] for rank in twice)

@@ -836,6 +836,7 @@ def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
     assert lines[-1] == "the time has to be more than 0"
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_gpu_needs_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

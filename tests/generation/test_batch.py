@@ -216,8 +216,11 @@ PROMPTS = ["the star falls", "", "a stone under the river, and", "one", "日本 
     [
         SamplingConfig(max_new_tokens=12, temperature=0, seed=9),
         SamplingConfig(max_new_tokens=12, temperature=1.0, top_k=40, seed=5),
-        SamplingConfig(
-            max_new_tokens=40, temperature=1.5, min_p=0.01, repetition_penalty=1.3, seed=1
+        pytest.param(
+            SamplingConfig(
+                max_new_tokens=40, temperature=1.5, min_p=0.01, repetition_penalty=1.3, seed=1
+            ),
+            marks=pytest.mark.slow,
         ),
         SamplingConfig(
             max_new_tokens=40, temperature=1.0, frequency_penalty=0.7, presence_penalty=-0.4,

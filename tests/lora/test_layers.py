@@ -397,7 +397,14 @@ def test_a_magnitude_is_not_rounded_to_bf16_under_autocast() -> None:
     assert float((after / before).mean()) == pytest.approx(1.003, abs=1e-3)
 
 
-@pytest.mark.parametrize("name, dora", [("gpt2", False), ("gpt2", True), ("llama", True)])
+@pytest.mark.parametrize(
+    "name, dora",
+    [
+        pytest.param("gpt2", False, marks=pytest.mark.slow),
+        pytest.param("gpt2", True, marks=pytest.mark.slow),
+        ("llama", True),
+    ],
+)
 def test_the_whole_forward_pass_compiles_without_a_break(name: str, dora: bool) -> None:
     model = some_model(name, num_hidden_layers=1)
     adapted(model, dora=dora, targets=["lm_head", EVERY_LINEAR[name][0]], dropout=0.1)

@@ -12,6 +12,7 @@ import torch
 from drawn import NAMES, VOCABULARY, draw, hf_model, load_in_transformers, some_ids
 from torch import Tensor, nn
 
+from builders import slow_but
 from firstlight.conversion.convert import convert
 
 #: What folders of the hub have and firstlight doesn't know.
@@ -97,7 +98,7 @@ def test_rounded_models_load_in_their_dtype(family: str, dtype: str, tmp_path: P
     assert result.largest_difference > 0
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", slow_but(("gpt2", "llama", "gemma2", "mixtral"), NAMES))
 def test_rounding_is_within_what_is_allowed(family: str, tmp_path: Path) -> None:
     """Of many models, also those whose routers then choose other experts."""
     noted = 0

@@ -123,6 +123,7 @@ def printed(recipe: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_both_have_the_losses_of_firstlight_train(
     expected: list[float], printed: list[str]
 ) -> None:
@@ -133,6 +134,7 @@ def test_both_have_the_losses_of_firstlight_train(
     assert _losses(plain[1]) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, jobs, optimizers",
     [

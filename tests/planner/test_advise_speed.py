@@ -78,6 +78,7 @@ def test_without_free_memory_the_speed_is_predicted(
     assert len(speed.rates) == len(speed.steps) == 3
 
 
+@pytest.mark.slow
 def test_memory_that_another_program_takes_leaves_a_prediction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,6 +101,7 @@ def test_memory_that_another_program_takes_leaves_a_prediction(
         new_model_speed(here)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "kind", "origin"),
     [("A100 80GB", "cuda", "predicted by the planner"), (None, "cpu", "measured here")],

@@ -247,6 +247,7 @@ def test_a_process_that_was_started_in_vain_is_ended() -> None:
     assert started.poll() is not None
 
 
+@pytest.mark.slow
 def test_an_update_that_torchao_compiles_is_predicted_by_the_process_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -380,6 +381,7 @@ def test_a_plan_that_is_followed_is_tried_first(
     assert told[-1].startswith(f"plan: as it stands, micro-batch of {chosen} rows; peak memory")
 
 
+@pytest.mark.slow
 def test_a_plan_of_which_nothing_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = trying(monkeypatch, 0)
     with pytest.raises(ConfigError, match="not even a micro-batch of one row fits"):
@@ -452,7 +454,10 @@ class Keeps:
             "backward",
         ),
         (16, 10, {"precision": "fp32"}, "sgd", {"every_steps": 0}, "save"),
-        (16, 1400, {"precision": "fp32"}, "sgd", {"asynchronous": False}, "samples"),
+        pytest.param(
+            *(16, 1400, {"precision": "fp32"}, "sgd", {"asynchronous": False}, "samples"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_forecast_covers_evaluation_samples_and_saves(

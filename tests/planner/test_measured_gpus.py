@@ -179,9 +179,7 @@ _ORDER = (
 )
 
 
-@pytest.mark.parametrize(
-    ("size", "rows"), [("1M", 1), ("1M", 32), ("124M", 2), ("124M", 16), ("1.5B", 8)]
-)
+@pytest.mark.parametrize(("size", "rows"), [("1M", 1), ("124M", 16), ("1.5B", 8)])
 def test_order_of_gpus_follows_their_data_sheets(size: str, rows: int) -> None:
     layers, width, heads, seq_len = _SIZES[size]
     recipe = plain_recipe(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders import slow_but
 from firstlight.cli.main import main
 from firstlight.console import parse_count, parse_time
 from firstlight.data.corpus import TokenDataset
@@ -678,7 +679,9 @@ def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
         Budget(**budget)
 
 
-@pytest.mark.parametrize("cut", [{"tensor_parallel": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize(
+    "cut", slow_but([{"pipeline": 2}], [{"tensor_parallel": 2}, {"pipeline": 2}])
+)
 def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int]) -> None:
     machine = find_machine("RTX 4090", count=2)
     written = recipe(distributed=cut, efficiency={"compile": False, "loss_chunk_tokens": 0})
@@ -711,6 +714,7 @@ def test_budget_of_an_hour_on_a_gpu_decides_compiling_for_its_own_run(
     assert found[0].efficiency.compile is expected
 
 
+@pytest.mark.slow
 def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None:
     """One of 32 wide keeps no GPU busy; the suggested one does."""
     schedule = {

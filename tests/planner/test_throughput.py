@@ -353,7 +353,7 @@ def test_the_grid_has_ten_recipes_of_different_names() -> None:
     ("gpu", "rows", "attention", "published"),
     [
         # nanoGPT's README of December 2022, before it used flash attention.
-        ("A100 40GB", 12, "plain", 12 * 1024 / 0.135),
+        pytest.param("A100 40GB", 12, "plain", 12 * 1024 / 0.135, marks=pytest.mark.slow),
         # karpathy/llm.c, pull request 323.
         ("A100 40GB PCIe", 32, "sdpa", 115_000.0),
     ],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.memory import measured_memory
+from builders import slow_but
 from firstlight.errors import ConfigError
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.memory.kernels import Target, this_cpu
@@ -301,7 +302,15 @@ _METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", _METHODS)
+#: What is unlike in what it takes; `make test-slow` runs all.
+_UNLIKE = (
+    *("gemma2", "llama", "bf16", "fp16", "bf16 parameters", "accumulation", "full checkpointing"),
+    *("selective checkpointing", "offload", "chunked loss, bf16", "documents", "foreach"),
+    *("adafactor", "muon", "in backward", "LoRA", "gpt-oss", "qwen3_next", "experts"),
+)
+
+
+@pytest.mark.parametrize("name", slow_but(_UNLIKE, _METHODS))
 def test_a_recipe_takes_what_its_real_steps_take(name: str) -> None:
     planned = recipe(**_METHODS[name])
     predicted = trace_memory(planned)

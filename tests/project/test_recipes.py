@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from builders import slow_but
 from firstlight.cli.plan import write_recipe
 from firstlight.data.conversations import to_conversation, to_pair
 from firstlight.errors import ConfigError
@@ -66,7 +67,9 @@ def test_budget_for_recipe_that_starts_from_weights_is_refused(name: str) -> Non
         make_plan(recipe, find_machine("RTX 4090"), budget=Budget(seconds=60), searches=False)
 
 
-@pytest.mark.parametrize("path", _NEW_MODELS, ids=lambda path: str(path.stem))
+@pytest.mark.parametrize(
+    "path", slow_but(_NEW_MODELS[:3], _NEW_MODELS), ids=lambda path: str(path.stem)
+)
 def test_budget_for_recipe_suggests_one_that_learns_with_its_family_and_optimizer(
     path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,32 +93,27 @@ def test_a_run_without_validation_samples_or_gradients_has_a_picture(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "text",
+    "first, second",
     [
-        "price: $5 and $6^{",
-        r"$\frac{$ \$ \\$ $$",
-        "日本語 🙂 ⴰⵎⴰⵣⵉⵖ \U0010ffff",
-        "\x00\x01\x1b[31m\x7f\u2028\u200b\ufffd",
-        "a\tb\r\nc\x0bd\x0ce",
-        "\n" * 100,
-        "word " * 2000,
-        "x" * 5000,
-        "e\u0301\u0301\u0301\u0301" * 50,
-        "\u202eright to left\u202c العربية עברית",
-        "{curly} %s %(x)s _under_ ^^ \\",
+        ("price: $5 and $6^{", r"$\frac{$ \$ \\$ $$"),
+        ("日本語 🙂 ⴰⵎⴰⵣⵉⵖ \U0010ffff", "\x00\x01\x1b[31m\x7f\u2028\u200b\ufffd"),
+        ("a\tb\r\nc\x0bd\x0ce", "\n" * 100),
+        ("word " * 2000, "x" * 5000),
+        ("e\u0301\u0301\u0301\u0301" * 50, "\u202eright to left\u202c العربية עברית"),
+        ("{curly} %s %(x)s _under_ ^^ \\",) * 2,
     ],
 )
-def test_no_text_of_a_model_spoils_the_picture(tmp_path: Path, text: str) -> None:
-    draw(tmp_path / "run", [record(1, **_VALIDATION)], text, text)
+def test_no_text_of_a_model_spoils_the_picture(tmp_path: Path, first: str, second: str) -> None:
+    draw(tmp_path / "run", [record(1, **_VALIDATION)], first, second)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_at_all_can_be_drawn(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     draw(tmp_path_factory.mktemp("report") / "run", [record(1)], text)
 
 
-@pytest.mark.parametrize("name", ["a$^$b", "日本 🙂", r"\frac{", "a_b^c", "-run"])
+@pytest.mark.parametrize("name", ["a$^$b 日本 🙂", r"-\frac{a_b^c"])
 def test_a_run_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     draw(tmp_path / name, [record(1)])
 

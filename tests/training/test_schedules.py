@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders import slow_but
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.data.corpus import TokenDataset
@@ -92,7 +93,7 @@ def stop_after(recipe: dict[str, Any], step: int, *, resume: bool) -> None:
         train(recipe, resume=resume, on_step=on_step)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", slow_but(("cosine", "wsd", "initial rate"), SCHEDULES))
 def test_a_run_of_any_schedule_goes_on_bit_for_bit(recipe: dict[str, Any], kind: str) -> None:
     whole = named(recipe, "whole", schedule=SCHEDULES[kind])
     broken = named(recipe, "broken", schedule=SCHEDULES[kind])
