@@ -22,6 +22,7 @@ from firstlight.models import (
     Model,
     ModelConfig,
     Qwen3NextConfig,
+    Qwen35Config,
     empty_model,
 )
 from firstlight.models.rope import LongRope
@@ -56,6 +57,9 @@ QWEN3_NEXT = Qwen3NextConfig(
     linear_num_value_heads=2,
     max_position_embeddings=CONTEXT,
 )
+QWEN35 = Qwen35Config(
+    **QWEN3_NEXT.model_dump(include=set(Qwen35Config.model_fields) - {"model_type"})
+)
 #: From 31 tokens on, all of a text's tokens have other positions.
 LONGROPE = LLAMA.model_copy(
     update={
@@ -73,6 +77,7 @@ FAMILIES: dict[str, ModelConfig] = {
     "longrope": LONGROPE,
     "mistral": MISTRAL,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_text": QWEN35,
 }
 
 

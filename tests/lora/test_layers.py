@@ -33,6 +33,7 @@ from firstlight.models import (
     ModelConfig,
     MoEConfig,
     Qwen3NextConfig,
+    Qwen35Config,
     empty_model,
 )
 from firstlight.models.gpt2 import Conv1D
@@ -53,6 +54,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt_oss": GptOssConfig(**_SIZES, num_experts=3),
     "deepseek_v3": DeepseekConfig(**_SIZES | {"num_key_value_heads": 4}, q_lora_rank=8),
     "qwen3_next": Qwen3NextConfig(**_SIZES, head_dim=8, num_experts=3),
+    "qwen3_5_text": Qwen35Config(**_SIZES, head_dim=8),
 }
 IDS = torch.arange(24).view(2, 12) * 5 % 37
 EVERY_LINEAR = {
@@ -67,6 +69,10 @@ EVERY_LINEAR = {
     "qwen3_next": [
         *("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"),
         *("shared_expert_gate", "gate_proj", "up_proj", "down_proj"),
+    ],
+    "qwen3_5_text": [
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     ],
 }
 

@@ -61,6 +61,7 @@ _HF_CONFIGS = {
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
     "qwen3_next": transformers.Qwen3NextConfig,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
 }
 
 _BIASES = ("attention_bias",)
@@ -74,7 +75,7 @@ _LATENT = (
 )
 _LINEAR = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads", "shared_expert_intermediate_size"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _OF_DEEPSEEK = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
 #: Keys that a family has beside those that all have, under one name here and in transformers.
@@ -109,7 +110,9 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "qwen3_next": (
         *("attention_bias", "num_experts", "moe_intermediate_size", "norm_topk_prob"),
         *("decoder_sparse_step", "mlp_only_layers", *_EXPERTS, *_LINEAR),
+        "shared_expert_intermediate_size",
     ),
+    "qwen3_5_text": ("attention_bias", *_LINEAR),
 }
 #: transformers' names of keys that it calls otherwise in a family.
 _OTHER_NAMES = {
@@ -124,6 +127,8 @@ _SHARES_WIDTH = ("phi3", *_LAYER_NORMS)
 _DIVIDES_WIDTH = ("deepseek_v2", "llama", "arcee", "gemma2", "gemma3_text", *_SHARES_WIDTH)
 #: Families with a window in some of their layers.
 _PATTERNS = ("olmo3", "gemma2", "gemma3_text", "gpt_oss")
+#: Families with linear attention.
+_DELTA = ("qwen3_next", "qwen3_5_text")
 
 
 def draw(family: str, seed: int) -> ModelConfig:
@@ -148,7 +153,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         # A LayerNorm of two numbers gives 1 and -1, whatever they are.
         width = choose((4, 8))
     # Half of a head of two numbers is not rotated, and a norm of two numbers is a sign.
-    head_sizes = (6, 8) if family == "qwen3_next" else (2, 6, 8)
+    head_sizes = (6, 8) if family in _DELTA else (2, 6, 8)
     keys: dict[str, Any] = {
         "model_type": family,
         "vocab_size": VOCABULARY,
@@ -160,7 +165,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         "head_dim": width if family in _SHARES_WIDTH else choose(head_sizes),
         "max_position_embeddings": 64,
         # Where a query meets no key, the norm of linear attention's output amplifies roundings.
-        "rms_norm_eps": choose(((1e-5,) if family == "qwen3_next" else (1e-6, 1e-5)) + (1e-3,)),
+        "rms_norm_eps": choose(((1e-5,) if family in _DELTA else (1e-6, 1e-5)) + (1e-3,)),
         "rope_theta": choose((50.0, 10_000.0, 500_000.0)),
         "tie_word_embeddings": choose((True, False)),
     }
@@ -178,7 +183,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         keys["qk_layernorm"] = choose((True, False))
     if family == "gpt_neox":
         keys["hidden_act"] = choose(("gelu", "gelu_new", "gelu_fast"))
-    if family in ("phi3", "glm4", "stablelm", "gpt_neox", "qwen3_next"):
+    if family in ("phi3", "glm4", "stablelm", "gpt_neox", *_DELTA):
         part = choose((0.5, 1.0) if rotary_dim > 2 else (1.0,))
         keys["partial_rotary_factor"] = part
         rotary_dim = int(rotary_dim * part)
@@ -211,7 +216,10 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         keys |= _draw_experts(family, layers, choose)
         return MoEConfig(**keys)
     if family == "qwen3_next":
-        keys |= _draw_experts(family, layers, choose) | _draw_linear(layers, choose)
+        keys |= _draw_experts(family, layers, choose)
+        keys["shared_expert_intermediate_size"] = choose((5, 8))
+    if family in _DELTA:
+        keys |= _draw_linear(layers, choose)
     return FAMILIES[family].config(**keys)
 
 
@@ -349,7 +357,6 @@ def _draw_linear(layers: int, choose: Choose) -> dict[str, Any]:
         "linear_value_head_dim": choose((5, 8)),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": key_heads * choose((1, 2, 3)),
-        "shared_expert_intermediate_size": choose((5, 8)),
     }
 
 
@@ -397,7 +404,7 @@ def hf_config(config: ModelConfig) -> Any:
         values["max_window_layers"] = (
             config.num_hidden_layers if no_window else config.max_window_layers
         )
-    if family == "qwen3_next":
+    if family in _DELTA:
         values["layer_types"] = [
             "linear_attention" if config.attention_spec(layer).state_size else "full_attention"
             for layer in layers
@@ -448,7 +455,7 @@ def randomize(model: nn.Module, seed: int) -> None:
     """Weights under which every parameter matters and logits are of the order of 1."""
     generator = torch.Generator().manual_seed(seed)
     # Norms of some multiply by 1 + w: scores beyond 10 would only amplify roundings.
-    one_plus = ("gemma", "qwen3_next")
+    one_plus = ("gemma", *_DELTA)
     mean = -0.3 if str(model.config.model_type).startswith(one_plus) else 0.7  # type: ignore[union-attr]
     for parameter in model.parameters():
         parameter.normal_(0.0, 0.3, generator=generator)

@@ -14,7 +14,7 @@ from firstlight.tokenizer import Tokenizer
 
 #: mlx-lm has no class for Arcee, expects the tensor names of GPT-2's and nanochat's own
 #: checkpoints, and reads gpt-oss only in MXFP4.
-_NOT_READ = ("arcee", "gpt2", "nanochat", "gpt_oss")
+_NOT_READ = ("arcee", "gpt2", "nanochat", "gpt_oss", "qwen3_5_text")
 #: Settings without which mlx-lm does not load a family.
 _NEEDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {

@@ -41,6 +41,7 @@ from firstlight.models import (
     MoEConfig,
     NanoChatConfig,
     Qwen3NextConfig,
+    Qwen35Config,
 )
 from firstlight.models.rope import LinearRope
 from firstlight.recipe import load_recipe
@@ -209,6 +210,14 @@ _DIVISIBLE: dict[str, ModelConfig] = {
         linear_num_key_heads=2,
         linear_num_value_heads=32,
         layer_types=["full_attention", "linear_attention"] * 24,
+    ),
+    "qwen3_5_text": Qwen35Config(
+        **_SHAPE,
+        num_hidden_layers=32,
+        partial_rotary_factor=0.5,
+        linear_num_key_heads=2,
+        linear_num_value_heads=32,
+        layer_types=["full_attention", "linear_attention"] * 16,
     ),
     "gpt_oss": GptOssConfig(
         **_SHAPE, sliding_window=77, num_hidden_layers=36, num_experts=9, swiglu_limit=3.0
@@ -517,7 +526,8 @@ def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
 ) -> None:
     """Weights, config, tokenizer and end token, without a conversion between; and the run goes on
     from the one before it to the same bits."""
-    if FAMILIES[family].config not in (LlamaConfig, MoEConfig, GptOssConfig, Qwen3NextConfig):
+    shares = (LlamaConfig, MoEConfig, GptOssConfig, Qwen3NextConfig, Qwen35Config)
+    if FAMILIES[family].config not in shares:
         recipe["model"].pop("num_key_value_heads")  # the others share none
     recipe["model"]["model_type"] = family
     recipe["schedule"] = {"max_steps": 3}

@@ -298,6 +298,10 @@ _METHODS: dict[str, dict[str, Any]] = {
         | {"model_type": "qwen3_next", **_EXPERTS}
         | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
+    "qwen3_5_text": {
+        "model": LLAMA
+        | {"model_type": "qwen3_5_text", "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    },
     "experts": {"model": LLAMA | {"model_type": "mixtral", **_EXPERTS}},
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from firstlight.models import FAMILIES
+
 _ROOT = Path(__file__).parents[2]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
 _PROGRAMS = (
@@ -14,7 +16,8 @@ _PROGRAMS = (
 
 
 def test_it_is_short() -> None:
-    assert len(_README.splitlines()) <= 150
+    # Without the table of families, which has a row for each.
+    assert len(_README.splitlines()) - len(FAMILIES) <= 127
 
 
 def _table() -> list[list[str]]:

@@ -23,7 +23,7 @@ from firstlight.models.llama_config import LlamaConfig
 from firstlight.models.llama_variants import VARIANTS
 from firstlight.models.mixtral import Mixtral, MoEConfig
 from firstlight.models.nanochat import NanoChat, NanoChatConfig
-from firstlight.models.qwen3_next import Qwen3Next, Qwen3NextConfig
+from firstlight.models.qwen3_next import Qwen3Next, Qwen3NextConfig, Qwen35, Qwen35Config
 
 __all__ = [
     "DEFAULT_FAMILY",
@@ -49,6 +49,8 @@ __all__ = [
     "NanoChatConfig",
     "Qwen3Next",
     "Qwen3NextConfig",
+    "Qwen35",
+    "Qwen35Config",
     "RaggedCache",
     "allocate",
     "build_model",
@@ -67,6 +69,7 @@ ModelConfig = (
     | GptOssConfig
     | DeepseekConfig
     | Qwen3NextConfig
+    | Qwen35Config
 )
 
 
@@ -89,6 +92,7 @@ _CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
     (GptOssConfig, GptOss),
     (DeepseekConfig, Deepseek),
     (Qwen3NextConfig, Qwen3Next),
+    (Qwen35Config, Qwen35),
 )
 
 #: `model_type` of config.json -> family.

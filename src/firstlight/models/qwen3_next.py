@@ -1,11 +1,12 @@
-"""Qwen3-Next (Qwen team 2025): linear attention by a gated delta rule in three layers of four.
+"""Qwen3-Next (Qwen team 2025) and the text model of Qwen3.5 (Qwen team 2026): linear attention by
+a gated delta rule in three layers of four.
 
 A layer with linear attention keeps one matrix per head as its state. For each token, the state is
 multiplied by a decay; its value for the token's key is looked up; and the difference between the
 token's value and that value is added to the state (Yang et al. 2024, "Gated Delta Networks", arXiv
 2412.06464). Every fourth layer has attention to all tokens, with a gate on its output. All layers
-have routed experts, and a shared expert for every token. Parameter names are those of Hugging
-Face's `Qwen3NextForCausalLM`.
+of Qwen3-Next have routed experts, and a shared expert for every token; Qwen3.5 has an MLP.
+Parameter names are those of Hugging Face's `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`.
 
 Shape letters as in `models/ops.py` and `models/moe.py`. In layers with linear attention: G key
 heads, H value heads, D size of a key head, E size of a value head, X channels of the convolution, W
@@ -34,7 +35,7 @@ from firstlight.models.family import (
 )
 from firstlight.models.language_model import InitConfig
 from firstlight.models.llama import Llama, LlamaAttention, LlamaMLP, RMSNorm
-from firstlight.models.llama_config import values_from_json
+from firstlight.models.llama_config import DecoderConfig, values_from_json
 from firstlight.models.llama_variants import OnePlusRMSNorm
 from firstlight.models.mixtral import MoEConfig, RoutedBlock, SparseMLP
 from firstlight.models.ops import at_least_fp32
@@ -51,55 +52,9 @@ def _usual_types(layers: int, period: int) -> list[str]:
     return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
 
 
-class Qwen3NextConfig(MoEConfig):
-    """Configuration of a Qwen3-Next model."""
+class DeltaConfig(DecoderConfig):
+    """Keys of the families with linear attention by a gated delta rule."""
 
-    families: ClassVar[Mapping[str, FamilySpec]] = {
-        "qwen3_next": FamilySpec(
-            "Qwen3NextForCausalLM",
-            GGUFSpec(
-                "qwen3next",
-                rope_kinds=("default", "linear", "yarn"),
-                fixed={"attention_bias": (False,), **GGUF_EXPERTS},
-                counts={
-                    "linear_conv_kernel_dim": "ssm.conv_kernel",
-                    "linear_key_head_dim": "ssm.state_size",
-                    "linear_num_key_heads": "ssm.group_count",
-                    "linear_num_value_heads": "ssm.time_step_rank",
-                    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-                },
-                layer="delta",
-                inner_eps=1e-6,
-            ),
-            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
-            hf_defaults=hf_values(
-                vocab_size=151936,
-                hidden_size=2048,
-                intermediate_size=5632,
-                num_hidden_layers=48,
-                num_attention_heads=16,
-                num_key_value_heads=2,
-                max_position_embeddings=32768,
-                experts=(512, 10),
-                head_dim=256,
-                moe_intermediate_size=512,
-                shared_expert_intermediate_size=512,
-                linear_key_head_dim=128,
-                linear_value_head_dim=128,
-                linear_num_key_heads=16,
-                linear_num_value_heads=32,
-            ),
-            qk_norm="head",
-            norm_kind="one_plus",
-            rope=RopeSpec(partial_factor=0.25),
-            experts=QWEN_EXPERTS,
-            # Layers for multi-token prediction (MTP), which transformers does not load either.
-            left_out=("mtp.",),
-        )
-    }
-
-    model_type: Literal["qwen3_next"] = "qwen3_next"  # type: ignore[assignment]
-    """"qwen3_next"."""
     layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
     """"full_attention" or "linear_attention" (gated delta rule) for each layer; null is full
     attention in every fourth layer, or in the last layer of a model with fewer."""
@@ -113,15 +68,10 @@ class Qwen3NextConfig(MoEConfig):
     """query and key heads of layers with linear attention."""
     linear_num_value_heads: int = Field(8, gt=0)
     """value heads of layers with linear attention, a multiple of linear_num_key_heads."""
-    shared_expert_intermediate_size: int = Field(0, ge=0)
-    """inner width of the shared expert, which is applied to every token; 0 is
-    moe_intermediate_size."""
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
         values = super()._filled_in(values)
-        shared = "shared_expert_intermediate_size"
-        values[shared] = values.get(shared) or values["moe_intermediate_size"]
         layers = values.get("num_hidden_layers", cls.model_fields["num_hidden_layers"].default)
         kinds = values.get("layer_types")
         if isinstance(layers, int) and kinds and kinds == _usual_types(layers, min(layers, 4)):
@@ -174,10 +124,108 @@ class Qwen3NextConfig(MoEConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """The Hugging Face `config.json` of this model."""
+        kinds = [_LINEAR if self.is_linear(i) else _FULL for i in range(self.num_hidden_layers)]
+        return super().to_hf() | {"layer_types": kinds}
+
+
+class Qwen3NextConfig(DeltaConfig, MoEConfig):
+    """Configuration of a Qwen3-Next model."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {
+        "qwen3_next": FamilySpec(
+            "Qwen3NextForCausalLM",
+            GGUFSpec(
+                "qwen3next",
+                rope_kinds=("default", "linear", "yarn"),
+                fixed={"attention_bias": (False,), **GGUF_EXPERTS},
+                counts={
+                    "linear_conv_kernel_dim": "ssm.conv_kernel",
+                    "linear_key_head_dim": "ssm.state_size",
+                    "linear_num_key_heads": "ssm.group_count",
+                    "linear_num_value_heads": "ssm.time_step_rank",
+                    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+                },
+                layer="delta",
+                inner_eps=1e-6,
+            ),
+            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
+            hf_defaults=hf_values(
+                vocab_size=151936,
+                hidden_size=2048,
+                intermediate_size=5632,
+                num_hidden_layers=48,
+                num_attention_heads=16,
+                num_key_value_heads=2,
+                max_position_embeddings=32768,
+                experts=(512, 10),
+                head_dim=256,
+                moe_intermediate_size=512,
+                shared_expert_intermediate_size=512,
+                linear_key_head_dim=128,
+                linear_value_head_dim=128,
+                linear_num_key_heads=16,
+                linear_num_value_heads=32,
+            ),
+            qk_norm="head",
+            norm_kind="one_plus",
+            rope=RopeSpec(partial_factor=0.25),
+            experts=QWEN_EXPERTS,
+            # Layers for multi-token prediction (MTP), which transformers does not load either.
+            left_out=("mtp.",),
+        )
+    }
+
+    model_type: Literal["qwen3_next"] = "qwen3_next"  # type: ignore[assignment]
+    """"qwen3_next"."""
+    shared_expert_intermediate_size: int = Field(0, ge=0)
+    """inner width of the shared expert, which is applied to every token; 0 is
+    moe_intermediate_size."""
+
+    @classmethod
+    def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = super()._filled_in(values)
+        shared = "shared_expert_intermediate_size"
+        values[shared] = values.get(shared) or values["moe_intermediate_size"]
+        return values
+
+    def to_hf(self) -> dict[str, Any]:
+        """The Hugging Face `config.json` of this model."""
         content = super().to_hf()
         del content["num_local_experts"]
-        kinds = [_LINEAR if self.is_linear(i) else _FULL for i in range(self.num_hidden_layers)]
-        return content | {"layer_types": kinds}
+        return content
+
+
+class Qwen35Config(DeltaConfig):
+    """Configuration of the text model of a Qwen3.5 model without experts."""
+
+    families: ClassVar[Mapping[str, FamilySpec]] = {
+        "qwen3_5_text": FamilySpec(
+            "Qwen3_5ForCausalLM",
+            own_keys=("attention_bias", "layer_types", "partial_rotary_factor"),
+            hf_defaults=hf_values(
+                vocab_size=248320,
+                hidden_size=4096,
+                intermediate_size=12288,
+                num_hidden_layers=32,
+                num_attention_heads=16,
+                num_key_value_heads=4,
+                max_position_embeddings=32768,
+                head_dim=256,
+                linear_key_head_dim=128,
+                linear_value_head_dim=128,
+                linear_num_key_heads=16,
+                linear_num_value_heads=32,
+            ),
+            qk_norm="head",
+            norm_kind="one_plus",
+            rope=RopeSpec(partial_factor=0.25),
+            # Layers for multi-token prediction (MTP), which transformers does not load either.
+            left_out=("mtp.",),
+        )
+    }
+
+    model_type: Literal["qwen3_5_text"] = "qwen3_5_text"
+    """"qwen3_5_text"."""
 
 
 class GatedRMSNorm(RMSNorm):
@@ -191,7 +239,7 @@ class GatedDeltaNet(nn.Module):
     """Linear attention: a short causal convolution of queries, keys and values, a gated delta rule,
     and a gated norm of its output (Yang et al. 2024, arXiv 2412.06464)."""
 
-    def __init__(self, config: Qwen3NextConfig, layer: int) -> None:
+    def __init__(self, config: DeltaConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         G, H = config.linear_num_key_heads, config.linear_num_value_heads
@@ -202,12 +250,27 @@ class GatedDeltaNet(nn.Module):
         C, X = config.hidden_size, sum(self.channels)
         width = config.linear_conv_kernel_dim
         self.conv1d = nn.Conv1d(X, X, width, groups=X, bias=False)
-        self.in_proj_qkvz = nn.Linear(C, X + H * E, bias=False)
-        self.in_proj_ba = nn.Linear(C, 2 * H, bias=False)
+        self.add_projections(C, H)
         self.dt_bias = nn.Parameter(torch.empty(H))
         self.A_log = nn.Parameter(torch.empty(H))
         self.norm = GatedRMSNorm(E, config.rms_norm_eps)
         self.out_proj = nn.Linear(H * E, C, bias=False)
+
+    def add_projections(self, hidden_size: int, value_heads: int) -> None:
+        """Create the projections of the input, under the names of the family's files."""
+        outputs = sum(self.channels) + value_heads * self.value_dim
+        self.in_proj_qkvz = nn.Linear(hidden_size, outputs, bias=False)
+        self.in_proj_ba = nn.Linear(hidden_size, 2 * value_heads, bias=False)
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values of all heads, one after the other, [B, T, X]; gates of the
+        output, whose elements are those of [B, T, H, E]; and the inputs of update strength and
+        decay, [B, T, H]."""
+        heads = (*x_BTC.shape[:2], self.key_heads, -1)
+        q, k, v, z = torch.split(self.in_proj_qkvz(x_BTC).view(heads), self.head_sizes, -1)
+        b, a = self.in_proj_ba(x_BTC).view(heads).chunk(2, -1)
+        mixed_BTX = torch.cat([part.flatten(2) for part in (q, k, v)], -1)
+        return mixed_BTX, z, b.flatten(2), a.flatten(2)
 
     def forward(self, x_BTC: Tensor, places: Tensor | None, cache: Cache | None) -> Tensor:
         """Linear attention, [B, T, C] to [B, T, C].
@@ -220,10 +283,8 @@ class GatedDeltaNet(nn.Module):
         B, T, _ = x_BTC.shape
         inputs, state_BHDE = (None, None) if cache is None else cache.state(self.layer)
         heads = (B, T, self.key_heads, -1)
-        q, k, v, z = torch.split(self.in_proj_qkvz(x_BTC).view(heads), self.head_sizes, -1)
-        b, a = self.in_proj_ba(x_BTC).view(heads).chunk(2, -1)
+        mixed_BTX, z, b_BTH, a_BTH = self.project(x_BTC)
         # One convolution for queries, keys and values, because each channel has its own filter.
-        mixed_BTX = torch.cat([part.flatten(2) for part in (q, k, v)], -1)
         mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, places)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
@@ -234,9 +295,9 @@ class GatedDeltaNet(nn.Module):
             q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
         # In fp32: the state is multiplied by thousands of decays, many of them so near to 1 that
         # bf16 would round them to 1.
-        step_BTH = F.softplus(at_least_fp32(a.flatten(2)) + self.dt_bias)
+        step_BTH = F.softplus(at_least_fp32(a_BTH) + self.dt_bias)
         decay_BTH = -at_least_fp32(self.A_log).exp() * step_BTH
-        beta_BTH = b.flatten(2).sigmoid()
+        beta_BTH = b_BTH.sigmoid()
         # Without autocast, which would round each product in the sums over all earlier tokens.
         with torch.autocast(x_BTC.device.type, enabled=False):
             y_BTHE, state_BHDE = gated_delta_rule(
@@ -292,6 +353,23 @@ class GatedDeltaNet(nn.Module):
                 y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
         # The last W - 1 inputs; if T is less, some of them are from `before`.
         return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
+
+
+class Qwen35DeltaNet(GatedDeltaNet):
+    """Linear attention with one matrix each for queries, keys and values together, for gates, for
+    update strengths and for decays; the rows of each are in the order of the heads."""
+
+    def add_projections(self, hidden_size: int, value_heads: int) -> None:
+        """See `GatedDeltaNet.add_projections`."""
+        self.in_proj_qkv = nn.Linear(hidden_size, sum(self.channels), bias=False)
+        self.in_proj_z = nn.Linear(hidden_size, value_heads * self.value_dim, bias=False)
+        self.in_proj_b = nn.Linear(hidden_size, value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden_size, value_heads, bias=False)
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `GatedDeltaNet.project`."""
+        mixed_BTX, z = self.in_proj_qkv(x_BTC), self.in_proj_z(x_BTC)
+        return mixed_BTX, z, self.in_proj_b(x_BTC), self.in_proj_a(x_BTC)
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
@@ -439,8 +517,13 @@ class Qwen3NextMLP(SparseMLP):
 
 
 class Qwen3NextBlock(RoutedBlock):
-    """One layer: linear or full attention, and experts or an MLP."""
+    """One layer: linear or full attention, and experts or an MLP.
 
+    Attributes:
+        linear_class: class of linear attention.
+    """
+
+    linear_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
     attention_class, experts_class = Qwen3NextAttention, Qwen3NextMLP
     norm_class = OnePlusRMSNorm
 
@@ -448,7 +531,7 @@ class Qwen3NextBlock(RoutedBlock):
         """See `LlamaBlock.add_attention`."""
         self.is_linear = config.is_linear(layer)
         if self.is_linear:
-            self.linear_attn = GatedDeltaNet(config, layer)
+            self.linear_attn = self.linear_class(config, layer)
         else:
             super().add_attention(config, layer)
 
@@ -463,10 +546,16 @@ class Qwen3NextBlock(RoutedBlock):
         return self.add_mlp_output(x_BTC)
 
 
+class Qwen35Block(Qwen3NextBlock):
+    """One layer of Qwen3.5."""
+
+    linear_class = Qwen35DeltaNet
+
+
 class Qwen3Next(Llama):
     """A Qwen3-Next language model; see `LanguageModel`."""
 
-    config: Qwen3NextConfig  # type: ignore[assignment]
+    config: DeltaConfig  # type: ignore[assignment]
 
     block_class = Qwen3NextBlock
     norm_init = 0.0  # see `OnePlusRMSNorm`
@@ -491,3 +580,9 @@ class Qwen3Next(Llama):
         one document. Arguments as in `Llama.make_masks`."""
         mask = self.make_mask(cache_positions, total, None, document_ids)
         return mask, None if document_ids is None else positions
+
+
+class Qwen35(Qwen3Next):
+    """The text model of a Qwen3.5 model; see `LanguageModel`."""
+
+    block_class = Qwen35Block

@@ -31,7 +31,7 @@ def supported_model(config: Mapping[str, Any]) -> Any:
     """
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
-        why = ": llama.cpp does not know it" if model_type in FAMILIES else ""
+        why = ": llama.cpp files of it are not implemented" if model_type in FAMILIES else ""
         raise ModelError(
             f"model_type '{model_type}' can't be put into GGUF{why} (can: "
             f"{', '.join(ARCHITECTURES)})"
