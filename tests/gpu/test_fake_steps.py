@@ -129,8 +129,8 @@ def test_a_step_runs_on_the_gpu_in_its_precision(model: dict[str, Any], precisio
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_step_waits_for_the_gpu_as_often_whatever_its_micro_batches(micro_batches: int) -> None:
-    """For the loss and the norm, since the update does not wait for the factor that clips: a wait in
-    a forward pass would leave the GPU idle once in each."""
+    """For the loss and the norm, since the update does not wait for the factor that clips: a wait
+    in a forward pass would leave the GPU idle once in each."""
     with fake_cuda() as (cuda, _):
         steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16"), micro_batches)
         assert cuda.reads == 2

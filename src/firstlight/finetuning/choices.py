@@ -1,5 +1,9 @@
 """Chooses the settings of fine-tuning from facts about the data, the starting model, the machine,
-and the length of the run."""
+and the length of the run.
+
+Adapters or all weights are decided in `run.py`, by the memory that each takes; learning rates are
+those of `planner/advise/learning_rates.py`.
+"""
 
 from __future__ import annotations
 
