@@ -210,7 +210,7 @@ def parse_count(text: str) -> float:
     """The value of a number such as "10B", "300M" or "2e9".
 
     Raises:
-        ConfigError: `text` is no number.
+        ConfigError: `text` is not a number.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
     return _value(match, _COUNTS, text, "number of tokens: write for instance 10B or 300M")

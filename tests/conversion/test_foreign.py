@@ -182,7 +182,7 @@ def test_a_head_equal_to_the_embedding_is_tied(saved: Save) -> None:
 
 def test_heads_that_cant_be_guessed_are_asked_for(saved: Save) -> None:
     path = saved(book_gpt(C=48))
-    with pytest.raises(ModelError, match=r'width 48 is no multiple of 64.*give "n_head"'):
+    with pytest.raises(ModelError, match=r'width 48 is not a multiple of 64.*give "n_head"'):
         read_foreign(path)
     assert read_foreign(path, config={"n_head": 3}).config["n_head"] == 3
 

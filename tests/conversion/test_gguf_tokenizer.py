@@ -217,7 +217,7 @@ def test_byte_level_tokenizers_that_llama_cpp_can_not_follow_are_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s["model"]["merges"].pop(), "'.*' and '.*' make a token, but are no merge"),
+        (lambda s: s["model"]["merges"].pop(), "'.*' and '.*' make a token, but are not a merge"),
         (
             lambda s: s["model"]["merges"].append(s["model"]["merges"].pop(2)),
             "merges into '.*' and '.*' come mixed",

@@ -537,7 +537,7 @@ def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> N
     [
         ({"optimizer.learning_rat": 1}, "unknown key optimizer.learning_rat"),
         ({"batch.global_batch_tokens": 1000}, "take 1024"),
-        ({"model.hidden_size": 96}, "hidden_size 96 is no multiple"),
+        ({"model.hidden_size": 96}, "hidden_size 96 is not a multiple"),
         ({"model.vocab_size": 200}, "vocab_size 200 is too small"),
         ({"optimizer.name": "sgd"}, "no learning rate is known"),
     ],

@@ -110,7 +110,7 @@ def device(hardware: Hardware) -> torch.device:
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str]) -> Path:
-    """The corpus prepared with 300 tokens, which is no multiple of 64: the data of runs of
+    """The corpus prepared with 300 tokens, which is not a multiple of 64: the data of runs of
     `tests/methods`."""
     folder = tmp_path_factory.mktemp("rows") / "data"
     prepare([corpus], train_tokenizer(texts, 300), folder)

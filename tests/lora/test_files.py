@@ -322,7 +322,7 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
         (_with_config(modules_to_save=["lm_head"]), "modules_to_save is not supported"),
         (_with_config(lora_bias=True), "lora_bias is not supported"),
         (_with_config(what_comes_next={"a": 1}), "what_comes_next is not supported"),
-        (_with_config(rank_pattern={"(": 1}), r"'\(' is no pattern"),
+        (_with_config(rank_pattern={"(": 1}), r"'\(' is not a pattern"),
         (_with_text(ADAPTER_CONFIG_NAME, "{"), "is not valid JSON"),
         (_with_text(ADAPTER_CONFIG_NAME, "[]"), "adapter_config.json: "),
         (_with_text(ADAPTER_WEIGHTS_NAME, "?"), "is damaged or cut short"),

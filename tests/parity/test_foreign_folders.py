@@ -172,8 +172,8 @@ def test_litgpts_models_compute_the_same(
         ({"rope_adjustments": {"factor": 2.0}}, "rope_adjustments other than Llama 3's"),
         ({"norm_qk": True, "attn_bias": True}, "of no family"),
         ({"n_head": 0}, "whole numbers"),
-        ({"rope_base": None}, "model_config.yaml: rope_base is no number"),
-        ({"rope_base": "x"}, "model_config.yaml: rope_base is no number"),
+        ({"rope_base": None}, "model_config.yaml: rope_base is not a number"),
+        ({"rope_base": "x"}, "model_config.yaml: rope_base is not a number"),
         ({"norm_eps": 10**400}, r"model_config.yaml is no valid YAML \(a number of more than 64"),
         ({"norm_eps": float("nan")}, "model_config.yaml: norm_eps is infinite"),
         (
@@ -198,8 +198,8 @@ def test_litgpts_settings_that_dont_fit_are_refused(
     "params, message",
     [
         ({"moe_args": {"num_experts": 16}}, "has moe_args: a model of that kind is not read"),
-        ({"dim": "wide"}, "params.json: dim is no number"),
-        ({"vocab_size": None}, "params.json: vocab_size is no number"),
+        ({"dim": "wide"}, "params.json: dim is not a number"),
+        ({"vocab_size": None}, "params.json: vocab_size is not a number"),
         ({"rope_theta": 10**400}, "params.json: rope_theta is infinite or 2\\^63 or more"),
         ({"n_heads": 5}, "num_attention_heads is 5, expected a divisor"),
         ({"n_kv_heads": 4}, "its settings say num_key_value_heads 4, its tensors 2"),

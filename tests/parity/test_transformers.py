@@ -363,7 +363,7 @@ def test_every_byte_of_mxfp4_is_what_it_is_to_transformers() -> None:
     scales = torch.arange(256, dtype=torch.uint8)[None, :, None].repeat(1, 1, 16)
     expected = convert_moe_packed_tensors(blocks, scales)[0].T
     found = unpack_mxfp4(blocks, scales)[0]
-    # Bits, as zero times an endless scale is no number.
+    # Bits, as zero times an endless scale is not a number.
     assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
 
 

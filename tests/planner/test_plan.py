@@ -164,10 +164,10 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     mlp, head = 3 * layers * width * 67 / total, width * 101 / total
     found = list(alignment_warnings(resolved, None))
     assert found == [
-        f"model.intermediate_size 67 is no multiple of 8, and {mlp:.0%} of the matrix products "
-        f"use it: take 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a step",
-        f"model.vocab_size 101 is no multiple of 8, and {head:.0%} of the matrix products use it: "
-        "efficiency.vocab_multiple 64 pads it to 128, up to "
+        f"model.intermediate_size 67 is not a multiple of 8, and {mlp:.0%} of the matrix "
+        f"products use it: take 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a step",
+        f"model.vocab_size 101 is not a multiple of 8, and {head:.0%} of the matrix products use "
+        "it: efficiency.vocab_multiple 64 pads it to 128, up to "
         f"{1 / (1 - head * 3 / 4):.2f} times the speed of a step",
     ]
     padded = recipe(
@@ -181,13 +181,13 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     )
     hidden, layer = alignment_warnings(wide, None)  # and none of the keys' width, 10
     assert ": take 72, up to" in layer
-    # 64 is no multiple of 6 heads.
-    assert "model.hidden_size 60 is no multiple of 8" in hidden
+    # 64 is not a multiple of 6 heads.
+    assert "model.hidden_size 60 is not a multiple of 8" in hidden
     assert ": take 72, up to" in hidden
     assert hidden.endswith("times the speed of a step, with the other sizes aligned as well")
     wide = resolve_for(recipe(model={**_MODEL, **heads, "hidden_size": 72}), t4)
     (keys,) = alignment_warnings(wide, None)
-    assert keys.startswith("a width of 12 inside the model is no multiple of 8")
+    assert keys.startswith("a width of 12 inside the model is not a multiple of 8")
     assert ": take sizes of heads that are multiples of 8, up to" in keys
     # fp32 is not computed by matrix units.
     slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})

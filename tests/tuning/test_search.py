@@ -83,7 +83,7 @@ def test_a_search_is_a_range_or_values(text: str, expected: SearchKey) -> None:
         (f"{_RATE}=3,3", "two or more different values"),
         (f"{_RATE}={{,[", "--search"),
         ("batch.micro_batch_size=1.5..4", "is a whole number"),
-        ("optimizer.name=1..2", "is no number"),
+        ("optimizer.name=1..2", "is not a number"),
         ("run.seed=1,2", "a search changes what is learned"),
         ("schedule.max_steps=1,2", "see as many tokens"),
     ],

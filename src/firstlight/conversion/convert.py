@@ -656,7 +656,7 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
     """The model without the rows of embedding and head that pad its vocabulary beyond the
-    tokenizer's: their ids are no tokens, and must never be predicted. `_MAX_PADDING` rows or more
+    tokenizer's: their ids are not tokens, and must never be predicted. `_MAX_PADDING` rows or more
     are not taken for padding, and stay with a note."""
     size = model.config["vocab_size"]
     extra = 0 if tokenizer is None else size - tokenizer.vocab_size

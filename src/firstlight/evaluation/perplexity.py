@@ -386,7 +386,7 @@ def evaluate_by_position(
         raise DataError(f"the evaluated rows of {dataset.folder} hold no token to predict")
     if not sums.isfinite().all():
         raise ModelError(
-            f"the loss of {loaded.folder} is no number: its weights are not all finite numbers"
+            f"the loss of {loaded.folder} is not a number: its weights are not all finite numbers"
         )
     return ByPosition(length, masking, _stretches(sums, counts))
 

@@ -445,14 +445,14 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
     """The number of attention heads for a width (hidden_size).
 
     Raises:
-        ConfigError: the width is given without heads, and is no multiple of a head's size.
+        ConfigError: the width is given without heads, and is not a multiple of a head's size.
     """
     if given := fixed.get(HEADS[0]):
         return int(given)
     size = defaults.HEAD_DIM
     if width % size:
         raise ConfigError(
-            f"model.hidden_size {width} is no multiple of {size}, the size of a head: take "
+            f"model.hidden_size {width} is not a multiple of {size}, the size of a head: take "
             f"{math.ceil(width / size) * size}, or set --model.num_attention_heads"
         )
     return width // size

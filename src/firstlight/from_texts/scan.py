@@ -599,7 +599,7 @@ def scan_texts(
 
 
 def _unread_line(files: Sequence[Path]) -> str:
-    """A message with the files that are not read because they are no texts."""
+    """A message with the files that are not read because they are not texts."""
     kinds = listed(by_ending(files))
     return f"{counted(len(files), 'file')} not read, being of other kinds: {kinds}: " + first_names(
         [str(file) for file in files]

@@ -27,11 +27,11 @@ class GPU:
     Attributes:
         name: the maker's name without the brand.
         memory_bytes: total memory as the driver reports it.
-        bandwidth: memory bandwidth, bytes a second.
+        bandwidth: memory bandwidth, bytes per second.
         fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 if not in hardware. Kepler (K80)
             computes in neither fp16 nor bf16, Pascal (P100) in fp16 at twice fp32's rate, Turing
             (T4) in fp16 on matrix units; bf16 begins with capability (8, 0).
-        link: bandwidth to other GPUs of the machine, bytes a second in one direction.
+        link: bandwidth to other GPUs of the machine, bytes per second in one direction.
         capability: CUDA's compute capability; (0, 0) where there is no CUDA.
     """
 

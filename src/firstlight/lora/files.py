@@ -91,7 +91,7 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
         try:
             compiled(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ModelError(f"{path}: {short(pattern)} is no pattern: {error}") from error
+            raise ModelError(f"{path}: {short(pattern)} is not a pattern: {error}") from error
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:

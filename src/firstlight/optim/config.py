@@ -349,7 +349,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
         if id(parameter) in tables:
             return "embedding"
         # Experts' biases are stacked, so they have two dimensions. A depthwise convolution has a
-        # few weights for each channel, and is no matrix product.
+        # few weights for each channel, and is not a matrix product.
         if parameter.dim() < 2 or name.endswith(("bias", "conv1d.weight")):
             return "vector"
         # An adapter of the head is a matrix like all adapters.

@@ -67,7 +67,7 @@ class BatchConfig(Section):
             raise ValueError("ramp_start_tokens needs global_batch_tokens, where the ramp ends")
         if whole % start or whole == start:
             raise ValueError(
-                f"global_batch_tokens {whole} is no multiple (2 or more times) of "
+                f"global_batch_tokens {whole} is not a multiple (2 or more times) of "
                 f"ramp_start_tokens {start}: change one of them"
             )
         return self

@@ -175,7 +175,7 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
 
     Raises:
         ConfigError: document masking is off although the data are conversations or pairs; there is
-            a `preference` section, but the data are no pairs; or there are pairs, but no model.
+            a `preference` section, but the data are not pairs; or there are pairs, but no model.
     """
     is_off = "document_masking" in recipe.data.model_fields_set and not recipe.data.document_masking
     if kind in ("chat", "preference") and is_off:

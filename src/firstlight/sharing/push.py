@@ -304,8 +304,8 @@ def _require_repository(repository: str, *, upload: bool) -> None:
     name = repository.rpartition("/")[2]
     if _REPOSITORY.fullmatch(repository) is None or len(name) > _MAX_NAME:
         raise ConfigError(
-            f"'{repository}' is no name of a repository: write USER/NAME of letters, digits, and "
-            "single - _ . between them"
+            f"'{repository}' is not the name of a repository: write USER/NAME of letters, digits, "
+            "and single - _ . between them"
         )
     if not upload:
         return

@@ -156,7 +156,7 @@ def _range(key: str, low: str, high: str, *, log: bool) -> SearchKey:
         raise ConfigError(f"{where}:log begins above 0: choose a small number instead of {low}")
     kinds = _kinds_of(key)
     if not kinds & {int, float}:
-        raise ConfigError(f"{where}: {key} is no number: list its values, {key}=VALUE,VALUE,...")
+        raise ConfigError(f"{where}: {key} is not a number: list its values, {key}=VALUE,VALUE,...")
     whole = float not in kinds
     if whole and not all(end.is_integer() for end in ends):
         raise ConfigError(f"{where}: {key} is a whole number, and so are the ends of its range")

@@ -207,7 +207,7 @@ def _rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` of a Hugging Face config.json, from litgpt's settings."""
     theta = values.get("rope_base", 10_000)
     if not is_number(theta):
-        raise ModelError(f"{path}: rope_base is no number: copy the file again")
+        raise ModelError(f"{path}: rope_base is not a number: copy the file again")
     rope = {"rope_type": "default", "rope_theta": float(theta)}
     scaling = values.get("rope_adjustments")
     if scaling is None:

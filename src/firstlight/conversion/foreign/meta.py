@@ -144,7 +144,7 @@ def _settings(path: Path, params: Any) -> Settings:
         raise ModelError(f"{path} has {unknown[0]}: a model of that kind is not read")
     for key, value in params.items():
         if not is_number(value) and (value is not None or key in _NOT_NULL):
-            raise ModelError(f"{path}: {key} is no number: copy the file again")
+            raise ModelError(f"{path}: {key} is not a number: copy the file again")
     require_range(path, params)
     scaled, theta = bool(params.get("use_scaled_rope")), params.get("rope_theta") or 10_000.0
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(theta)}

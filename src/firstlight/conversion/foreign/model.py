@@ -519,7 +519,7 @@ def _guess_heads(path: Path, width: int) -> int:
     """The number of heads if their size is 64, as in all of OpenAI's GPT-2s."""
     if width % 64:
         raise ModelError(
-            f"{path} doesn't say how many heads there are, and its width {width} is no multiple "
+            f"{path} doesn't say how many heads there are, and its width {width} is not a multiple "
             'of 64, the usual size of a head: give "n_head" in the config (--config FILE.json)'
         )
     return width // 64

@@ -568,5 +568,5 @@ def _scores(
         for cut in range(1, len(token)):
             pair = (token[:cut], token[cut:])
             if pair[0] in known and pair[1] in known and pair not in listed:
-                raise _refused(f"'{pair[0]}' and '{pair[1]}' make a token, but are no merge")
+                raise _refused(f"'{pair[0]}' and '{pair[1]}' make a token, but are not a merge")
     return tuple(scores.get(token, float(-len(pairs))) for token in tokens)

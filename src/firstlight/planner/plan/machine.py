@@ -250,7 +250,7 @@ def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> 
     """The facts with which the recipe is resolved on the machine.
 
     Raises:
-        ConfigError: the number of devices is no multiple of tensor_parallel x pipeline; or see
+        ConfigError: the number of devices is not a multiple of tensor_parallel x pipeline; or see
             `resolve_for`.
         ModelError: see `resolve_for`.
     """

@@ -92,8 +92,8 @@ def alignment_warnings(
         misaligned = any(other % _PACKET for shape in own for other in shape if other != size)
         together = ", with the other sizes aligned as well" if misaligned else ""
         yield (
-            f"{name} is no multiple of {_PACKET}, and {share:.0%} of the matrix products use it: "
-            f"{advice}, {origin} {gain:.2f} times the speed of a step{together}"
+            f"{name} is not a multiple of {_PACKET}, and {share:.0%} of the matrix products use "
+            f"it: {advice}, {origin} {gain:.2f} times the speed of a step{together}"
         )
 
 

@@ -43,7 +43,7 @@ from firstlight.planner.speed.gpu import (
 )
 from firstlight.recipe import ResolvedRecipe
 
-#: PCIe 4.0 with 16 lanes, bytes a second in one direction.
+#: PCIe 4.0 with 16 lanes, bytes per second in one direction.
 PCIE_BANDWIDTH = 32e9
 
 
@@ -64,8 +64,8 @@ class Exchange:
             states four times a micro-batch (Shoeybi et al. 2019, arXiv 1909.08053).
         stages: number of pipeline stages; multiplies `processes`.
         offloaded_bytes: bytes moved between CPU and GPU memory in a step, both directions.
-        link: bytes a second between GPUs, in one direction; 0 takes the GPU table's bandwidth.
-        host_link: bytes a second between CPU and GPU, in one direction.
+        link: bytes per second between GPUs, in one direction; 0 takes the GPU table's bandwidth.
+        host_link: bytes per second between CPU and GPU, in one direction.
     """
 
     gathers_weights: bool = False
@@ -117,7 +117,7 @@ def exchange_seconds(
 
     Args:
         exchange: communication of the step.
-        link: bytes a second between GPUs, in one direction, unless `exchange` has a rate.
+        link: bytes per second between GPUs, in one direction, unless `exchange` has a rate.
         beside: seconds of computing that communication can overlap with.
         shares: fractions of the links' rates and of the overlap that are reached.
     """
