@@ -216,7 +216,7 @@ def test_a_batch_of_parts_of_sequences_is_refused() -> None:
 
 
 def test_a_width_without_whole_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no multiple of 64.*take 128"):
+    with pytest.raises(ConfigError, match=r"not a multiple of 64.*take 128"):
         choose(TEXT, MACHINE, Length(60.0), {"model.hidden_size": 100})
 
 

@@ -59,7 +59,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str]) -> Runs:
-    # 300 tokens: no multiple of 64.
+    # 300 tokens: not a multiple of 64.
     folder = tmp_path_factory.mktemp("methods") / "data"
     prepare([corpus], train_tokenizer(texts, 300), folder)
     return Runs(folder)

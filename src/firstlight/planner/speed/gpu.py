@@ -276,7 +276,7 @@ class Shares:
             `throughput.fused_bytes`. A norm reads its input twice, a residual is read and written
             as well, and gradients of biases are summed.
         fp32_products: the same as `products` for fp32. This and the next three are an H100's.
-        misaligned: speed of products with rows that are no multiple of `PACKET_BYTES`, as a
+        misaligned: speed of products with rows that are not a multiple of `PACKET_BYTES`, as a
             fraction of that of others.
         dispatch_launches, update_launches: host time of an operator that selective checkpointing
             sees, beside its launch, and of a torch optimizer's call, in launches from Python.
