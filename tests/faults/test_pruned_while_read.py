@@ -26,7 +26,7 @@ from firstlight.generation.engine import load
 from firstlight.lora.loading import base_identity
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import parse_recipe
-from firstlight.sharing.facts import read_facts
+from firstlight.sharing.card import read_facts
 from firstlight.sharing.push import push
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.loop import train

@@ -203,7 +203,7 @@ def _by_position(
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
     """Save the result in the model's folder, for its card; if that fails, print a note."""
     from firstlight.data.sources import neutral_name
-    from firstlight.sharing.facts import record_evaluation
+    from firstlight.sharing.card import record_evaluation
 
     kept = {name: value for name, value in result.items() if name not in ("checkpoint", "folder")}
     place = {} if data is None else {"data": neutral_name(data)}
