@@ -93,7 +93,7 @@ def ask_ranks(
     """
     # Imported only here: torch takes long to import. The store is open before the ranks start, so
     # that no other program can take its port.
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
