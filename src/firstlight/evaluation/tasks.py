@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, nearest
-from firstlight.evaluation.inputs import loaded_for_evaluation
+from firstlight.evaluation.perplexity import loaded_for_evaluation
 from firstlight.evaluation.scores import (
     Likelihood,
     Metric,
