@@ -411,8 +411,9 @@ def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) ->
     def continue_texts(prompts: list[list[int]]) -> Timing:
         start = time.perf_counter()
         texts = [Continuation(prompt, config, context=longest + 1) for prompt in prompts]
-        for text in texts:
-            text.push(decoder.add(text.prompt_ids))
+        logits_BV = decoder.add_many(prompts)
+        for text, logits_V in zip(texts, logits_BV, strict=True):
+            text.push(logits_V)
         first = time.perf_counter()
         while texts[0].finish_reason is None:
             logits_BV = decoder.step([text.token_ids[-1] for text in texts])

@@ -373,8 +373,7 @@ def decode(model: Model, options: Mapping[str, Any]) -> None:
     """Continue prompts of zeros, see `PlannerCase.generation`."""
     prompt, new, count = (options[key] for key in ("prompt_tokens", "max_new_tokens", "sequences"))
     decoder = BatchDecoder(model, count, prompt + new)
-    for _ in range(count):
-        decoder.add([0] * prompt)
+    decoder.add_many([[0] * prompt] * count)
     for _ in range(new - 1):
         decoder.step([0] * count)
 
@@ -442,8 +441,7 @@ def predict_generation(
         mark_weights(model, tracer)
         tracer.mark(decoder.cache.tensors, "activations")
         with tracer.phase("prefill"):
-            for _ in range(sequences):
-                decoder.add([0] * prompt_tokens)
+            decoder.add_many([[0] * prompt_tokens] * sequences)
         # Only the step at full length runs, because it takes the most memory.
         decoder.lengths = [longest - 1] * sequences
         first = tracer.tick + 1

@@ -160,8 +160,7 @@ def real_generation(config: ModelConfig, dtype: torch.dtype, sequences: int) -> 
     model.eval()
     few_rows.use_few_rows(model)
     decoder = BatchDecoder(model, sequences, 60)
-    for _ in range(sequences):
-        decoder.add([0] * 40)
+    decoder.add_many([[0] * 40] * sequences)
     decoder.lengths = [59] * sequences
     decoder.step([0] * sequences)
 
