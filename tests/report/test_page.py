@@ -37,7 +37,7 @@ _START = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def drawn_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere, no run has one."""
     monkeypatch.setattr("firstlight.training.loop.draw_report", draw_report)
@@ -346,6 +346,7 @@ def test_many_events_are_cut_to_the_last(tmp_path: Path) -> None:
     assert "back to step 0: 899" in page.content
 
 
+@pytest.mark.usefixtures("drawn_report")
 def test_a_run_that_ends_leaves_both_and_says_where_it_ran(recipe: dict[str, Any]) -> None:
     recipe["evaluation"]["sample_prompts"] = ["the <light>"]
     run = train(recipe).run_folder
