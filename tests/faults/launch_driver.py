@@ -58,7 +58,7 @@ def _become_rank(command: Sequence[str], environment: Mapping[str, str]) -> NoRe
     raise AssertionError("the process has become another")
 
 
-class _Popen(forked.RealPopen):
+class _Popen(forked.RealPopen[Any]):
     """`subprocess.Popen` of a rank that is a fork: it never comes to run the command."""
 
     def __init__(self, args: Sequence[str], *, env: Mapping[str, str], **options: Any) -> None:
@@ -66,7 +66,7 @@ class _Popen(forked.RealPopen):
 
 
 if __name__ == "__main__":
-    subprocess_handler.Popen = _Popen  # type: ignore[misc, assignment]
+    setattr(subprocess_handler, "Popen", _Popen)  # noqa: B010 - mypy
     try:
         options = Launch(**json.loads(sys.argv[1]))
         sys.exit(launch(json.loads(sys.argv[2]), options, ["--resume"]))
