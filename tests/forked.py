@@ -66,6 +66,7 @@ _MAY_DIFFER = {
 }
 
 _PRELOADED = (
+    "numpy.ma",
     "torch._dynamo",
     "firstlight.cli.main",
     "firstlight.training.loop",
@@ -73,6 +74,9 @@ _PRELOADED = (
     "firstlight.planner.plan.processes",
     "firstlight.parallel.elastic",
 )
+
+#: What huggingface_hub and datasets import, which themselves read variables when they are imported.
+_PRELOADED_IF_INSTALLED = ("httpx2", "httpx", "truststore", "pandas", "pyarrow.dataset", "aiohttp")
 
 #: The server's environment: one thread, and what `firstlight train` sets before torch is loaded.
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -391,8 +395,13 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     sys.path.pop(0)
+    # The package `benchmarks`, which its tests' conftest.py lets real processes find.
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
     for _name in _PRELOADED:
         importlib.import_module(_name)
+    for _name in _PRELOADED_IF_INSTALLED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(_name)
     # As conftest.py has it in the process that tests: both take longer than most runs here.
     for _name in ("start", "forecast", "advise"):
         setattr(sys.modules["firstlight.planner.plan.processes"].RunForecaster, _name, _nothing)

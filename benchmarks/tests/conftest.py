@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from conftest import (
     corpus,
     data,
@@ -33,10 +34,12 @@ __all__ = [
 ]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def benchmarks_in_processes() -> Iterator[None]:
-    """Processes that measure find the package `benchmarks`, as those of `python -m benchmarks`."""
+    """Processes that measure find the package `benchmarks`, as those of `python -m benchmarks`.
+    Forks find it anyway."""
     with pytest.MonkeyPatch.context() as patch:
         root = str(Path(__file__).resolve().parents[2])
         patch.setenv("PYTHONPATH", root, prepend=os.pathsep)
+        patch.setitem(forked._ENVIRONMENT, "PYTHONPATH", os.environ["PYTHONPATH"])
         yield

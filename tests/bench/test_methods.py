@@ -508,12 +508,11 @@ def test_of_several_ranks_the_cause_is_the_error_and_not_that_a_rank_has_gone(
     assert ask_ranks("m", {}, {}, 2) == {"x": 1}
 
 
-def test_a_refused_recipe_is_a_result_and_not_a_traceback(work: MethodsWork) -> None:
+def test_steps_of_recipe_that_training_refuses_are_refused(work: MethodsWork) -> None:
+    """`fresh_process.answer` makes a result of it."""
     changes = {"efficiency.optimizer_in_backward": True, **accumulation(4)}
-    environment = child_environment(False, work.caches)
-    found = ask("firstlight.bench.steps", request_of(work, changes), environment)
-    assert found["error"]["type"] == "ConfigError"
-    assert "can't accumulate gradients" in found["error"]["message"]
+    with pytest.raises(ConfigError, match="can't accumulate gradients"):
+        training_once(request_of(work, changes))
 
 
 def test_the_peak_is_of_what_came_after_it_was_set_back() -> None:

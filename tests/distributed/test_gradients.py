@@ -80,8 +80,10 @@ def _methods(count: int) -> list[dict[str, Any]]:
 
 def test_two_processes_give_the_gradient_of_one() -> None:
     families = ["llama", "gpt2", "tied"]
-    cases = _cases(["ddp", "fsdp", "fsdp-offload", "fsdp-kept"], families)
-    assert len(cases) >= 30
+    cases = _cases(["ddp", "fsdp"], families)
+    # They differ from fsdp in where parameters lie, and not in how a batch is cut.
+    cases += _cases(["fsdp-offload", "fsdp-kept"], families)[2::3]
+    assert {case["distributed"].get("offload") for case in cases} == {None, "cpu"}
     # In one world: starting one takes longer than all the steps.
     _require_equal([*cases, *_cases(["fsdp"], ["moe"])[:1], *_methods(2)], 2)
 

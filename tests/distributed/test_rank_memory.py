@@ -125,8 +125,11 @@ def parameters_of(config: Any) -> int:
 def test_a_plan_of_two_processes_is_what_their_steps_take() -> None:
     require_planned(
         [
-            steps("tensor", _WIDE, tied=True),
-            {**steps("fsdp", _WIDE), "optimizer": {"name": "muon", "muon_beta2": 0.95}},
+            steps("tensor", {**_WIDE, "num_hidden_layers": 2}, tied=True),
+            {
+                **steps("fsdp", {**_WIDE, "num_hidden_layers": 2}),
+                "optimizer": {"name": "muon", "muon_beta2": 0.95},
+            },
         ],
         above=0.03,
         below=0.01,

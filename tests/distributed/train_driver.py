@@ -1,4 +1,5 @@
-"""`firstlight.train` as one process of a run; prints each step's loss, and the run's end."""
+"""`firstlight.train` as one process of a run; prints each step's loss, and the run's end. With
+`until`, the run gets SIGTERM after that step."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ import torch
 
 import firstlight
 import firstlight.training.loop
-from firstlight.report.report import draw_report
 from firstlight.training import loop
 from firstlight.training.checkpoints import captured
 from firstlight.training.run import Run
@@ -29,10 +29,10 @@ def main(request: dict[str, Any]) -> None:
     def tell(record: Any) -> None:
         sys.stdout.write(json.dumps(dict(record)) + "\n")
         sys.stdout.flush()
+        if record["step"] == request.get("until"):
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    # A fork draws none, a process of its own does.
-    draw = draw_report if request.get("draws") else lambda _: None
-    setattr(firstlight.training.loop, "draw_report", draw)  # noqa: B010 - mypy
+    setattr(firstlight.training.loop, "draw_report", _note_report)  # noqa: B010 - mypy
     if "captured" in request:
         _capture_first(Path(request["captured"]))
     if "dies" in request and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -45,6 +45,12 @@ def main(request: dict[str, Any]) -> None:
         on_step=tell,
     )
     sys.stdout.write(json.dumps({"end": result.step, "stopped": result.stopped_by}) + "\n")
+
+
+def _note_report(run: Path) -> None:
+    """Write which process has come to draw the report, which takes longer than these runs."""
+    with open(run / "drawn-by", "a", encoding="utf-8") as file:
+        file.write(os.environ.get("RANK", "0"))
 
 
 def _die_at(rank: int, step: int, how: str) -> None:

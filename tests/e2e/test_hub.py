@@ -388,8 +388,10 @@ def test_a_download_that_keeps_breaking_ends_and_is_made_up_for_by_the_next(
     assert "does not hold all" in client.refusal("owner/large", {"HF_HUB_OFFLINE": "1"})
     hub.break_off(WEIGHTS, after_bytes=0, times=0)
     hub.requests.clear()
+    # On a busy machine, the weights may be given up before another file is whole.
+    missing = sorted(name for name in contents(large) if not client.files(name))
     assert contents(client.find("owner/large")) == contents(large)
-    assert hub.asked_for() == [WEIGHTS], "what was whole was downloaded again"
+    assert hub.asked_for() == missing, "what was whole was downloaded again"
 
 
 def test_a_connection_that_is_reset_leaves_nothing_that_looks_whole(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from driven import MEASURED, Chain, differences, drive, newest, run_of, write_recipe
+from driven import Chain, differences, drive, run_of, write_recipe
 
 from firstlight.data.chat import prepare_chat
-from firstlight.run_log.reader import read_json_lines
 from firstlight.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -54,45 +50,29 @@ def recipe_of(folder: Path, name: str, chats: Path) -> Path:
     return path
 
 
-def test_a_run_that_is_stopped_ends_as_one_that_was_not(tmp_path: Path, chats: Path) -> None:
+def test_run_on_conversations_stopped_or_killed_ends_as_one_that_was_not(
+    tmp_path: Path, chats: Path
+) -> None:
     whole = recipe_of(tmp_path, "whole", chats)
-    places = [("update", 5, 1), ("check", 10, 2), ("record", 13, 1)]
-    recipes = [recipe_of(tmp_path, f"stopped-{place}", chats) for place, _, _ in places]
+    stops = [
+        ("SIGTERM", "update", 5, 1),
+        ("SIGTERM", "check", 10, 2),
+        ("SIGTERM", "record", 13, 1),
+        ("SIGKILL", "record", 13, 1),
+    ]
+    recipes = [recipe_of(tmp_path, f"{name}-{place}", chats) for name, place, _, _ in stops]
     plan: list[Chain] = [[(whole, {})]]
     plan += [
-        [(recipe, {"signal": ["SIGTERM", *place]}), (recipe, {})]
-        for recipe, place in zip(recipes, places, strict=True)
+        [(recipe, {"signal": stop}), (recipe, {})]
+        for recipe, stop in zip(recipes, stops, strict=True)
     ]
     results = drive(plan)
-    for recipe, (first, second) in zip(recipes, results[1:], strict=True):
-        assert (first["code"], second["code"]) == (75, 0), (first, second)
-        assert differences(run_of(recipe), run_of(whole)) == []
-
-
-def end_of(run: Path) -> dict[str, Any]:
-    folder = newest(run)
-    return {
-        "weights": (folder / "model.safetensors").read_bytes(),
-        "moments": (folder / "optimizer.safetensors").read_bytes(),
-        "metrics": [
-            {key: value for key, value in line.items() if key not in MEASURED}
-            for line in read_json_lines(run / "metrics.jsonl")
-        ],
-    }
-
-
-def test_a_run_that_is_killed_ends_as_one_that_was_not(tmp_path: Path, chats: Path) -> None:
-    recipe = recipe_of(tmp_path, "run", chats)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kill_driver.py"))],
-        input=json.dumps({"recipes": [str(recipe)], "kills": 4, "seed": 9}),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    whole, *killed = [end_of(Path(run["folder"])) for run in json.loads(done.stdout)]
-    assert killed
-    for found in killed:
-        assert [key for key in found if found[key] != whole[key]] == []
+    for recipe, stop, (first, second) in zip(recipes, stops, results[1:], strict=True):
+        is_killed = stop[0] == "SIGKILL"
+        said = (stop, first, second)
+        assert (first["code"], second["code"]) == (-9 if is_killed else 75, 0), said
+        # The best evaluation so far, at step 10, is saved as well.
+        assert first["saved"] == (10 if is_killed else stop[2]), said
+        # The steps after the checkpoint are made twice.
+        expected = ["drawn again"] if is_killed else []
+        assert differences(run_of(recipe), run_of(whole)) == expected, said

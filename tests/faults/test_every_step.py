@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 from driven import Chain, differences, drive, run_of, write_recipe
-from scale import cases
+from scale import FULL, cases
 
 from firstlight.run_log.reader import read_json_lines
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
-_STEPS = 40
+_STEPS = cases(20, 40)
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "bf16": {"efficiency": {"precision": "bf16"}},
     # fp16's gradients overflow now and then: the scale doubles every few steps.
     "fp16": {"efficiency": {"precision": "fp16"}},
     "muon": {"optimizer": {"name": "muon"}, "checkpoint": {"asynchronous": True}},
+    # It adds nothing to what a checkpoint holds.
+    **({"bf16": {"efficiency": {"precision": "bf16"}}} if FULL else {}),
 }
 
 
@@ -38,7 +39,10 @@ def stop(generator: random.Random, step: int, before: int = 0) -> dict[str, Any]
 def plan_of(name: str, folder: Path, data: Path) -> list[Chain]:
     """A whole run, runs that are stopped at a step each, and some that are stopped three times."""
     generator = random.Random(f"stops {name}")
-    settings, options = _SETTINGS[name], {"growth": 4}
+    # An epoch ends before the steps do.
+    sizes = {"schedule": {"max_steps": _STEPS}, "batch": {"micro_batch_size": 16}}
+    settings = {**_SETTINGS[name], **sizes}
+    options = {"growth": 4}
     plan: list[Chain] = [[(write_recipe(folder, f"{name}-whole", data, **settings), options)]]
     for step in sorted(generator.sample(range(1, _STEPS + 1), cases(2, _STEPS))):
         recipe = write_recipe(folder, f"{name}-{step}", data, **settings)
@@ -74,7 +78,7 @@ def test_a_run_stopped_at_any_step_ends_as_one_that_was_not(
             count += len(stopped)
         records = read_json_lines(run_of(whole) / "metrics.jsonl")
         assert [record["step"] for record in records] == list(range(1, _STEPS + 1))
-        assert {int(record["epoch"]) for record in records} == {0, 1}
+        assert {int(record["epoch"]) for record in records} >= {0, 1}
         if name == "fp16":
             assert 0 < records[-1]["skipped_steps"] < _STEPS
     record_property("cases", ("stops at a step, and resumed", count))
@@ -83,7 +87,10 @@ def test_a_run_stopped_at_any_step_ends_as_one_that_was_not(
 def test_a_stopped_run_has_done_no_step_in_vain(tmp_path: Path, data: Path) -> None:
     """The step at hand is the last, and a stop in an evaluation leaves that for later: even when
     what goes on from there is killed before the next checkpoint, it is in the logs once."""
-    recipe, broken, whole = (write_recipe(tmp_path, n, data) for n in ("run", "broken", "whole"))
+    recipe, broken, whole = (
+        write_recipe(tmp_path, name, data, schedule={"max_steps": 10})
+        for name in ("run", "broken", "whole")
+    )
     places = [("update", 3), ("check", 5), ("record", 6), ("save", 8)]
     stops: Chain = [(recipe, {"signal": ["SIGTERM", *place, 1]}) for place in places]
     stopped = {"signal": ["SIGTERM", "check", 5, 3]}
@@ -96,5 +103,5 @@ def test_a_stopped_run_has_done_no_step_in_vain(tmp_path: Path, data: Path) -> N
     assert [result["lines"][-1] for result in results] == [3, 4, 6, 8]
     assert all("stopped by SIGTERM and saved" in result["error"] for result in results)
     assert [result["code"] for result in others] == [75, 143, 0]
-    assert [result["lines"][-1] for result in others] == [4, 6, _STEPS]
+    assert [result["lines"][-1] for result in others] == [4, 6, 10]
     assert differences(run_of(broken), run_of(whole)) == ["drawn again"]  # two steps

@@ -265,7 +265,7 @@ def check_order(case: Case) -> None:
 def test_any_shards_ranks_workers_and_interruptions_give_the_order_of_one_process(
     record_property: Callable[[str, object], None],
 ) -> None:
-    count, tried = cases(300, 10_000), 0
+    count, tried = cases(100, 10_000), 0
 
     @settings(max_examples=count)
     @given(case=CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -134,6 +135,31 @@ _DELTA = ("qwen3_next", "qwen3_5_text")
 def draw(family: str, seed: int) -> ModelConfig:
     """The config of a seed."""
     return draw_config(family, random.Random(seed).choice)
+
+
+def spread(family: str, count: int) -> list[ModelConfig]:
+    """Return so many configs, over which the values of each choice are spread evenly: as few as a
+    choice has values meet all of them, in combinations that are random.
+
+    Two choices of one config between the same values are told apart by their order.
+    """
+    generator = random.Random(f"{family} {count}")
+    left: dict[tuple[str, int], list[Any]] = {}
+    made: Counter[str] = Counter()
+
+    def choose(values: Sequence[T]) -> T:
+        made[str(values)] += 1
+        rest = left.setdefault((str(values), made[str(values)]), [])
+        if not rest:
+            rest.extend(generator.sample(values, len(values)))
+        value: T = rest.pop()
+        return value
+
+    configs = []
+    for _ in range(count):
+        made.clear()
+        configs.append(draw_config(family, choose))
+    return configs
 
 
 def draw_config(family: str, choose: Choose) -> ModelConfig:

@@ -3,15 +3,15 @@ loss, and the gradient of every parameter."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from drawn import NAMES, draw_config, hf_model, some_ids
+from drawn import NAMES, draw, draw_config, hf_model, some_ids, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +20,18 @@ from builders import slow_but
 from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES, Llama, Model, ModelConfig
 
-DRAWS = 40
+#: Models of a family that `make test` compares, and `make test-slow`.
+DRAWS = [12, pytest.param(60, marks=pytest.mark.slow)]
+
+
+@contextlib.contextmanager
+def named(config: ModelConfig, seed: int) -> Iterator[None]:
+    """Add to an error of which of the models it is."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"seed {seed} of {config!r}")
+        raise
 
 
 @st.composite
@@ -114,21 +125,19 @@ def largest_gradient_difference(own: Model, theirs: Any) -> float:
     return max(differences)
 
 
+@pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("family", NAMES)
-def test_logits_losses_and_all_gradients_are_those_of_transformers(family: str) -> None:
-    @settings(max_examples=DRAWS)
-    @given(configs(family), st.integers(0, 2**31))
-    def check(config: ModelConfig, seed: int) -> None:
-        own, theirs = both(config, seed, torch.float32)
-        loss, output = losses_with_gradients(own, theirs, seed)
-        with torch.no_grad():
-            logits = own(some_ids(seed))
-        assert output.logits.abs().max() > 0.01, "the comparison would say nothing"
-        torch.testing.assert_close(logits, output.logits.detach(), atol=1e-5, rtol=0)
-        assert loss == pytest.approx(output.loss.item(), rel=1e-5)
-        assert largest_gradient_difference(own, theirs) <= 1e-4
-
-    check()
+def test_logits_losses_and_all_gradients_are_those_of_transformers(family: str, draws: int) -> None:
+    for seed, config in enumerate(spread(family, draws)):
+        with named(config, seed):
+            own, theirs = both(config, seed, torch.float32)
+            loss, output = losses_with_gradients(own, theirs, seed)
+            with torch.no_grad():
+                logits = own(some_ids(seed))
+            assert output.logits.abs().max() > 0.01, "the comparison would say nothing"
+            torch.testing.assert_close(logits, output.logits.detach(), atol=1e-5, rtol=0)
+            assert loss == pytest.approx(output.loss.item(), rel=1e-5)
+            assert largest_gradient_difference(own, theirs) <= 1e-4
 
 
 def all_gradients(model: Any) -> Tensor:
@@ -146,7 +155,7 @@ _UNLIKE = ("gpt2", "llama", "gemma2", "mixtral", "deepseek_v3", "qwen3_next")
 def test_bf16_is_as_near_to_the_exact_values_as_transformers_bf16(family: str) -> None:
     """Two orders of the same sums round differently, so both are held against fp64."""
 
-    @settings(max_examples=DRAWS // 2)
+    @settings(max_examples=10)
     @given(configs(family), st.integers(0, 2**31))
     def check(config: ModelConfig, seed: int) -> None:
         if config.expert_count:
@@ -178,7 +187,7 @@ def test_logits_through_the_cache_are_those_of_transformers_over_the_whole_text(
     family: str, seed: int
 ) -> None:
     """A prompt, then a few tokens, then one at a time, also beyond a sliding window."""
-    config = draw_config(family, random.Random(seed).choice)
+    config = draw(family, seed)
     if seed == 0 and "sliding_window" in FAMILIES[family].spec.own_keys:
         config = type(config)(**{**config.model_dump(), "sliding_window": 7})
     if seed == 0 and hasattr(config, "linear_num_key_heads"):

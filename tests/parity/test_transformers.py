@@ -19,12 +19,14 @@ from drawn import (
     hf_model,
     load_in_transformers,
     own_model,
+    spread,
     write_folder,
 )
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from builders import slow_but
 from firstlight.checkpoint.checkpoint import OPTIMIZER_NAME
 from firstlight.conversion.convert import convert
 from firstlight.errors import ModelError
@@ -56,12 +58,16 @@ def draw_tied_gpt2(tied: bool) -> ModelConfig:
     return draw("gpt2", 2).model_copy(update={"tie_word_embeddings": tied})
 
 
-@pytest.mark.parametrize("seed", range(12))
+#: Random models of each family: as many as the longest choice of a key has values.
+_DRAWS = 6
+
+
+@pytest.mark.parametrize("seed", range(_DRAWS))
 @pytest.mark.parametrize("family", NAMES)
 def test_what_firstlight_saves_loads_in_transformers_with_the_same_logits_and_config(
     family: str, seed: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    config = draw(family, seed)
+    config = spread(family, _DRAWS)[seed]
     own = own_model(config, seed)
     folder = write_folder(tmp_path / "own", own, tokenizer)
     theirs = load_in_transformers(folder)
@@ -95,12 +101,12 @@ def assert_same_files(one: Path, other: Path) -> None:
         assert tensor.numpy().tobytes() == b[name].numpy().tobytes(), name
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", NAMES)
 def test_loading_and_saving_changes_no_bit_of_what_transformers_wrote(
     family: str, seed: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    hf_model(draw(family, seed), seed).save_pretrained(tmp_path / "theirs")
+    hf_model(spread(family, 3)[seed], seed).save_pretrained(tmp_path / "theirs")
     own = load_model(tmp_path / "theirs").model
     folder = write_folder(tmp_path / "own", own, tokenizer)
     assert_same_files(tmp_path / "theirs" / "model.safetensors", folder / "model.safetensors")
@@ -520,7 +526,14 @@ def test_well_known_tokenizers_give_the_same_prompts_in_transformers(
         assert theirs(text)["input_ids"] == tokenizer.encode_prompt(text)
 
 
-@pytest.mark.parametrize("family", NAMES)
+#: One of each kind of model: its config, its blocks, and how a new one is initialised.
+_TRAINED = (
+    *("gpt2", "llama", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3"),
+    *("qwen3_next", "qwen3_5_text", "gpt_neox", "nanochat"),
+)
+
+
+@pytest.mark.parametrize("family", slow_but(_TRAINED, NAMES))
 def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
     family: str, recipe: dict[str, Any]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ _START = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def drawn_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere, no run has one."""
     monkeypatch.setattr("firstlight.training.loop.draw_report", draw_report)
@@ -73,6 +74,14 @@ def full_run(folder: Path, name: str = "run") -> Path:
         starts=[_START, {**_START, "step": 15, "time": "2026-01-02T04:04:05+00:00"}],
         recipe={"model": {"model_type": "llama"}, "optimizer": {"learning_rate": 0.001}},
     )
+
+
+@pytest.fixture(scope="module")
+def drawn_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A full run with its report, which tests copy."""
+    run = full_run(tmp_path_factory.mktemp("drawn"))
+    draw_report(run)
+    return run
 
 
 def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
@@ -289,10 +298,9 @@ def test_chart_of_positive_values_with_zero_begins_at_zero() -> None:
     ],
 )
 def test_a_damaged_file_is_named_and_the_old_report_stays(
-    tmp_path: Path, name: str, content: str, said: str
+    tmp_path: Path, drawn_run: Path, name: str, content: str, said: str
 ) -> None:
-    run = full_run(tmp_path)
-    draw_report(run)
+    run = shutil.copytree(drawn_run, tmp_path / "run")
     before = {n: (run / n).read_bytes() for n in (HTML_NAME, REPORT_NAME)}
     (run / name).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match=said):
@@ -392,6 +400,7 @@ def test_many_events_are_cut_to_the_last(tmp_path: Path) -> None:
     assert "back to step 0: 899" in page.content
 
 
+@pytest.mark.usefixtures("drawn_report")
 def test_a_run_that_ends_leaves_both_and_says_where_it_ran(recipe: dict[str, Any]) -> None:
     recipe["evaluation"]["sample_prompts"] = ["the <light>"]
     run = train(recipe).run_folder

@@ -145,14 +145,14 @@ def require_settled(direct: Direct) -> None:
     assert direct.ask("/health").status == 200
 
 
-def test_a_thousand_requests(direct: Direct) -> None:
-    hunt, statuses = hunted(direct, 1000)
+def test_three_hundred_requests(direct: Direct) -> None:
+    hunt, statuses = hunted(direct, 300)
     hunt()
     require_settled(direct)
     # Enough of them are fine for the others to be told apart from them.
-    assert len(statuses) >= 1000
-    assert statuses.count(200) > 150
-    assert statuses.count(400) > 150
+    assert len(statuses) >= 300
+    assert statuses.count(200) > 45
+    assert statuses.count(400) > 45
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ _HEADER = st.tuples(
     headers=st.lists(_HEADER, max_size=5),
     local=st.booleans(),
 )
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_requests_to_anywhere_with_any_headers(
     direct: Direct, method: str, path: str, headers: list[tuple[bytes, bytes]], local: bool
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import functools
 import hashlib
 import math
 import re
@@ -192,13 +193,9 @@ def as_json(report: WrittenReport) -> dict[str, Any]:
 # HTML pages
 
 
-def _page(template: str, values: Mapping[str, Any]) -> str:
-    """Render a template of the folder pages/.
-
-    Args:
-        template: file name of the template.
-        values: variables of the template; everything but `Markup` is escaped.
-    """
+@functools.cache
+def _templates() -> tuple[Environment, Mapping[str, str]]:
+    """The compiled templates of the folder pages/, and the texts of all its files."""
     folder = resources.files("firstlight.report") / "pages"
     files = {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.is_file()}
     environment = Environment(
@@ -216,6 +213,17 @@ def _page(template: str, values: Mapping[str, Any]) -> str:
         "kind_of": _kind_of,
         "happening": _happening,
     }
+    return environment, files
+
+
+def _page(template: str, values: Mapping[str, Any]) -> str:
+    """Render a template of the folder pages/.
+
+    Args:
+        template: file name of the template.
+        values: variables of the template; everything but `Markup` is escaped.
+    """
+    environment, files = _templates()
     light, dark = (
         " ".join(f"--{name}: {colours[mode]};" for name, colours in COLOURS.items())
         for mode in (0, 1)
