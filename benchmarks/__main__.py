@@ -207,7 +207,7 @@ def gpu_command(
     after each; the same command goes on where the last one stopped. --report writes docs/gpu.md and
     docs/benchmarks/gpu-*.md.
     """
-    from benchmarks.gpu import bench_gpu, report
+    from benchmarks.gpu.bench import bench_gpu, report
 
     def written(folder: Path, place: Path | None) -> list[str]:
         names = [str(path) for path in report(folder, place)]

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import gpu
 from benchmarks.__main__ import main
-from benchmarks.gpu import bench_gpu, report
-from benchmarks.gpu_parts import (
+from benchmarks.gpu import bench as gpu
+from benchmarks.gpu.bench import bench_gpu, report
+from benchmarks.gpu.parts import (
     BenchMachine,
     Call,
     Findings,
@@ -26,8 +26,8 @@ from benchmarks.gpu_parts import (
     order,
     run_rows,
 )
-from benchmarks.gpu_run import RUN
-from benchmarks.gpu_training import TRAINING
+from benchmarks.gpu.run import RUN
+from benchmarks.gpu.training import TRAINING
 from benchmarks.options import GPUBench
 from benchmarks.pages import markdown_table
 from benchmarks.training import ShardRows, open_rows
@@ -215,7 +215,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Callable[[BenchMachine], None]:
 
     def use(machine: BenchMachine) -> None:
         def ask(module: str, *_: object) -> dict[str, Any]:
-            assert module == "benchmarks.gpu_parts"
+            assert module == "benchmarks.gpu.parts"
             return machine.to_json()
 
         monkeypatch.setattr(gpu, "ask", ask)

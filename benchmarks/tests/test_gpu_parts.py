@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_generation import GENERATION
-from benchmarks.gpu_generation import measure as measure_generation
-from benchmarks.gpu_guide import GUIDE_PART, predict_bert
-from benchmarks.gpu_ladder import LADDER, MEMORY_GOAL, QLORA_GOAL, Ladder, Rung, ladders
-from benchmarks.gpu_parts import BenchMachine, Findings, Part
-from benchmarks.gpu_planner import FIRST, PLANNER, fit_speed, memory_results
+from benchmarks.gpu.generation import GENERATION
+from benchmarks.gpu.generation import measure as measure_generation
+from benchmarks.gpu.guide import GUIDE_PART, predict_bert
+from benchmarks.gpu.ladder import LADDER, MEMORY_GOAL, QLORA_GOAL, Ladder, Rung, ladders
+from benchmarks.gpu.parts import BenchMachine, Findings, Part
+from benchmarks.gpu.planner import FIRST, PLANNER, fit_speed, memory_results
 from benchmarks.models import PlannerCase, gpu_grid, model_values
 from benchmarks.planner_steps import measure as planner_steps
 from benchmarks.planner_steps import (

@@ -1,8 +1,8 @@
 """Parts of `python -m benchmarks gpu`, and the pages that are made of their results.
 
-How a part is declared: a module `gpu_NAME.py` with one `Part`, listed in `gpu.py`.
+How a part is declared: a module `NAME.py` with one `Part`, listed in `bench.py`.
 
-    _MODULE = "benchmarks.gpu_NAME"          # or a module that measures already
+    _MODULE = "benchmarks.gpu.NAME"          # or a module that measures already
 
     def _rows(machine: BenchMachine) -> list[Row]:
         if machine.dry:
@@ -40,7 +40,7 @@ are kept in one JSON file of a few MB for all rows, so they must not have long l
 of one call share files (a corpus, a model) in the folder request["work"]; each makes missing files.
 
 `_page` is only called when at least one row of the part has a result, and must work with any subset
-of its rows. `gpu.py` adds the title, the machine, the command, and the rows without a figure
+of its rows. `bench.py` adds the title, the machine, the command, and the rows without a figure
 with their reasons. The page refers to pictures as `../images/gpu-NAME.png`.
 """
 
@@ -472,7 +472,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
         bf16=hardware.bf16,
         capability=hardware.capability or (0, 0),
         multiprocessors=properties.multi_processor_count if properties else 0,
-        driver=_driver_version() if on_gpu else "",
+        driver=driver_version() if on_gpu else "",
         cuda=torch.version.cuda or "",
         torch=str(torch.__version__),
         python=platform.python_version(),
@@ -491,7 +491,7 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _driver_version() -> str:
+def driver_version() -> str:
     """The driver's version from NVML, or from nvidia-smi if NVML fails; "" if both fail."""
     try:
         pynvml: Any = importlib.import_module("pynvml")

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_ceilings import CEILINGS
-from benchmarks.gpu_generation import GENERATION
-from benchmarks.gpu_guide import GUIDE_PART
-from benchmarks.gpu_ladder import LADDER
-from benchmarks.gpu_parts import (
+from benchmarks.gpu.ceilings import CEILINGS
+from benchmarks.gpu.generation import GENERATION
+from benchmarks.gpu.guide import GUIDE_PART
+from benchmarks.gpu.ladder import LADDER
+from benchmarks.gpu.parts import (
     BenchMachine,
     Call,
     Findings,
@@ -29,9 +29,9 @@ from benchmarks.gpu_parts import (
     Turn,
     run_rows,
 )
-from benchmarks.gpu_planner import PLANNER
-from benchmarks.gpu_run import RUN
-from benchmarks.gpu_training import TRAINING
+from benchmarks.gpu.planner import PLANNER
+from benchmarks.gpu.run import RUN
+from benchmarks.gpu.training import TRAINING
 from benchmarks.options import GPUBench
 from benchmarks.rows import chosen_rows
 from firstlight.bench.runner import RowOutcome
@@ -43,7 +43,7 @@ from firstlight.hardware.fresh_process import ask, plain_environment, training_e
 #: The parts in the order of their sections in gpu.md.
 PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
 
-_MACHINE_MODULE = "benchmarks.gpu_parts"
+_MACHINE_MODULE = "benchmarks.gpu.parts"
 #: Time limit in seconds for reading the machine's facts. Without a limit, a driver that hangs would
 #: take up the whole call.
 _MACHINE_SECONDS = 120.0
@@ -176,7 +176,7 @@ def report(folder: Path, pages: Path | None) -> list[Path]:
     if pages is None and results.machine.get("dry"):
         raise ConfigError(f"{folder} holds figures of a dry run: name another place with --pages")
     if pages is None:
-        checkout = Path(__file__).resolve().parents[1]
+        checkout = Path(__file__).resolve().parents[2]
         if not (checkout / "pyproject.toml").is_file():
             raise ConfigError(
                 "firstlight runs from no checkout: say where pages go with --pages DIR"

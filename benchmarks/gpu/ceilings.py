@@ -1,6 +1,6 @@
 """Part "ceilings" of `python -m benchmarks gpu`: the rates that bound every other figure.
 
-    python -m firstlight.hardware.fresh_process benchmarks.gpu_ceilings REQUEST
+    python -m firstlight.hardware.fresh_process benchmarks.gpu.ceilings REQUEST
 
 REQUEST is a JSON object with "device" and "measure", which is one of these, with its own keys:
 
@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.memory import copy_seconds
 from benchmarks.models import PlannerCase
 from benchmarks.pages import markdown_table
@@ -50,7 +50,7 @@ from firstlight.recipe import parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 
 NAME = "ceilings"
-_MODULE = "benchmarks.gpu_ceilings"
+_MODULE = "benchmarks.gpu.ceilings"
 
 
 def _rows(machine: BenchMachine) -> list[Row]:

@@ -1,7 +1,7 @@
 """Part "generation" of `benchmarks gpu`: tokens per second relative to transformers, and to
 the limit of the memory's bandwidth.
 
-    python -m firstlight.hardware.fresh_process benchmarks.gpu_generation REQUEST
+    python -m firstlight.hardware.fresh_process benchmarks.gpu.generation REQUEST
 
 REQUEST is a JSON object:
 
@@ -37,7 +37,7 @@ from benchmarks.generation import (
     continue_with_generate,
     continue_with_sampling,
 )
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.memory import copy_rate
 from benchmarks.models import model_values, random_model
 from benchmarks.pages import markdown_table
@@ -50,7 +50,7 @@ from firstlight.weights.loading import file_tensors
 
 NAME = "generation"
 
-_MODULE = "benchmarks.gpu_generation"
+_MODULE = "benchmarks.gpu.generation"
 
 #: Programs of each group of rows. A row's programs take turns, with transformers among them, so
 #: that other work of the machine affects the ratios to transformers less.

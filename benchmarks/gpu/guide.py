@@ -4,7 +4,7 @@ The guide ("Methods and tools for efficient training on a single GPU", transform
 fine-tunes bert-large with rows of 512 tokens on a V100 with 16 GB, and reads the used memory from
 the driver (NVML).
 
-    python -m firstlight.hardware.fresh_process benchmarks.gpu_guide REQUEST
+    python -m firstlight.hardware.fresh_process benchmarks.gpu.guide REQUEST
 
 REQUEST is a JSON object:
 
@@ -47,7 +47,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.memory import driver_used_bytes
 from benchmarks.pages import markdown_table
 from benchmarks.planner_steps import (
@@ -65,7 +65,7 @@ from firstlight.planner.memory.module import plan_module
 from firstlight.planner.speed.throughput import Workload, all_micro_batches, predict_speed
 
 NAME = "guide"
-_MODULE = "benchmarks.gpu_guide"
+_MODULE = "benchmarks.gpu.guide"
 _WARMUP_STEPS = 3
 _MIB = 2**20
 

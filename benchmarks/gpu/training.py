@@ -1,6 +1,6 @@
 """Part "training" of `python -m benchmarks gpu`: tokens per second relative to other programs.
 
-    python -m firstlight.hardware.fresh_process benchmarks.gpu_training REQUEST
+    python -m firstlight.hardware.fresh_process benchmarks.gpu.training REQUEST
 
 REQUEST has the keys of `training`, but instead of "data" it has "work", the folder in which
 the corpus of the standard library is prepared unless it exists, and "vocab_size", the size of its
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_ceilings import measured_ceiling
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
+from benchmarks.gpu.ceilings import measured_ceiling
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.pages import markdown_table
 from benchmarks.training import FIRSTLIGHT, REFERENCE, library_corpus, turn_ratios
 from benchmarks.training import measure as measure_training
@@ -24,7 +24,7 @@ from firstlight.bench.models import find_model
 from firstlight.models.accounting import meta_model, train_flops_per_token
 
 NAME = "training"
-_MODULE = "benchmarks.gpu_training"
+_MODULE = "benchmarks.gpu.training"
 
 #: Vocabulary size of the corpus's tokenizer, that of GPT-2; models may have larger vocabularies.
 VOCAB_SIZE, DRY_VOCAB_SIZE = 50257, 512
