@@ -244,8 +244,8 @@ A call measures for at most `--minutes`, and leaves rows that would not end in t
 call. DIR holds `results.json`, and `run-*` of the real run: a few MB, and all that a next call and
 `--report` need. To continue on another machine with the same kind of GPU, copy DIR there. A row
 that fails (out of memory, a missing package, its time limit) is recorded with the reason and ends
-no other; `--retry` measures such rows again. For a GPU without a package registry, or for half an
-hour: [contributing](contributing.md#half-an-hour-on-a-gpu).
+no other; `--retry` measures such rows again. For a GPU without a package registry, or for figures of a
+change in fifteen minutes: [contributing](contributing.md#fifteen-minutes-on-a-gpu).
 """
     return head + "".join(f"\n{section}" for section in sections)
 
