@@ -318,7 +318,7 @@ def _show_gpu(result: Result) -> None:
             show(f"{kind}: {name}: {reason}")
     if result["left"]:
         minutes = result["left_seconds"] / 60
-        show(f"left for the next call: {len(result['left'])} turns, about {minutes:.0f} minutes")
+        show(f"left for the next call: {len(result['left'])} rows, about {minutes:.0f} minutes")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -643,16 +643,18 @@ def training_1b(bench: Bench, precision: str) -> Iterator[Row]:
         yield attempt("read late, grad_scale", lambda: training.row(late))
 
 
+QLORA: dict[str, Any] = {
+    "efficiency.precision": "bf16_params",
+    "efficiency.loss_chunk_tokens": 256,
+    "efficiency.activation_checkpointing": "full",
+    "efficiency.compile": True,
+    "lora": {"rank": 8, "quantize": "nf4"},
+}
+
+
 def qlora_8b(bench: Bench) -> Iterator[Row]:
     """Steps of QLoRA for a Llama of 8B parameters, compiled, one sequence."""
-    lora: dict[str, Any] = {"rank": 8, **bench.pick({"quantize": "nf4"}, {})}
-    changes = {
-        "efficiency.precision": "bf16_params",
-        "efficiency.loss_chunk_tokens": 256,
-        "efficiency.activation_checkpointing": "full",
-        "efficiency.compile": True,
-        "lora": lora,
-    }
+    changes = bench.pick(QLORA, {**QLORA, "lora": {"rank": 8}})
     training = _Training(bench, "llama-8b", 1, 2048, changes)
     yield attempt("as it is", training.row)
 

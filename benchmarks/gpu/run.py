@@ -48,7 +48,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
     if machine.dry:
         arguments[1:3] = ["--steps", "6"]
     request = {"arguments": arguments, "budget": None if machine.dry else budget}
-    return [Row(_ROW, _MODULE, request, seconds=30 if machine.dry else 200, value=2, limit=320)]
+    return [Row(_ROW, _MODULE, request, seconds=30 if machine.dry else 200, value=2)]
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
