@@ -433,14 +433,16 @@ for command in (planner_command, learning_command, budget_command, gpu_command):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; see `firstlight.cli.main.main`.
-
-    The processes that it starts find this package by PYTHONPATH: their own import path has no
-    current folder.
-    """
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    """Run the command line; see `firstlight.cli.main.main`."""
+    find_benchmarks_in_processes()
     return cli.main(arguments, benchmarks, "python -m benchmarks")
+
+
+def find_benchmarks_in_processes() -> None:
+    """Let the processes that this one starts find this package, by PYTHONPATH: their own import
+    path has no current folder."""
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
 
 # The tables of the benchmarks that take minutes.

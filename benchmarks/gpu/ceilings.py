@@ -154,8 +154,8 @@ def _page(found: Findings) -> Page:
         summary.append(f"- Copies, GB/s: {said}.")
     for run in found.outcome(NAME, "start").runs[-1:]:
         times = run["times"]
-        cells = [("not compiled", *(f"{seconds:.1f}" for seconds in times.values()))]
-        parts.append(_STARTS + markdown_table(("process", *times), cells))
+        seconds = [f"{one:.1f}" for one in times.values()]
+        parts.append(_STARTS + markdown_table(("process", *times), [("not compiled", *seconds)]))
         summary.append(
             "- From the start of a process to the end of its first step: not compiled "
             f"{times['first step']:.0f} s."

@@ -34,6 +34,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.__main__ import find_benchmarks_in_processes
 from benchmarks.gpu.calls import free_memory
 from benchmarks.gpu.items import ITEMS, Bench, Item, Row, in_words
 from benchmarks.gpu.parts import driver_version
@@ -305,6 +306,7 @@ def _profiles(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, or print the tables."""
     began = psutil.Process().create_time() if arguments is None else time.time()
+    find_benchmarks_in_processes()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.quick",
         description="Measure a GPU for speed work in one process; or print the tables.",
