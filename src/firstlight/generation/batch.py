@@ -14,6 +14,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.few_rows import lay_out, ready_to_compile
+from firstlight.generation.llama_step import llama_step
 from firstlight.methods import can_compile
 from firstlight.models import Cache, KVCache, Model, RaggedCache
 
@@ -73,6 +74,8 @@ class BatchDecoder:
         self._compiled: CompiledStep | None = None
         if compile:
             self._compiled = CompiledStep(model, self.cache)
+        #: Step of a single sequence in place of the model's forward pass.
+        self._llama_step = None if compile else llama_step(model, self.cache)
         self.lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes
         #: Tokens whose keys and values are in each row of the cache, also of removed sequences.
@@ -171,6 +174,8 @@ class BatchDecoder:
         return logits_BV
 
     def _logits(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        if self._llama_step is not None and len(lengths) == 1:
+            return self._llama_step(token_ids[0], lengths[0])
         input_ids_B1 = torch.tensor(token_ids, device=self._device)[:, None]
         cache: Cache
         if len(lengths) == 1 and self._compiled is None:
