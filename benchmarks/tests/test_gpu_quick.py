@@ -141,7 +141,7 @@ def test_report_of_two_commits_sets_medians_beside_each_other(tmp_path: Path) ->
         row = {"row": "as it is", "ms": ms, "attention": "fmha", "kernels": [["gemm", 1.5, 12]]}
         return {**SHARED, "describe": commit, "item": "E", "date": "2026-11-28", "rows": [row]}
 
-    for name, ms in (("v1", 10.0), ("v1", 30.0), ("v1", 11.0), ("v2", 7.5)):
+    for name, ms in (("v1", 11.0), ("v1", 10.0), ("v1", 30.0), ("v2", 7.5)):
         quick.append_line(tmp_path / "lines.jsonl", line(name, ms))
     text = quick.report([tmp_path])
     assert "| as it is | v1 | 11 | fmha |\n| as it is | v2 | 7.5 | fmha |\n" in text
@@ -153,8 +153,10 @@ class _Graph:
     """Stands for torch.cuda.CUDAGraph: a replay makes the recorded call again."""
 
     call: Callable[[], object]
+    replays = 0
 
     def replay(self) -> None:
+        _Graph.replays += 1
         self.call()
 
 
@@ -188,7 +190,20 @@ def test_recorded_call_on_a_gpu_runs_before_the_recording_and_at_each_replay(
     replay = calls.recorded(call, torch.device("cuda"))
     assert len(ran) == 3
     replay()
-    assert len(ran) == 4
+    assert (len(ran), _Graph.replays) == (4, 1)
+
+
+def test_compiled_code_is_kept_for_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bytes] = []
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", loaded.append)
+    path = tmp_path / "inductor.cache"
+    for made in (None, (b"first", None), (b"second", None), None):
+        monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda made=made: made)
+        quick.save_cache(path)
+        quick.load_cache(path)
+    assert loaded == [b"first", b"second", b"second"]
 
 
 def test_kernels_that_overlap_are_busy_once() -> None:
