@@ -8,8 +8,9 @@
 # make test-benchmarks   the tests of the package `benchmarks`, which is not part of firstlight: about ten minutes
 # make test-slow   what takes minutes: exported models in llama.cpp itself, the chat's page in Chromium,
 #                  20,000 requests and 1,000 vanishing clients for the server
-# make test-gpu   the methods, families, runs and servers on a CUDA GPU; DEVICE=cpu runs what a CPU can
-#                 of them. In an environment of your own: python -m pytest -m gpu tests/gpu
+# make test-gpu   the methods, families, runs and servers on a CUDA GPU, for four minutes: what has not passed
+#                 with this source yet, failed and new tests first. ALL=1 runs all. DEVICE=cpu runs what a CPU
+#                 can of them. In an environment of your own: python -m pytest -m gpu tests/gpu
 # make test-torch VERSION=2.14.1   all tests with another version of torch, in an environment of its own
 # make docs   the documentation as a site in site/, its links checked
 # make benchmarks   the pages of docs/benchmarks measured anew, on a quiet machine; continues where it was stopped
@@ -57,6 +58,7 @@ SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
 	generation.py::test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn \
 	gpu.py::test_a_call_says_what_came_of_it \
 	gpu.py::test_the_committed_page_says_what_the_code_says \
+	gpu_quick.py::test_every_item_in_a_dry_run_has_rows_of_figures \
 	learning.py::test_the_command_trains_and_writes_its_page \
 	loading.py::test_the_command_prints_a_table_for_people_and_one_object_for_programs \
 	pages.py::test_each_page_has_blocks_whose_commands_there_are \
@@ -105,9 +107,11 @@ test-slow: .venv/slow-ready
 	$(BIN)/pytest -m slow
 
 # Two processes share the GPU: a test is mostly Python that starts kernels, or compiles them.
+# .venv/gpu-tests.json has the tests that have passed.
 DEVICE := cuda
 test-gpu: .venv/test-ready
-	FIRSTLIGHT_TEST_DEVICE=$(DEVICE) $(PYTEST) -m gpu tests/gpu
+	FIRSTLIGHT_TEST_DEVICE=$(DEVICE) $(PYTEST) -m gpu tests/gpu --record .venv/gpu-tests.json \
+		$(if $(ALL),--all,--within 240)
 
 # The other pins stay; a package that a version of torch does not go with is named by pip.
 TORCH_VENV = .venv-torch-$(VERSION)

@@ -207,7 +207,7 @@ def gpu_command(
     after each; the same command goes on where the last one stopped. --report writes docs/gpu.md and
     docs/benchmarks/gpu-*.md.
     """
-    from benchmarks.gpu import bench_gpu, report
+    from benchmarks.gpu.bench import bench_gpu, report
 
     def written(folder: Path, place: Path | None) -> list[str]:
         names = [str(path) for path in report(folder, place)]
@@ -318,7 +318,7 @@ def _show_gpu(result: Result) -> None:
             show(f"{kind}: {name}: {reason}")
     if result["left"]:
         minutes = result["left_seconds"] / 60
-        show(f"left for the next call: {len(result['left'])} turns, about {minutes:.0f} minutes")
+        show(f"left for the next call: {len(result['left'])} rows, about {minutes:.0f} minutes")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -433,14 +433,16 @@ for command in (planner_command, learning_command, budget_command, gpu_command):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; see `firstlight.cli.main.main`.
-
-    The processes that it starts find this package by PYTHONPATH: their own import path has no
-    current folder.
-    """
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    """Run the command line; see `firstlight.cli.main.main`."""
+    find_benchmarks_in_processes()
     return cli.main(arguments, benchmarks, "python -m benchmarks")
+
+
+def find_benchmarks_in_processes() -> None:
+    """Let the processes that this one starts find this package, by PYTHONPATH: their own import
+    path has no current folder."""
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
 
 # The tables of the benchmarks that take minutes.

@@ -56,6 +56,14 @@ _MORE_MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
     },
+    # The model that `firstlight train stdlib --budget 3m` chose on an H100.
+    "stdlib-44m": {
+        **llama(576, 1536, 10, 9, num_key_value_heads=9, vocab_size=4096),
+        "model_type": "qwen3",
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    },
     # The shapes of Llama 3.2 3B and Llama 3.1 8B.
     "llama-3b": llama(3072, 8192, 28, 24, num_key_value_heads=8, **LLAMA_3),
     "llama-8b": llama(

@@ -181,7 +181,7 @@ class GPUBench(FolderBench):
     Attributes:
         minutes: greatest duration of the call; rows that would not end in time are left for the
             next.
-        parts: only these parts: ceilings, training, ladder, planner, generation, guide, run.
+        parts: only these parts: ceilings, training, ladder, planner, generation, run.
         dry: every part on tiny models on the CPU, and its pages.
         retry: measure rows again that have failed.
     """

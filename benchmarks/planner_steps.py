@@ -50,7 +50,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import BenchMachine
+from benchmarks.gpu.parts import BenchMachine
 from benchmarks.memory import driver_used_bytes
 from benchmarks.models import PlannerCase, random_model
 from benchmarks.planner_memory import decode, measure_on_cpu, predict_memory, random_batch

@@ -1,4 +1,4 @@
-"""Programs with which benchmarks compare: bare loops for GPT-2 and Llama, transformers' Trainer.
+"""Programs with which benchmarks compare: bare loops for GPT-2, transformers' Trainer.
 
 Each loop is an efficient training program of one file, without this library: a model of linear
 layers and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64,
@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset
 
 from firstlight.bench.steps import StepClock
 from firstlight.data.loader import Batch
-from firstlight.models import GPT2Config, LlamaConfig
+from firstlight.models import GPT2Config
 from firstlight.recipe import Recipe
 
 _VOCAB_MULTIPLE = 64
@@ -93,72 +93,8 @@ class PlainGPT2(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
 
 
-class _LlamaLayer(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        C, D = config.hidden_size, config.head_dim
-        self.counts = [config.num_attention_heads, *2 * [config.num_key_value_heads]]
-        self.head_dim = D
-        self.attention_norm = nn.RMSNorm(C, config.rms_norm_eps)
-        self.qkv = nn.Linear(C, sum(self.counts) * D, bias=False)
-        self.attention_out = nn.Linear(self.counts[0] * D, C, bias=False)
-        self.mlp_norm = nn.RMSNorm(C, config.rms_norm_eps)
-        self.mlp_in = nn.Linear(C, 2 * config.intermediate_size, bias=False)
-        self.mlp_out = nn.Linear(config.intermediate_size, C, bias=False)
-
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        heads_BTHD = self.qkv(self.attention_norm(x_BTC)).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads_BTHD.transpose(1, 2).split(self.counts, dim=1)
-        q, k = (_rotated(part, cos_TD, sin_TD) for part in (q, k))
-        y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x_BTC = x_BTC + self.attention_out(y_BHTD.transpose(1, 2).flatten(2))
-        gate, up = self.mlp_in(self.mlp_norm(x_BTC)).chunk(2, dim=-1)
-        return x_BTC + self.mlp_out(F.silu(gate) * up)  # type: ignore[no-any-return]
-
-
-def _rotated(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Apply RoPE (Su et al. 2021, arXiv 2104.09864) to x [B, H, T, D].
-
-    As in Hugging Face's models, dimension i is rotated with dimension i + D / 2.
-    """
-    first, second = x_BHTD.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BHTD * cos_TD + turned * sin_TD).to(x_BHTD.dtype)
-
-
-class PlainLlama(nn.Module):
-    """Llama without RoPE scaling, with a head that is tied to the embedding."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        rows = math.ceil(config.vocab_size / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-        self.tokens = nn.Embedding(rows, config.hidden_size)
-        self.layers = nn.ModuleList(_LlamaLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = nn.Linear(config.hidden_size, rows, bias=False)
-        self.head.weight = self.tokens.weight
-        self.pairs = config.head_dim // 2
-        self.theta = config.rope_theta
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, 0.0, config.initializer_range)
-
-    def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Mean cross-entropy (nats) of input ids and labels [batch, seq_len], both int64."""
-        device = input_ids_BT.device
-        positions_T = torch.arange(input_ids_BT.shape[1], device=device, dtype=torch.float32)
-        exponents = torch.arange(self.pairs, device=device, dtype=torch.float32) / self.pairs
-        angles_TD = torch.outer(positions_T, self.theta**-exponents).repeat(1, 2)
-        cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
-        x_BTC = self.tokens(input_ids_BT)
-        for layer in self.layers:
-            x_BTC = layer(x_BTC, cos_TD, sin_TD)
-        logits_BTV = self.head(self.norm(x_BTC))
-        return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
-
-
 def autocast_loop(
-    config: GPT2Config | LlamaConfig, device: torch.device, *, bf16: bool, compile_model: bool
+    config: GPT2Config, device: torch.device, *, bf16: bool, compile_model: bool
 ) -> LoopStep:
     """A function that trains one step of the program "reference", or of "reference-fp32".
 
@@ -168,8 +104,7 @@ def autocast_loop(
         bf16: True for matrix products in bf16, by autocast ("reference").
         compile_model: False leaves torch.compile out, for tests.
     """
-    plain = PlainGPT2(config) if isinstance(config, GPT2Config) else PlainLlama(config)
-    model = plain.to(device)
+    model = PlainGPT2(config).to(device)
     forward = torch.compile(model) if compile_model else model
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -232,37 +167,6 @@ class _Sequences(IterableDataset[dict[str, torch.Tensor]]):
                 yield {"input_ids": row, "labels": row}
 
 
-def run_trainer(model: Any, dataset: Any, clock: StepClock, **options: Any) -> list[float]:
-    """Train a model with transformers' Trainer, and return the logged losses.
-
-    Args:
-        model: model of transformers.
-        dataset: training examples.
-        clock: clock that measures each step, from `on_step_begin` to `on_step_end`.
-        options: further `TrainingArguments`.
-    """
-    import transformers
-    from transformers.trainer_callback import PrinterCallback
-
-    class Times(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            clock.start()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.stop()
-
-    with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
-        arguments = transformers.TrainingArguments(
-            output_dir=folder, save_strategy="no", report_to=[], disable_tqdm=True, **options
-        )
-        trainer = transformers.Trainer(
-            model=model, args=arguments, train_dataset=dataset, callbacks=[Times()]
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-
-
 def train_with_trainer(
     recipe: Recipe,
     batches: Iterator[Batch],
@@ -287,26 +191,42 @@ def train_with_trainer(
         compile_model: False leaves torch.compile out, for dry runs.
     """
     import transformers
+    from transformers.trainer_callback import PrinterCallback
+
+    class Times(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.start()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.stop()
 
     assert recipe.model is not None
     values = recipe.model.to_hf()
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    return run_trainer(
-        model,
-        _Sequences(batches),
-        clock,
-        max_steps=steps,
-        per_device_train_batch_size=rows,
-        bf16=True,
-        torch_compile=compile_model,
-        use_cpu=recipe.run.device == "cpu",
-        learning_rate=recipe.optimizer.learning_rate,
-        lr_scheduler_type="constant",
-        weight_decay=recipe.optimizer.weight_decay,
-        max_grad_norm=1.0,
-        adam_beta2=0.95,
-        seed=recipe.run.seed % 2**32,
-        logging_steps=1,
-        dataloader_pin_memory=False,
-    )
+    with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            max_steps=steps,
+            per_device_train_batch_size=rows,
+            bf16=True,
+            torch_compile=compile_model,
+            use_cpu=recipe.run.device == "cpu",
+            learning_rate=recipe.optimizer.learning_rate,
+            lr_scheduler_type="constant",
+            weight_decay=recipe.optimizer.weight_decay,
+            max_grad_norm=1.0,
+            adam_beta2=0.95,
+            seed=recipe.run.seed % 2**32,
+            logging_steps=1,
+            dataloader_pin_memory=False,
+        )
+        trainer = transformers.Trainer(
+            model=model, args=arguments, train_dataset=_Sequences(batches), callbacks=[Times()]
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]

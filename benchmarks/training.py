@@ -92,7 +92,7 @@ from firstlight.hardware.device import (
 )
 from firstlight.hardware.fresh_process import ask, plain_environment, training_environment
 from firstlight.hardware.process_memory import begin_peak, peaks
-from firstlight.models import GPT2Config, LlamaConfig
+from firstlight.models import GPT2Config
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import facts_here, resolve
@@ -432,9 +432,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 def _loop(program: str, recipe: Recipe, hardware: Hardware, *, compile_model: bool) -> LoopStep:
     config = recipe.model
-    assert isinstance(config, GPT2Config | LlamaConfig)
+    assert isinstance(config, GPT2Config)
     if program == "pure-bf16":
-        assert isinstance(config, GPT2Config)
         return pure_bf16_loop(config, hardware.device, compile_model=compile_model)
     bf16 = program == "reference"
     return autocast_loop(config, hardware.device, bf16=bf16, compile_model=compile_model)

@@ -1,4 +1,4 @@
-"""Parts of `python -m benchmarks gpu`: ladder, planner, generation, the guide's table."""
+"""Parts of `python -m benchmarks gpu`: ladder, planner, generation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_generation import GENERATION
-from benchmarks.gpu_generation import measure as measure_generation
-from benchmarks.gpu_guide import GUIDE_PART, predict_bert
-from benchmarks.gpu_ladder import LADDER, MEMORY_GOAL, QLORA_GOAL, Ladder, Rung, ladders
-from benchmarks.gpu_parts import BenchMachine, Findings, Part
-from benchmarks.gpu_planner import FIRST, PLANNER, fit_speed, memory_results
+from benchmarks.gpu.generation import GENERATION
+from benchmarks.gpu.generation import measure as measure_generation
+from benchmarks.gpu.items import QLORA
+from benchmarks.gpu.ladder import LADDER, MEMORY_GOAL, Ladder, Rung, ladders
+from benchmarks.gpu.parts import BenchMachine, Findings, Part
+from benchmarks.gpu.planner import FIRST, PLANNER, fit_speed, memory_results
 from benchmarks.models import PlannerCase, gpu_grid, model_values
 from benchmarks.planner_steps import measure as planner_steps
 from benchmarks.planner_steps import (
@@ -39,7 +39,7 @@ H200 = BenchMachine(
 DRY = BenchMachine("cpu", True, "a processor", 2**34, True, packages=_PACKAGES)
 BARE = dataclasses.replace(H200, packages={})
 
-PARTS = (LADDER, PLANNER, GENERATION, GUIDE_PART)
+PARTS = (LADDER, PLANNER, GENERATION)
 
 
 def _findings(part: Part, machine: BenchMachine, runs: dict[str, Any], folder: Path) -> Findings:
@@ -61,7 +61,7 @@ def test_rows_have_names_of_their_own_and_fit_into_a_call(
     if machine is DRY:
         assert sum(row.seconds for row in rows if not row.skip) < 60
     if machine is BARE:
-        assert all(row.skip for row in rows if "8-bit" in row.name or "QLoRA" in row.name)
+        assert all(row.skip for row in rows if "8-bit" in row.name)
 
 
 def test_the_grid_has_forty_configurations_of_memory_and_twenty_of_speed() -> None:
@@ -108,13 +108,19 @@ def test_a_3b_is_planned_to_be_fine_tuned_within_the_goal() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_adapters_of_an_8b_in_4_bits_are_planned_to_be_trained_within_the_goal() -> None:
+def test_adapters_of_an_8b_in_4_bits_are_planned_to_be_trained_within_7_4_gib() -> None:
     pytest.importorskip("bitsandbytes")
-    ladder = next(ladder for ladder, _ in ladders(H200) if ladder.model == "llama-8b")
-    *_, (_, last, _) = ladder.cases(H200)
-    request = steps_request(H200, [last], 1.0)
+    # By layers: in a model compiled as a whole, the backward pass would bring all activations back
+    # to the GPU at once. The bound is what torchtune publishes.
+    changes = {
+        **QLORA,
+        "efficiency.compile_regional": True,
+        "efficiency.activation_offload": True,
+    }
+    case = PlannerCase("llama-8b", 2, 2048, changes)
+    request = steps_request(H200, [case], 1.0)
     found = predict_case(request["cases"][0], request["target"])
-    assert 6 < found["predicted_bytes"] / 2**30 < QLORA_GOAL
+    assert 6 < found["predicted_bytes"] / 2**30 < 7.4
     assert found["predicted_phase"] == "backward"
 
 
@@ -130,8 +136,6 @@ def test_a_rung_without_its_package_is_not_part_of_the_next_ones() -> None:
         assert [missing in why for _, why in found] == [missing == "", True, missing == ""]
         assert found[1][0] == {"optimizer.name": "adamw8bit"}
         assert found[2][0] == {"optimizer.name": name, "efficiency.loss_chunk_tokens": 64}
-    alone = dataclasses.replace(ladder, adds=False)
-    assert [case.changes for _, case, _ in alone.cases(H200)] == [one.changes for one in rungs]
 
 
 def test_steps_are_measured_and_predicted_and_what_fails_is_a_result() -> None:
@@ -238,8 +242,6 @@ def test_a_page_lives_with_a_single_row(part: Part, tmp_path: Path) -> None:
                 "decoder": {"reason": "it broke", "batches": []},
             },
         }
-    elif part is GUIDE_PART:
-        run = {"samples_per_second": 30.0}
     else:
         run = {
             "cases": [
@@ -271,32 +273,12 @@ def test_the_ladder_says_what_each_method_brings(tmp_path: Path) -> None:
         }
         runs[row.name] = {"cases": [result]}
     page = LADDER.page(_findings(LADDER, H200, runs, tmp_path))
-    assert "| + bf16 in place of tf32 | 40,000 | 2.00x | 4.00x | 1.00 | +0.0% |" in page.text
+    assert "| + fused attention (SDPA) | 40,000 | 2.00x | 4.00x | 1.00 | +0.0% |" in page.text
     assert "| + fused AdamW |  |  |  |  |  | not measured yet |" in page.text
     assert "17.6" in page.text
-    assert page.summary.startswith("- GPT-2 124M: speed, 3 of 10 rungs: up to 40,000 tokens/s (4.")
+    assert page.summary.startswith("- GPT-2 124M: speed, 3 of 8 rungs: up to 40,000 tokens/s (4.")
     alone = LADDER.page(_findings(LADDER, H200, dict([*runs.items()][:1]), tmp_path))
     assert (alone.summary, alone.pictures) == ("", {}), "one rung brings nothing"
-
-
-def test_the_guides_rows_stand_beside_what_was_published(tmp_path: Path) -> None:
-    row = next(row for row in GUIDE_PART.rows(H200) if row.name == "batch 4")
-    tiny = GUIDE_PART.rows(DRY)[0].request
-    pytest.importorskip("transformers")
-    predicted = predict_bert({**tiny, "target": {"name": "H200", "capability": [9, 0]}})
-    assert predicted["predicted_bytes"] > 2**25
-    run = {
-        "samples_per_second": 17.72,
-        "peak_bytes": 10 * 2**30,
-        "driver_bytes": 12_000 * 2**20,
-        "context_bytes": 500 * 2**20,
-        **predicted,
-    }
-    page = GUIDE_PART.page(_findings(GUIDE_PART, H200, {row.name: run}, tmp_path))
-    assert "| batch 4 | 17.72 |" in page.text
-    assert "| 8.86 | 12,000 |" in page.text
-    assert "| 14,949 | 10,240 |" in page.text
-    assert "2.0 times the published V100" in page.summary
 
 
 def test_programs_continue_alike_on_the_same_weights() -> None:

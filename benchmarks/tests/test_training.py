@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks import training
 from benchmarks.__main__ import training_command
 from benchmarks.options import TrainingBench
-from benchmarks.programs import PlainGPT2, PlainLlama, autocast_loop, pure_bf16_loop
+from benchmarks.programs import PlainGPT2, autocast_loop, pure_bf16_loop
 from benchmarks.training import (
     PROGRAMS,
     TrainingRow,
@@ -39,7 +39,7 @@ from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import TRAINING
-from firstlight.models import GPT2Config, LlamaConfig, empty_model
+from firstlight.models import GPT2Config, empty_model
 from firstlight.recipe import BatchConfig, Recipe, ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 
@@ -334,59 +334,6 @@ def test_the_bare_loop_in_fp32_makes_firstlights_step(monkeypatch: pytest.Monkey
     found = ours.state_dict()
     for name, value in weights_of(theirs).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6, msg=name)
-
-
-def llama_weights_of(plain: PlainLlama) -> dict[str, torch.Tensor]:
-    """The same model's weights under firstlight's names."""
-    head_dim = plain.pairs * 2
-    result = {
-        "model.embed_tokens.weight": plain.tokens.weight,
-        "model.norm.weight": plain.norm.weight,
-    }
-    layers: list[Any] = list(plain.layers)
-    for number, layer in enumerate(layers):
-        parts: dict[str, Any] = {
-            "input_layernorm": layer.attention_norm.weight,
-            "self_attn.o_proj": layer.attention_out.weight,
-            "post_attention_layernorm": layer.mlp_norm.weight,
-            "mlp.down_proj": layer.mlp_out.weight,
-        }
-        sizes = [count * head_dim for count in layer.counts]
-        for name, part in zip("qkv", layer.qkv.weight.split(sizes), strict=True):
-            parts[f"self_attn.{name}_proj"] = part
-        parts["mlp.gate_proj"], parts["mlp.up_proj"] = layer.mlp_in.weight.chunk(2)
-        result |= {f"model.layers.{number}.{key}.weight": part for key, part in parts.items()}
-    return {name: value.detach().clone() for name, value in result.items()}
-
-
-def test_the_bare_llama_loop_makes_firstlights_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-    )
-    theirs = PlainLlama(config)
-    monkeypatch.setattr("benchmarks.programs.PlainLlama", lambda config: theirs)
-    loop = autocast_loop(config, _CPU.device, bf16=False, compile_model=False)
-    recipe = tiny_recipe().model_copy(update={"model": config})
-    ours = empty_model(config)
-    ours.load_state_dict(llama_weights_of(theirs), strict=False)
-    ours.finish_loading()
-    program = TrainingProgram(recipe, ours, _CPU)
-    batch = a_batch()
-    for step in range(2):
-        rate = recipe.optimizer.learning_rate * (step + 1) / 4
-        loss = loop(batch.input_ids, batch.labels, rate)
-        assert program.step([batch], (step + 1) / 4).loss == pytest.approx(loss, rel=1e-5)
-    found = ours.state_dict()
-    for name, value in llama_weights_of(theirs).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_the_bare_loop_pads_the_vocabulary_to_64() -> None:

@@ -5,6 +5,10 @@ whose method a CPU does not have. `needs(package, ...)` skips a test whose packa
 Several processes share one GPU: a test that fills its memory sets a limit of its own first
 (`torch.cuda.set_per_process_memory_fraction`).
 FIRSTLIGHT_TEST_LOG=FILE has each outcome appended to a file as soon as it is known.
+
+`--record FILE` runs only what has not passed with the present source by that file, failed and new
+tests first, and writes each outcome into it; `--all` runs what has passed, too. `--within SECONDS`
+begins no test after that time: the next call goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +27,34 @@ from firstlight.data.prepare import prepare
 from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.tokenizer import train_tokenizer
 
+from .record import Record, first_things_first
+
 DEVICE = os.environ.get("FIRSTLIGHT_TEST_DEVICE", "cuda")
 _ON_CUDA = torch.device(DEVICE).type == "cuda"
 _FOLDER = Path(__file__).resolve().parent
 
 
+_START = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the record."""
+    group = parser.getgroup("tests on a GPU")
+    group.addoption("--record", type=Path, metavar="FILE", help="run what has not passed by FILE")
+    group.addoption("--all", action="store_true", help="run what has passed by --record, too")
+    group.addoption("--within", type=float, metavar="SECONDS", help="begin no test later")
+
+
+def _record(config: pytest.Config) -> Record | None:
+    path = config.getoption("--record", None)
+    return None if path is None else Record(path, DEVICE)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Say in one line that there is no GPU, before any test has failed for it."""
+    record = _record(config)
+    if record is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Outcomes(record))
     # cuBLAS reads it when it starts; without it torch's deterministic mode refuses matrix products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.option.markexpr == "gpu" and _ON_CUDA and not torch.cuda.is_available():
@@ -44,8 +70,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test of this folder the mark `gpu`, and skip what this machine does not have."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each test of this folder the mark `gpu`, skip what this machine does not have, and leave
+    out what has passed by the record."""
+    record = _record(config)
+    if record is not None:
+        passed = [item for item in items if record.has_passed(item.nodeid)]
+        if not config.getoption("--all"):
+            config.hook.pytest_deselected(items=passed)
+            items[:] = [item for item in items if item not in passed]
+        workers = getattr(config, "workerinput", {}).get("workercount", 1)
+        urgent = [record.has_failed(item.nodeid) for item in items]
+        items[:] = first_things_first(items, urgent, workers)
     for item in items:
         if item.path.is_relative_to(_FOLDER):
             item.add_marker(pytest.mark.gpu)
@@ -65,6 +101,31 @@ def _reason_to_skip(item: pytest.Item) -> str | None:
     if _ON_CUDA:
         return None
     return next((f"CUDA only: {mark.args[0]}" for mark in item.iter_markers("cuda_only")), None)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Succeed if every test has passed by the record before."""
+    nothing_left = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+    if nothing_left and session.config.getoption("--record", None) is not None:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that would begin after `--within`."""
+    seconds = item.config.getoption("--within", None)
+    if seconds is not None and time.monotonic() - _START > seconds:
+        pytest.skip(f"not begun within {seconds:.0f} s")
+
+
+class _Outcomes:
+    """Writes each outcome into the record, in the one process that has all of them."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or (report.when == "call" and report.passed):
+            self._record.note(report.nodeid, passed=report.passed)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

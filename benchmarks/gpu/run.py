@@ -1,6 +1,6 @@
 """Part "run" of `benchmarks gpu`: a real run by `firstlight train`, from text to its report.
 
-    python -m firstlight.hardware.fresh_process benchmarks.gpu_run REQUEST
+    python -m firstlight.hardware.fresh_process benchmarks.gpu.run REQUEST
 
 REQUEST is a JSON object:
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.pages import markdown_table
 from firstlight.bench.display import new_figure, png_of
 from firstlight.errors import TrainingError
@@ -31,7 +31,7 @@ from firstlight.hardware.fresh_process import last_words
 from firstlight.run_log.reader import read_json_lines
 
 NAME = "run"
-_MODULE = "benchmarks.gpu_run"
+_MODULE = "benchmarks.gpu.run"
 _ROW = "standard library, 3 minutes"
 
 #: Files of the run folder that are copied into the folder of the results, as run-NAME.
@@ -48,7 +48,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
     if machine.dry:
         arguments[1:3] = ["--steps", "6"]
     request = {"arguments": arguments, "budget": None if machine.dry else budget}
-    return [Row(_ROW, _MODULE, request, seconds=30 if machine.dry else 200, value=2, limit=320)]
+    return [Row(_ROW, _MODULE, request, seconds=30 if machine.dry else 200, value=2)]
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Parts of `python -m benchmarks gpu`, and the pages that are made of their results.
 
-How a part is declared: a module `gpu_NAME.py` with one `Part`, listed in `gpu.py`.
+How a part is declared: a module `NAME.py` with one `Part`, listed in `bench.py`.
 
-    _MODULE = "benchmarks.gpu_NAME"          # or a module that measures already
+    _MODULE = "benchmarks.gpu.NAME"          # or a module that measures already
 
     def _rows(machine: BenchMachine) -> list[Row]:
         if machine.dry:
@@ -27,8 +27,6 @@ Rows (`runner.Row`):
 - `value` is the priority across all parts, lowest first: 1 for the few figures without which the
   page says nothing (all rows of 1 together take at most 4 minutes), 2 for the main figures, 3 to 5
   for the rest of them, 6 and more for figures that could be left out.
-- Rows that are compared with each other have the same value and number of turns, so that they take
-  turns. Turns after the first come with the rows of the next value, those of value 1 at once.
 - A row that the machine can't run has `skip=reason` (`BenchMachine.lacks`, `.capability`). An error
   (FirstlightError) or a crash of a measurement is recorded as the row's result.
 - `_rows` must depend only on the machine's facts: it is called again when the pages are written,
@@ -40,7 +38,7 @@ are kept in one JSON file of a few MB for all rows, so they must not have long l
 of one call share files (a corpus, a model) in the folder request["work"]; each makes missing files.
 
 `_page` is only called when at least one row of the part has a result, and must work with any subset
-of its rows. `gpu.py` adds the title, the machine, the command, and the rows without a figure
+of its rows. `bench.py` adds the title, the machine, the command, and the rows without a figure
 with their reasons. The page refers to pictures as `../images/gpu-NAME.png`.
 """
 
@@ -94,11 +92,9 @@ class Row:
         module: module that measures; see `process.ask`.
         request: JSON values for the measurement. Two are added: "work", a folder for files that
             rows of the same call share, and "keep", the folder of the results, for small files.
-        seconds: upper estimate of the first turn's duration, with the start of the process.
+        seconds: upper estimate of the duration, with the start of the process; three times as much
+            and a minute is the time limit.
         value: priority across all parts; rows with lower values are measured first.
-        turns: number of measurements of the row.
-        limit: time limit of a turn in seconds; None is three times `seconds` plus 60.
-        plain: True measures without the environment variables of `firstlight train`.
         skip: the reason why this machine can't measure the row; "" if it can.
     """
 
@@ -107,9 +103,6 @@ class Row:
     request: Mapping[str, Any]
     seconds: float
     value: int = 5
-    turns: int = 1
-    limit: float | None = None
-    plain: bool = False
     skip: str = ""
 
     @property
@@ -126,7 +119,7 @@ class Results:
     Attributes:
         folder: folder of the file.
         machine: facts of the machine that measured; {} before the first call.
-        calls: "date", "seconds" and "turns" of each call.
+        calls: "date", "seconds" and "turns" (rows that were measured) of each call.
         outcomes: outcomes of all rows that were tried, by part and row.
     """
 
@@ -170,44 +163,12 @@ class Results:
 
     def outcome(self, part: str, row: Row, *, retry: bool = False) -> RowOutcome:
         """The row's outcome so far; a new one if the row's digest has changed, or if `retry` is
-        True and a turn has failed."""
+        True and it has failed."""
         rows = self.outcomes.setdefault(part, {})
         found = rows.get(row.name)
         if found is None or found.digest != row.digest or (retry and found.problem):
             found = rows[row.name] = RowOutcome(row.digest)
         return found
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One measurement of a row of a part; numbers of turns begin at 0."""
-
-    part: str
-    row: Row
-    number: int
-
-    @property
-    def title(self) -> str:
-        """Name of the turn in messages."""
-        turns = f", turn {self.number + 1} of {self.row.turns}" if self.row.turns > 1 else ""
-        return f"{self.part}: {self.row.name}{turns}"
-
-
-def order(parts: Mapping[str, Sequence[Row]]) -> list[Turn]:
-    """All turns of all rows in the order in which they are measured."""
-    turns = [
-        Turn(part, row, number)
-        for part, rows in parts.items()
-        for row in rows
-        if not row.skip
-        for number in range(row.turns)
-    ]
-
-    def place(turn: Turn) -> tuple[int, int]:
-        later = turn.number if turn.row.value > 1 else 0
-        return turn.row.value + later, turn.number
-
-    return sorted(turns, key=place)
 
 
 #: (row, request, time limit in seconds) -> the measurement's result; see `process.ask`.
@@ -233,11 +194,13 @@ class Call:
     clock: Callable[[], float] = time.monotonic
 
 
-def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -> list[Turn]:
-    """Measure the turns that have no result yet, as far as the call's time allows.
+def run_rows(
+    parts: Mapping[str, Sequence[Row]], results: Results, call: Call
+) -> list[tuple[str, Row]]:
+    """Measure the rows that have no result yet, by their value, as far as the call's time allows.
 
     Returns:
-        The turns that are left for the next call.
+        The rows that are left for the next call, each with the name of its part.
 
     Raises:
         StorageError: a file system error.
@@ -245,39 +208,30 @@ def run_rows(parts: Mapping[str, Sequence[Row]], results: Results, call: Call) -
     begun = call.clock() if call.begun is None else call.begun
     end = begun + 60 * call.minutes - _MARGIN
     entry = results.calls[-1] if results.calls else {}
+    rows = [(part, row) for part, these in parts.items() for row in these if not row.skip]
+    rows.sort(key=lambda one: one[1].value)
+    waiting = [(part, row) for part, row in rows if not results.outcome(part, row).is_done]
     left_over = []
-    waiting = [turn for turn in order(parts) if _is_waiting(turn, results)]
-    for number, turn in enumerate(waiting, start=1):
-        outcome = results.outcome(turn.part, turn.row)
-        # An earlier turn of the row may have failed in this call.
-        if not _is_waiting(turn, results):
-            continue
-        expected, left = outcome.expected_seconds(turn.row.seconds), end - call.clock()
-        if expected > left or len(outcome.runs) < turn.number:
-            left_over.append(turn)
+    for number, (part, row) in enumerate(waiting, start=1):
+        outcome, left = results.outcome(part, row), end - call.clock()
+        expected = outcome.expected_seconds(row.seconds)
+        if expected > left:
+            left_over.append((part, row))
             continue
         clock = f"{max(0, int(left)) // 60}:{max(0, int(left)) % 60:02d} left"
-        say(f"[{number}/{len(waiting)}] {turn.title}: about {expected:.0f} s; {clock}")
-        cut = _take_turn(turn, outcome, results, call, left=left)
+        say(f"[{number}/{len(waiting)}] {part}: {row.name}: about {expected:.0f} s; {clock}")
+        cut = _measure(row, outcome, results, call, left=left)
         if cut:
-            left_over.append(turn)
+            left_over.append((part, row))
         entry["seconds"] = round(call.clock() - begun, 1)
         entry["turns"] = entry.get("turns", 0) + (not cut)
         results.write()
     return left_over
 
 
-def _is_waiting(turn: Turn, results: Results) -> bool:
-    outcome = results.outcome(turn.part, turn.row)
-    return not outcome.problem and len(outcome.runs) <= turn.number
-
-
-def _take_turn(
-    turn: Turn, outcome: RowOutcome, results: Results, call: Call, *, left: float
-) -> bool:
-    """Measure one turn; True if the end of the call stopped it."""
-    row = turn.row
-    limit = 3 * row.seconds + 60 if row.limit is None else row.limit
+def _measure(row: Row, outcome: RowOutcome, results: Results, call: Call, *, left: float) -> bool:
+    """Measure a row; True if the end of the call stopped it."""
+    limit = 3 * row.seconds + 60
     request = {**row.request, "work": str(call.work), "keep": str(results.folder)}
     start = call.clock()
     found = call.measure(row, request, min(limit, left))
@@ -291,10 +245,8 @@ def _take_turn(
     except ValueError:
         found = error_of("Failed", "a figure of its result is not a finite number")
     outcome.add(found, seconds)
-    if outcome.problem:
-        say(f"    failed after {seconds:.0f} s: {outcome.problem}")
-    else:
-        say(f"    {seconds:.0f} s" + (f": {found['line']}" if found.get("line") else ""))
+    problem = f"failed: {outcome.problem}" if outcome.problem else found.get("line", "")
+    say(f"    {seconds:.0f} s: {problem}")
     return False
 
 
@@ -472,7 +424,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
         bf16=hardware.bf16,
         capability=hardware.capability or (0, 0),
         multiprocessors=properties.multi_processor_count if properties else 0,
-        driver=_driver_version() if on_gpu else "",
+        driver=driver_version() if on_gpu else "",
         cuda=torch.version.cuda or "",
         torch=str(torch.__version__),
         python=platform.python_version(),
@@ -491,7 +443,7 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _driver_version() -> str:
+def driver_version() -> str:
     """The driver's version from NVML, or from nvidia-smi if NVML fails; "" if both fail."""
     try:
         pynvml: Any = importlib.import_module("pynvml")

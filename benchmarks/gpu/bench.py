@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_ceilings import CEILINGS
-from benchmarks.gpu_generation import GENERATION
-from benchmarks.gpu_guide import GUIDE_PART
-from benchmarks.gpu_ladder import LADDER
-from benchmarks.gpu_parts import (
+from benchmarks.gpu.ceilings import CEILINGS
+from benchmarks.gpu.generation import GENERATION
+from benchmarks.gpu.ladder import LADDER
+from benchmarks.gpu.parts import (
     BenchMachine,
     Call,
     Findings,
@@ -26,24 +25,22 @@ from benchmarks.gpu_parts import (
     Part,
     Results,
     Row,
-    Turn,
     run_rows,
 )
-from benchmarks.gpu_planner import PLANNER
-from benchmarks.gpu_run import RUN
-from benchmarks.gpu_training import TRAINING
+from benchmarks.gpu.planner import PLANNER
+from benchmarks.gpu.run import RUN
+from benchmarks.gpu.training import TRAINING
 from benchmarks.options import GPUBench
 from benchmarks.rows import chosen_rows
 from firstlight.bench.runner import RowOutcome
-from firstlight.console import say
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.hardware.fresh_process import ask, plain_environment, training_environment
 
 #: The parts in the order of their sections in gpu.md.
-PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, GUIDE_PART, RUN)
+PARTS: tuple[Part, ...] = (CEILINGS, TRAINING, LADDER, PLANNER, GENERATION, RUN)
 
-_MACHINE_MODULE = "benchmarks.gpu_parts"
+_MACHINE_MODULE = "benchmarks.gpu.parts"
 #: Time limit in seconds for reading the machine's facts. Without a limit, a driver that hangs would
 #: take up the whole call.
 _MACHINE_SECONDS = 120.0
@@ -59,10 +56,10 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
     Returns:
         - "results": path of results.json
         - "machine": `BenchMachine.to_json`
-        - "rows": number of rows; "measured": number of rows with all their turns
+        - "rows": number of rows; "measured": number of rows with a result
         - "failed", "skipped": the reason by row
-        - "left": titles of the turns that are left for the next call
-        - "left_seconds": expected duration of these turns
+        - "left": names of the rows that are left for the next call
+        - "left_seconds": expected duration of these rows
 
     Raises:
         ConfigError: an option is invalid, there is no GPU, or the folder has another machine's
@@ -92,14 +89,11 @@ def bench_gpu(bench: GPUBench, measure: Measure | None = None) -> dict[str, Any]
         results.write()
         left = run_rows(rows, results, call)
     results.write()
-    _say_end(bench, results, left)
     return _summary(bench, rows, results, left)
 
 
 def _fresh_process(row: Row, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    environment = plain_environment() if row.plain else training_environment()
-    # Only one GPU is visible: with several, the Trainer would use all of them.
-    environment = {"CUDA_VISIBLE_DEVICES": "0", "HF_HUB_OFFLINE": "1"} | environment
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "HF_HUB_OFFLINE": "1"} | training_environment()
     return ask(row.module, request, environment, seconds)
 
 
@@ -123,35 +117,28 @@ def _machine(bench: GPUBench, results: Results) -> BenchMachine:
     return machine
 
 
-def _say_end(bench: GPUBench, results: Results, left: Sequence[Turn]) -> None:
-    for turn in left:
-        expected = results.outcome(turn.part, turn.row).expected_seconds(turn.row.seconds)
-        if expected + 10 > 60 * bench.minutes:
-            say(f"{turn.title} needs --minutes {expected / 60 + 1:.0f}")
-    if left:
-        minutes = _waiting_seconds(left, results) / 60
-        say(f"left for the next call: {len(left)} turns, about {minutes:.0f} minutes")
-    else:
-        say("all is measured")
-
-
 def _summary(
-    bench: GPUBench, rows: Mapping[str, Sequence[Row]], results: Results, left: Sequence[Turn]
+    bench: GPUBench,
+    rows: Mapping[str, Sequence[Row]],
+    results: Results,
+    left: Sequence[tuple[str, Row]],
 ) -> dict[str, Any]:
-    outcomes = [
-        (f"{part}: {row.name}", row, results.outcome(part, row))
+    outcomes = {
+        f"{part}: {row.name}": (row, results.outcome(part, row))
         for part, these in rows.items()
         for row in these
-    ]
+    }
     return {
         "results": str(bench.folder / "results.json"),
         "machine": results.machine,
-        "measured": sum(len(outcome.runs) >= row.turns for _, row, outcome in outcomes),
+        "measured": sum(bool(outcome.runs) for _, outcome in outcomes.values()),
         "rows": len(outcomes),
-        "failed": {name: outcome.problem for name, _, outcome in outcomes if outcome.problem},
-        "skipped": {name: row.skip for name, row, _ in outcomes if row.skip},
-        "left": [turn.title for turn in left],
-        "left_seconds": _waiting_seconds(left, results),
+        "failed": {name: one.problem for name, (_, one) in outcomes.items() if one.problem},
+        "skipped": {name: row.skip for name, (row, _) in outcomes.items() if row.skip},
+        "left": [f"{part}: {row.name}" for part, row in left],
+        "left_seconds": sum(
+            results.outcome(part, row).expected_seconds(row.seconds) for part, row in left
+        ),
     }
 
 
@@ -176,7 +163,7 @@ def report(folder: Path, pages: Path | None) -> list[Path]:
     if pages is None and results.machine.get("dry"):
         raise ConfigError(f"{folder} holds figures of a dry run: name another place with --pages")
     if pages is None:
-        checkout = Path(__file__).resolve().parents[1]
+        checkout = Path(__file__).resolve().parents[2]
         if not (checkout / "pyproject.toml").is_file():
             raise ConfigError(
                 "firstlight runs from no checkout: say where pages go with --pages DIR"
@@ -220,6 +207,7 @@ _COMMANDS = """\
     python -m benchmarks gpu --out DIR --minutes 9   # continues where the last call stopped
     python -m benchmarks gpu --report DIR            # writes this page and those of the parts
     python -m benchmarks gpu --out DIR --dry         # every part on tiny models on the CPU
+    python -m benchmarks.gpu.quick --out DIR         # what speed work needs, in nine minutes
 """
 
 
@@ -244,8 +232,8 @@ A call measures for at most `--minutes`, and leaves rows that would not end in t
 call. DIR holds `results.json`, and `run-*` of the real run: a few MB, and all that a next call and
 `--report` need. To continue on another machine with the same kind of GPU, copy DIR there. A row
 that fails (out of memory, a missing package, its time limit) is recorded with the reason and ends
-no other; `--retry` measures such rows again. For a GPU without a package registry, or for half an
-hour: [contributing](contributing.md#half-an-hour-on-a-gpu).
+no other; `--retry` measures such rows again. For a GPU without a package registry, or for figures
+of a change in fifteen minutes: [contributing](contributing.md#fifteen-minutes-on-a-gpu).
 """
     return head + "".join(f"\n{section}" for section in sections)
 
@@ -289,7 +277,7 @@ def _wrapped(text: str) -> str:
 
 
 def _reason(row: Row, outcome: RowOutcome) -> str:
-    """The reason why a row, or one of its turns, has no result; "" if there is none."""
+    """The reason why a row has no result; "" if there is none."""
     if row.skip:
         return f"skipped: {row.skip}"
     if outcome.problem:
@@ -317,11 +305,4 @@ def _facts(machine: BenchMachine, results: Results) -> str:
     return (
         f"{dry}{', '.join(part for part in (hardware, cores) if part)}; {', '.join(software)}; "
         f"{when}."
-    )
-
-
-def _waiting_seconds(turns: Sequence[Turn], results: Results) -> float:
-    """Expected duration of turns, in seconds."""
-    return sum(
-        results.outcome(one.part, one.row).expected_seconds(one.row.seconds) for one in turns
     )

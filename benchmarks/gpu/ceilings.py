@@ -1,30 +1,27 @@
 """Part "ceilings" of `python -m benchmarks gpu`: the rates that bound every other figure.
 
-    python -m firstlight.hardware.fresh_process benchmarks.gpu_ceilings REQUEST
+    python -m firstlight.hardware.fresh_process benchmarks.gpu.ceilings REQUEST
 
 REQUEST is a JSON object with "device" and "measure", which is one of these, with its own keys:
 
 - "products": "dtype", "squares" (sizes of square products), "models" (number of tokens by model),
   "rounds", "seconds" of each measurement, "sustained_seconds"
 - "copies": "bytes" of a copy
-- "start": "model", "seq_len", "rows" (sequences of a step), "compile", "work" (parent of the
-  compiler's cache folder)
+- "start": "model", "seq_len", "rows" (sequences of a step)
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.memory import copy_seconds
 from benchmarks.models import PlannerCase
 from benchmarks.pages import markdown_table
@@ -50,7 +47,7 @@ from firstlight.recipe import parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 
 NAME = "ceilings"
-_MODULE = "benchmarks.gpu_ceilings"
+_MODULE = "benchmarks.gpu.ceilings"
 
 
 def _rows(machine: BenchMachine) -> list[Row]:
@@ -85,14 +82,7 @@ def _rows(machine: BenchMachine) -> list[Row]:
         "seq_len": 64 if dry else 1024,
         "rows": 1 if dry else 16,
     }
-    # In its second turn, "start, compiled" reuses the code that was compiled in the first turn.
-    for name, compiles, seconds, turns in (
-        ("start", False, 25, 1),
-        ("start, compiled", True, 80, 2),
-    ):
-        request = {**start, "compile": compiles and not dry}
-        took = 8 if dry else seconds
-        rows.append(Row(name, _MODULE, request, seconds=took, value=3, turns=turns))
+    rows.append(Row("start", _MODULE, start, seconds=8 if dry else 25, value=3))
     return rows
 
 
@@ -162,12 +152,14 @@ def _page(found: Findings) -> Page:
         parts.append(text + markdown_table(("copy", "GB/s"), cells))
         said = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
         summary.append(f"- Copies, GB/s: {said}.")
-    if starts := _starts(found):
-        phases = list(starts[0][1])
-        rows = [(name, *(f"{times[phase]:.1f}" for phase in phases)) for name, times in starts]
-        parts.append(_STARTS + markdown_table(("process", *phases), rows))
-        said = ", ".join(f"{name} {times['first step']:.0f} s" for name, times in starts)
-        summary.append(f"- From the start of a process to the end of its first step: {said}.")
+    for run in found.outcome(NAME, "start").runs[-1:]:
+        times = run["times"]
+        seconds = [f"{one:.1f}" for one in times.values()]
+        parts.append(_STARTS + markdown_table(("process", *times), [("not compiled", *seconds)]))
+        summary.append(
+            "- From the start of a process to the end of its first step: not compiled "
+            f"{times['first step']:.0f} s."
+        )
     return Page("\n".join(summary), "\n".join(parts), pictures)
 
 
@@ -205,15 +197,6 @@ def _rates_tables(runs: Mapping[str, Mapping[str, Any]], gpu: GPU | None) -> str
     ]
     table = markdown_table(("product", *runs), rows)
     return text + f"\nThe products of the layers (fp8 all in the layout nt), TFLOP/s:\n\n{table}"
-
-
-def _starts(found: Findings) -> list[tuple[str, dict[str, float]]]:
-    """(name of the process, seconds at the end of each phase) for each measured process start."""
-    result = [("not compiled", run["times"]) for run in found.outcome(NAME, "start").runs[-1:]]
-    compiled = found.outcome(NAME, "start, compiled").runs
-    for name, cached in (("compiled", False), ("compiled, with its cache", True)):
-        result += [(name, run["times"]) for run in compiled if run["cached"] is cached][-1:]
-    return result
 
 
 def _draw(runs: Mapping[str, Mapping[str, Any]]) -> bytes:
@@ -363,46 +346,27 @@ def _copies(request: dict[str, Any]) -> dict[str, Any]:
 
 def _start(request: dict[str, Any]) -> dict[str, Any]:
     """The "times" in seconds since the start of this process at the end of each phase, from imports
-    to the second step; "cached", True if the compiler had the cache of an earlier process."""
+    to the second step."""
     began = psutil.Process().create_time()
     times = {"imports": time.time() - began}
-    cache = Path(request["work"]) / "cache-of-start"
-    cached = cache.is_dir()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
     hardware = find_hardware(request["device"])
     torch.zeros(1, device=hardware.device)
     synchronize(hardware.device)
     times["device"] = time.time() - began
-    step = _training_step(request)
-    synchronize(hardware.device)
-    times["model"] = time.time() - began
-    for name in ("first step", "second step"):
-        step()
-        synchronize(hardware.device)
-        times[name] = time.time() - began
-    return {
-        "times": times,
-        "cached": cached and request["compile"],
-        "line": f"first step after {times['first step']:.1f} s",
-    }
-
-
-def _training_step(request: Mapping[str, Any]) -> Callable[[], object]:
-    """A function that trains one step of a model with random weights on random tokens."""
-    changes = {
-        "efficiency.precision": "bf16",
-        "efficiency.compile": request["compile"],
-        "efficiency.vocab_multiple": 64,
-    }
+    changes = {"efficiency.precision": "bf16", "efficiency.vocab_multiple": 64}
     case = PlannerCase(request["model"], request["rows"], request["seq_len"], changes)
-    hardware = find_hardware(request["device"])
     recipe = parse_resolved_recipe(case.recipe(request["device"]))
     model = empty_model(recipe.model, 64)
     model.init_weights(torch.Generator().manual_seed(0))
     program = TrainingProgram(recipe, model, hardware)
     batch = random_batch(recipe).to(hardware.device)
-    return lambda: program.step([batch], lr_scale=1.0)
+    synchronize(hardware.device)
+    times["model"] = time.time() - began
+    for name in ("first step", "second step"):
+        program.step([batch], lr_scale=1.0)
+        synchronize(hardware.device)
+        times[name] = time.time() - began
+    return {"times": times, "line": f"first step after {times['first step']:.1f} s"}
 
 
 def product_rates(

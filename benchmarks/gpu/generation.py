@@ -1,7 +1,7 @@
 """Part "generation" of `benchmarks gpu`: tokens per second relative to transformers, and to
 the limit of the memory's bandwidth.
 
-    python -m firstlight.hardware.fresh_process benchmarks.gpu_generation REQUEST
+    python -m firstlight.hardware.fresh_process benchmarks.gpu.generation REQUEST
 
 REQUEST is a JSON object:
 
@@ -37,7 +37,7 @@ from benchmarks.generation import (
     continue_with_generate,
     continue_with_sampling,
 )
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.memory import copy_rate
 from benchmarks.models import model_values, random_model
 from benchmarks.pages import markdown_table
@@ -50,39 +50,32 @@ from firstlight.weights.loading import file_tensors
 
 NAME = "generation"
 
-_MODULE = "benchmarks.gpu_generation"
-
-#: Programs of each group of rows. A row's programs take turns, with transformers among them, so
-#: that other work of the machine affects the ratios to transformers less.
-_GROUPS = {
-    "as it is": ("transformers", "firstlight", "decoder"),
-    "compiled": ("transformers", "firstlight, compiled", "decoder, compiled"),
-}
+_MODULE = "benchmarks.gpu.generation"
 
 
 def _rows(machine: BenchMachine) -> list[Row]:
-    models = ["tiny-gpt2"] if machine.dry else ["gpt2-124m", "llama-1b"]
-    rows = []
-    for model in models:
-        for group, programs in _GROUPS.items():
-            if machine.dry and group == "compiled":
-                continue
-            # Without transformers on this machine, only firstlight's own rates are measured.
-            known = [one for one in programs if one != "transformers" or not machine.lacks(one)]
-            request: dict[str, Any] = {
+    dry = machine.dry
+    # Without transformers on this machine, only firstlight's own rates are measured.
+    known = [one for one in _PROGRAMS if one != "transformers" or not machine.lacks(one)]
+    return [
+        Row(
+            f"{model}, as it is",
+            _MODULE,
+            {
                 "model": model_values(model),
                 "device": machine.device,
-                "dtype": "float32" if machine.dry else "bfloat16",
+                "dtype": "float32" if dry else "bfloat16",
                 "programs": known,
-                "batch_sizes": [1, 2] if machine.dry else [1, 8, 64],
-                "prompt_tokens": 16 if machine.dry else 128,
-                "new_tokens": 8 if machine.dry else 64,
+                "batch_sizes": [1, 2] if dry else [1, 8, 64],
+                "prompt_tokens": 16 if dry else 128,
+                "new_tokens": 8 if dry else 64,
                 "turns": 2,
-            }
-            seconds = 9.0 if machine.dry else 130.0 if group == "compiled" else 70.0
-            value = 4 if group == "compiled" else 2 if model == models[0] else 3
-            rows.append(Row(f"{model}, {group}", _MODULE, request, seconds=seconds, value=value))
-    return rows
+            },
+            seconds=9.0 if dry else 70.0,
+            value=value,
+        )
+        for model, value in ({"tiny-gpt2": 2} if dry else {"gpt2-124m": 2, "llama-1b": 3}).items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -329,28 +322,21 @@ def _in_words(programs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 class _Shared:
-    """The model, the request and the decoders that the programs share."""
+    """The model, the request and the decoder that the programs share."""
 
     def __init__(self, model: Model, request: Mapping[str, Any]) -> None:
         self.model, self.request = model, request
-        self._decoders: dict[bool, BatchDecoder] = {}
-
-    def decoder(self, *, compiled: bool) -> BatchDecoder:
-        """The decoder, with room for the largest number of texts; made once, compiled or not."""
-        if compiled not in self._decoders:
-            longest = self.request["prompt_tokens"] + self.request["new_tokens"]
-            largest = max(self.request["batch_sizes"])
-            self._decoders[compiled] = BatchDecoder(self.model, largest, longest, compile=compiled)
-        return self._decoders[compiled]
+        longest = request["prompt_tokens"] + request["new_tokens"]
+        self.decoder = BatchDecoder(model, max(request["batch_sizes"]), longest)
 
 
-def _firstlight(shared: _Shared, *, compiled: bool = False) -> Continue:
-    return continue_with_sampling(shared.decoder(compiled=compiled), shared.request)
+def _firstlight(shared: _Shared) -> Continue:
+    return continue_with_sampling(shared.decoder, shared.request)
 
 
-def _greedily(shared: _Shared, *, compiled: bool = False) -> Continue:
+def _greedily(shared: _Shared) -> Continue:
     """A function that continues prompts; the device chooses the likeliest tokens of all texts."""
-    decoder, new_tokens = shared.decoder(compiled=compiled), shared.request["new_tokens"]
+    decoder, new_tokens = shared.decoder, shared.request["new_tokens"]
 
     def continue_texts(prompts: list[list[int]]) -> Timing:
         start = time.perf_counter()
@@ -391,10 +377,9 @@ def _transformers(shared: _Shared) -> Continue:
     return continue_with_generate(theirs.eval(), device, request)
 
 
+#: The programs, which take turns, so that other work of the machine affects the ratios less.
 _PROGRAMS: dict[str, Callable[[_Shared], Continue]] = {
     "transformers": _transformers,
     "firstlight": _firstlight,
-    "firstlight, compiled": functools.partial(_firstlight, compiled=True),
     "decoder": _greedily,
-    "decoder, compiled": functools.partial(_greedily, compiled=True),
 }

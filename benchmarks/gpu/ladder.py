@@ -1,8 +1,7 @@
 """Part "ladder" of `python -m benchmarks gpu`: each row of a table adds a method to the row before.
 
 There are ladders for the speed of GPT-2 124M and for the memory of full fine-tuning of a Llama 3.2
-3B, and tables of LoRA and QLoRA for Llamas of 3B and 8B. The Llamas are compared with the figures
-in torchtune's README. A row of a ladder is called a rung.
+3B, which is compared with the figures in torchtune's README. A row of a ladder is called a rung.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.models import PlannerCase
 from benchmarks.pages import markdown_table
 from benchmarks.planner_steps import STEPS_MODULE, steps_request
@@ -21,9 +20,8 @@ NAME = "ladder"
 
 _GIB = 2**30
 
-#: Goals for peak memory in GiB, of the last rung of full fine-tuning and of QLoRA of 8B; both are
-#: figures that torchtune publishes.
-MEMORY_GOAL, QLORA_GOAL = 17.6, 7.4
+#: Goal for peak memory in GiB of the last rung of full fine-tuning, a figure of torchtune's.
+MEMORY_GOAL = 17.6
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Ladder:
         tokens: tokens of a sequence.
         rungs: the rungs in their order.
         seconds: expected duration of a rung's process in seconds, without compiling.
-        adds: True adds the changes of the rungs before; False makes each rung independent.
     """
 
     title: str
@@ -66,7 +63,6 @@ class Ladder:
     tokens: int
     rungs: Sequence[Rung]
     seconds: float
-    adds: bool = True
 
     def cases(self, machine: BenchMachine) -> Iterator[tuple[Rung, PlannerCase, str]]:
         """Each rung, its configuration, and the reason why it is skipped ("" if it is not)."""
@@ -74,7 +70,7 @@ class Ladder:
         for rung in self.rungs:
             missing = machine.lacks(*rung.needs)
             own = {**changes, **rung.changes}
-            if self.adds and not missing:
+            if not missing:
                 changes = own
             yield rung, PlannerCase(self.model, self.rows, self.tokens, own), missing
 
@@ -90,10 +86,6 @@ _PLAIN = {
     "optimizer.implementation": "for-loop",
     "optimizer.max_grad_norm": 0.0,
 }
-#: The weights, which adapters don't train, are stored in bf16, including embedding and head.
-_FROZEN = {"efficiency.precision": "bf16_params", "efficiency.loss_chunk_tokens": 256, **_FULL}
-_LORA = {**_FROZEN, "lora": {"rank": 8}}
-_QLORA = {**_FROZEN, "lora": {"rank": 8, "quantize": "nf4"}}
 _4_BITS = ("bitsandbytes",)
 
 
@@ -105,14 +97,12 @@ def _speed_rungs(rows: int) -> tuple[Rung, ...]:
     """
     return (
         Rung("fp32, attention as two products, AdamW parameter by parameter", _PLAIN, value=2),
-        Rung("+ tf32", {"efficiency.precision": "tf32"}),
-        Rung("+ bf16 in place of tf32", _BF16, value=2),
+        Rung("+ bf16", _BF16, value=2),
         Rung("+ fused attention (SDPA)", {"efficiency.attention": "sdpa"}),
         Rung("+ fused AdamW", _FUSED),
         Rung("+ torch.compile", _COMPILED, slow=True, value=2),
         Rung("+ padded vocabulary", {"efficiency.vocab_multiple": 64}, slow=True),
         Rung("+ twice the micro-batch", {"batch.micro_batch_size": 2 * rows}, slow=True),
-        Rung("+ 4 times the micro-batch", {"batch.micro_batch_size": 4 * rows}, slow=True, value=5),
         Rung("+ CUDA graphs", {"efficiency.compile_mode": "reduce-overhead"}, slow=True, value=6),
     )
 
@@ -135,27 +125,11 @@ _MEMORY_RUNGS = (
     ),
 )
 
-_ADAPTER_RUNGS = (
-    Rung("LoRA", _LORA, value=4),
-    Rung("LoRA, compiled", {**_LORA, **_COMPILED}, slow=True, value=4),
-    Rung("QLoRA", _QLORA, needs=_4_BITS, value=3),
-    Rung("QLoRA, compiled", {**_QLORA, **_COMPILED}, needs=_4_BITS, slow=True, value=3),
-    # By layers: in a model compiled as a whole, the backward pass would bring all activations back
-    # to the GPU at once.
-    Rung(
-        "QLoRA, layers compiled, activations offloaded",
-        {**_QLORA, **_COMPILED, **_OFFLOADED, "efficiency.compile_regional": True},
-        needs=_4_BITS,
-        slow=True,
-        value=3,
-    ),
-)
-
 #: Published rungs: name, peak memory in GiB, tokens/s.
 Published = Sequence[tuple[str, float, float]]
 
 #: torchtune's README (0.6), "Optimization flags": Llama 3.2 3B in bf16 on an A100, batch size 2,
-#: sequences of 4,096 tokens; LoRA and QLoRA don't have the last two of these rungs.
+#: sequences of 4,096 tokens.
 _PUBLISHED_3B: Published = (
     ("packed rows, pure bf16, AdamW", 60.0, 7075),
     ("+ compile", 51.0, 8998),
@@ -165,16 +139,12 @@ _PUBLISHED_3B: Published = (
     ("+ activation offloading", 21.8, 7301),
     ("+ 8-bit AdamW", 17.6, 6960),
 )
-_PUBLISHED_ADAPTERS_3B: Published = (("LoRA", 8.5, 8210), ("QLoRA", 4.6, 8035))
-#: Published rungs of the same page for an RTX 4090: batch size 2, 2,048 tokens, compiled.
-_PUBLISHED_8B: Published = (("LoRA", 16.2, 3083), ("QLoRA", 7.4, 2413))
 
 
 def ladders(machine: BenchMachine) -> tuple[tuple[Ladder, Published], ...]:
     """The ladders for a machine, each with published figures (() without)."""
     if machine.dry:
         tiny = Rung("bf16, chunks, checkpointing", {**_BF16, "efficiency.loss_chunk_tokens": 64})
-        lora = Rung("LoRA", {"lora": {"rank": 2}})
         four = Rung("4 bits without a package", {}, needs=("no-such-package",))
         speed = (Rung("plain", _PLAIN), Rung("+ fused AdamW", _FUSED))
         return (
@@ -184,10 +154,6 @@ def ladders(machine: BenchMachine) -> tuple[tuple[Ladder, Published], ...]:
                     "Memory of a tiny Llama", "tiny-llama", 2, 128, rungs=(tiny, four), seconds=6.0
                 ),
                 _PUBLISHED_3B,
-            ),
-            (
-                Ladder("Adapters", "tiny-llama", 2, 128, rungs=(lora,), seconds=6.0, adds=False),
-                _PUBLISHED_8B,
             ),
         )
     return (
@@ -207,30 +173,6 @@ def ladders(machine: BenchMachine) -> tuple[tuple[Ladder, Published], ...]:
                 seconds=30.0,
             ),
             _PUBLISHED_3B,
-        ),
-        (
-            Ladder(
-                "Llama 3.2 3B, adapters",
-                "llama-3b",
-                2,
-                4096,
-                rungs=_ADAPTER_RUNGS,
-                seconds=30.0,
-                adds=False,
-            ),
-            _PUBLISHED_ADAPTERS_3B,
-        ),
-        (
-            Ladder(
-                "Llama 3.1 8B, adapters",
-                "llama-8b",
-                2,
-                2048,
-                rungs=_ADAPTER_RUNGS,
-                seconds=40.0,
-                adds=False,
-            ),
-            _PUBLISHED_8B,
         ),
     )
 
@@ -358,11 +300,7 @@ def _summary(ladder: Ladder, entries: Sequence[_Found]) -> str:
     if not entries[0].reason:
         gain = f"{fastest.rate / good[0].rate:.1f} times the first rung, {gain}"
     least = min(good, key=lambda entry: entry.result["peak_bytes"])
-    goal = ""
-    if ladder.model == "llama-3b" and ladder.adds:
-        goal = f" (goal {MEMORY_GOAL})"
-    elif ladder.model == "llama-8b":
-        goal = f" (goal for QLoRA {QLORA_GOAL})"
+    goal = f" (goal {MEMORY_GOAL})" if ladder.model == "llama-3b" else ""
     return (
         f"- {ladder.title}{count}: up to {fastest.rate:,.0f} tokens/s "
         f"({gain}), down to "

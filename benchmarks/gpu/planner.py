@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.models import PlannerCase, dry_grid, gpu_grid
 from benchmarks.pages import markdown_table
 from benchmarks.planner_constants import (

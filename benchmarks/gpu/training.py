@@ -1,6 +1,6 @@
 """Part "training" of `python -m benchmarks gpu`: tokens per second relative to other programs.
 
-    python -m firstlight.hardware.fresh_process benchmarks.gpu_training REQUEST
+    python -m firstlight.hardware.fresh_process benchmarks.gpu.training REQUEST
 
 REQUEST has the keys of `training`, but instead of "data" it has "work", the folder in which
 the corpus of the standard library is prepared unless it exists, and "vocab_size", the size of its
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_ceilings import measured_ceiling
-from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row, draw_bars
+from benchmarks.gpu.ceilings import measured_ceiling
+from benchmarks.gpu.parts import BenchMachine, Findings, Page, Part, Row, draw_bars
 from benchmarks.pages import markdown_table
 from benchmarks.training import FIRSTLIGHT, REFERENCE, library_corpus, turn_ratios
 from benchmarks.training import measure as measure_training
@@ -24,21 +24,17 @@ from firstlight.bench.models import find_model
 from firstlight.models.accounting import meta_model, train_flops_per_token
 
 NAME = "training"
-_MODULE = "benchmarks.gpu_training"
+_MODULE = "benchmarks.gpu.training"
 
 #: Vocabulary size of the corpus's tokenizer, that of GPT-2; models may have larger vocabularies.
 VOCAB_SIZE, DRY_VOCAB_SIZE = 50257, 512
 
 _GIB = 2**30
 
-#: Values of the recipe of firstlight's own rows: the settings that the guide names for a GPU.
-_KEYS: dict[str, Any] = {"efficiency": {"compile": True, "vocab_multiple": 64}}
-
 _PROGRAMS = {
     FIRSTLIGHT: "bf16, compiled, vocabulary padded to a multiple of 64",
     REFERENCE: "a bare loop as nanoGPT's: fp32 weights, bf16 autocast, torch.compile, SDPA, fused "
     "AdamW, clipping",
-    "trainer": "transformers' Trainer and model: bf16, torch_compile, fused AdamW",
 }
 
 
@@ -53,7 +49,6 @@ class TrainingCase:
         programs: (`Row.value`, expected seconds of the first turn) by program.
         goal: the goal in Markdown.
         goal_rate: label of the picture's reference line, and its tokens per second.
-        variants: changes of the recipe, by key, for further rows of firstlight, by name.
     """
 
     model: str
@@ -62,7 +57,6 @@ class TrainingCase:
     programs: Mapping[str, tuple[int, float]]
     goal: str
     goal_rate: tuple[str, float]
-    variants: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 _CASES = (
@@ -70,25 +64,18 @@ _CASES = (
         "gpt2-124m",
         1024,
         {120: 64, 60: 32, 30: 16, 0: 8},
-        {FIRSTLIGHT: (1, 75), REFERENCE: (1, 65), "trainer": (2, 100)},
+        {FIRSTLIGHT: (1, 75), REFERENCE: (1, 65)},
         goal="60 % of the measured bf16 rate, and 1.1 times the bare loop; llm.c reaches about "
         "460,000 tokens/s on an H100",
         goal_rate=("llm.c on an H100", 460e3),
-        variants={
-            "cuDNN attention": {"efficiency.attention": "cudnn"},
-            "CUDA graphs": {"efficiency.compile_mode": "reduce-overhead"},
-            "loss in chunks": {"efficiency.loss_chunk_tokens": 8192},
-            "nothing set": {"efficiency": {}, "batch": None},
-        },
     ),
     TrainingCase(
         "llama-1b",
         2048,
         {120: 8, 60: 4, 30: 2, 0: 1},
-        {FIRSTLIGHT: (2, 110), REFERENCE: (3, 100), "trainer": (4, 140)},
+        {FIRSTLIGHT: (2, 110)},
         goal="45,000 tokens/s; nanotron reaches 42,000",
         goal_rate=("nanotron", 42e3),
-        variants={"cuDNN attention": {"efficiency.attention": "cudnn"}},
     ),
 )
 _DRY_CASES = (
@@ -96,10 +83,9 @@ _DRY_CASES = (
         "small",
         64,
         {0: 2},
-        {FIRSTLIGHT: (1, 10), REFERENCE: (1, 10), "trainer": (2, 15)},
+        {FIRSTLIGHT: (1, 10), REFERENCE: (1, 10)},
         goal="none: a dry run",
         goal_rate=("no goal", 1.0),
-        variants={"loss in chunks": {"efficiency.loss_chunk_tokens": 32}},
     ),
 )
 
@@ -109,91 +95,46 @@ def _cases(machine: BenchMachine) -> Sequence[TrainingCase]:
 
 
 def _rows(machine: BenchMachine) -> list[Row]:
-    rows = []
-    for case in _cases(machine):
-        for program in _PROGRAMS:
-            rows.append(_row(case, machine, program, _row_name(case, program), turns=2))
-        rows += [
-            _row(case, machine, FIRSTLIGHT, _row_name(case, FIRSTLIGHT, name), changes=changes)
-            for name, changes in case.variants.items()
-        ]
-    return rows
+    return [
+        Row(
+            _row_name(case, program),
+            _MODULE,
+            {
+                "program": program,
+                "recipe": _recipe(case, machine),
+                "micro_batch_size": _micro_batch_size(case, machine),
+                "warmup_steps": 1 if machine.dry else 5,
+                "steps": 2 if machine.dry else 20,
+                "threads": machine.cpus,
+                "compile": not machine.dry,
+                "vocab_size": DRY_VOCAB_SIZE if machine.dry else VOCAB_SIZE,
+            },
+            seconds=seconds,
+            value=value,
+        )
+        for case in _cases(machine)
+        for program, (value, seconds) in case.programs.items()
+    ]
 
 
-def _row_name(case: TrainingCase, program: str, variant: str = "") -> str:
-    return f"{case.model}, {program}" + (f", {variant}" if variant else "")
-
-
-def _row(
-    case: TrainingCase,
-    machine: BenchMachine,
-    program: str,
-    name: str,
-    *,
-    changes: Mapping[str, Any] | None = None,
-    turns: int = 1,
-) -> Row:
-    """The row of a program.
-
-    Args:
-        case: the model.
-        machine: the machine.
-        program: name in `_PROGRAMS`.
-        name: name of the row.
-        changes: changes of the recipe for a variant of firstlight; None if the row is no variant.
-        turns: number of measurements.
-    """
-    micro = _micro_batch_size(case, machine)
-    request = {
-        "program": program,
-        "recipe": _recipe(case, machine, micro, changes or {}),
-        "micro_batch_size": micro,
-        "warmup_steps": 1 if machine.dry else 5,
-        "steps": 2 if machine.dry else 20,
-        "threads": machine.cpus,
-        "compile": not machine.dry,
-        "vocab_size": DRY_VOCAB_SIZE if machine.dry else VOCAB_SIZE,
-    }
-    value, seconds = case.programs[program]
-    missing = machine.lacks("transformers", "accelerate") if program == "trainer" else ""
-    return Row(
-        name,
-        _MODULE,
-        request,
-        seconds=seconds,
-        value=value if changes is None else 5,
-        turns=turns if not machine.dry else 1,
-        plain=program != FIRSTLIGHT,
-        skip=missing,
-    )
+def _row_name(case: TrainingCase, program: str) -> str:
+    return f"{case.model}, {program}"
 
 
 def _micro_batch_size(case: TrainingCase, machine: BenchMachine) -> int:
     return next(rows for least, rows in case.rows.items() if machine.memory_bytes >= least * _GIB)
 
 
-def _recipe(
-    case: TrainingCase, machine: BenchMachine, micro: int, changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    values: dict[str, Any] = {
+def _recipe(case: TrainingCase, machine: BenchMachine) -> dict[str, Any]:
+    micro = _micro_batch_size(case, machine)
+    return {
         "run": {"device": machine.device},
         "model": find_model(case.model).model_dump(),
         "data": {"dir": "-", "seq_len": case.seq_len},
         "batch": {"micro_batch_size": micro, "gradient_accumulation_steps": 1},
-        **_KEYS,
+        # The settings that the guide names for a GPU.
+        "efficiency": {"compile": not machine.dry, "vocab_multiple": 64},
     }
-    if machine.dry:
-        values["efficiency"] = {"compile": False, "vocab_multiple": 64}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        if name:
-            values[section] = {**values[section], name: value}
-        elif section == "batch":
-            # The same tokens per step, with the micro-batch size left open.
-            values["batch"] = {"global_batch_tokens": micro * case.seq_len}
-        else:
-            values[section] = value
-    return values
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +170,7 @@ def _page(found: Findings) -> Page:
     programs = "".join(f"- `{name}`: {text}\n" for name, text in _PROGRAMS.items())
     parts = [
         "Each program trains the same model on the same rows of the standard library's source, in "
-        "fresh\nprocesses that take turns; rates are medians over the timed steps of all turns.\n\n"
-        + programs
+        "fresh\nprocesses; rates are medians over the timed steps of all turns.\n\n" + programs
     ]
     summary, pictures = [], {}
     for case in _cases(found.machine):
@@ -318,9 +258,8 @@ def _summary(case: TrainingCase, found: Findings, rates: Mapping[str, float]) ->
     said += [f"{_percent(measured)} of the measured bf16 rate"] if measured else []
     said += [f"{_percent(sheet)} of the data sheet's"] if sheet else []
     runs = found.outcome(NAME, _row_name(case, FIRSTLIGHT)).runs
-    for program, name in ((REFERENCE, "the bare loop's"), ("trainer", "the Trainer's")):
-        ratios = turn_ratios(runs, found.outcome(NAME, _row_name(case, program)).runs)
-        said += [f"{statistics.median(ratios):.2f} times {name}"] if ratios else []
+    ratios = turn_ratios(runs, found.outcome(NAME, _row_name(case, REFERENCE)).runs)
+    said += [f"{statistics.median(ratios):.2f} times the bare loop's"] if ratios else []
     peaks = [run["peak_bytes"] for run in runs]
     said.append(f"peak {max(peaks) / _GIB:.1f} GiB")
     return f"- {case.model}: {', '.join(said)}. Goal: {case.goal}."
@@ -335,7 +274,7 @@ TRAINING = Part(
     "Training: GPT-2 124M and Llama 1B beside other programs",
     "Tokens a second, MFU (against the measured rate of bf16 matrix products and the data sheet's) "
     "and peak memory of GPT-2 124M and a Llama of 1.2B parameters, with random weights and real "
-    "token shards, beside a bare loop in nanoGPT's manner and transformers' Trainer, in turns.",
+    "token shards, beside a bare loop in nanoGPT's manner.",
     _rows,
     page=_page,
 )

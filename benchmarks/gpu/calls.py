@@ -1,0 +1,161 @@
+"""Time, memory and kernels of a call on a device, and calls recorded as CUDA graphs.
+
+On a CPU everything runs the same way: a recorded call is the call itself, memory is not measured,
+and operators stand for kernels.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from firstlight.hardware.device import synchronize
+
+Call = Callable[[], object]
+
+#: Number of kernels of a profile that are kept, those with the most time.
+_MOST_KERNELS = 15
+
+#: Names of attention kernels: FlashAttention's, cuDNN's, the memory-efficient ones, flex's.
+_ATTENTION = re.compile(r"flash|sdpa|fmha|attention|flex", re.IGNORECASE)
+
+
+def milliseconds(call: Call, device: torch.device, *, rounds: int = 5, calls: int = 5) -> float:
+    """Milliseconds of a call, the median over rounds.
+
+    The device is waited for before and after each round only, so that a call which itself waits for
+    nothing is measured without waiting.
+
+    Args:
+        call: the call, whose first run may be slower.
+        device: device of the computation.
+        rounds: number of timed rounds, after one that is not timed.
+        calls: calls of a round.
+    """
+    found = []
+    for number in range(rounds + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls if number else 1):
+            call()
+        synchronize(device)
+        if number:
+            found.append(1000 * (time.perf_counter() - start) / calls)
+    return statistics.median(found)
+
+
+def kernels(call: Call, device: torch.device) -> dict[str, Any]:
+    """The kernels of one call.
+
+    Returns:
+        - "kernels_ms": time in which at least one kernel ran
+        - "launches": number of kernels
+        - "attention": names of the attention kernels, joined by ", "
+        - "kernels": [name, milliseconds, calls] of the kernels with the most time
+    """
+    on_gpu = device.type == "cuda"
+    # Without the CPU's activity on a GPU: recording operators would slow down the host.
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    synchronize(device)
+    with profile(activities=[activity], acc_events=True) as profiler:
+        call()
+        synchronize(device)
+    inner = profiler.profiler
+    assert inner is not None
+    assert inner.kineto_results is not None
+    found: list[Any] = inner.kineto_results.events()
+    return _summary(
+        [
+            (event.name(), event.start_ns() / 1e6, event.duration_ns() / 1e6)
+            for event in found
+            if _is_kernel(event, "CUDA" if on_gpu else "CPU")
+        ]
+    )
+
+
+def _is_kernel(event: Any, device: str) -> bool:
+    # Ranges that torch marks by name, such as "Optimizer.step", are on the GPU's timeline, too.
+    is_marked = event.is_user_annotation() if hasattr(event, "is_user_annotation") else False
+    is_here = event.device_type().name == device
+    return is_here and not is_marked and (device == "CUDA" or event.name().startswith("aten::"))
+
+
+def _summary(spans: list[tuple[str, float, float]]) -> dict[str, Any]:
+    """See `kernels`; `spans` are name, start and duration of each kernel in milliseconds."""
+    busy = end = 0.0
+    for _, start, duration in sorted(spans, key=lambda span: span[1]):
+        busy += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    by_name: dict[str, list[float]] = collections.defaultdict(list)
+    for name, _, duration in spans:
+        by_name[name].append(duration)
+    ordered = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))
+    attention = [name[:80] for name, _ in ordered if _ATTENTION.search(name)]
+    return {
+        "kernels_ms": round(busy, 4),
+        "launches": len(spans),
+        "attention": ", ".join(attention),
+        "kernels": [
+            [name[:120], round(sum(times), 4), len(times)]
+            for name, times in ordered[:_MOST_KERNELS]
+        ],
+    }
+
+
+def recorded(call: Call, device: torch.device) -> Call:
+    """A function that replays a call as a CUDA graph; on a CPU, the call itself.
+
+    Args:
+        call: a call that reads nothing on the host. Its tensors must keep their addresses.
+        device: device of the computation.
+    """
+    if device.type != "cuda":
+        return call
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # loads kernels and makes workspaces, which can't be recorded
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    # Garbage that holds another graph, collected during the recording, would spoil it.
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    finally:
+        gc.enable()
+    return graph.replay
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
+    """A context whose peaks the yielded dict has at its end: "allocated_gib" and "reserved_gib" of
+    torch's allocator, with what was there before; {} on a CPU."""
+    found: dict[str, float] = {}
+    if device.type != "cuda":
+        yield found
+        return
+    free_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    torch.cuda.synchronize(device)
+    found["allocated_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+    found["reserved_gib"] = round(torch.cuda.max_memory_reserved(device) / 2**30, 3)
+
+
+def free_memory(device: torch.device) -> None:
+    """Return memory that nothing uses to the GPU."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,932 @@
+"""The items of `quick`: what is measured, in the order of value per second.
+
+An item is a generator of rows: dicts of a row's name, "row", and its figures, or "error". A row
+that fails ends no other. Each item measures what the package does today, and what torch alone could
+do in its place, so that the same item shows the difference before and after a change.
+
+Shape letters as in `models/ops.py`; N is B x T, n the number of tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.calls import Call, free_memory, kernels, milliseconds, peak_memory, recorded
+from benchmarks.models import PlannerCase, dry_grid, gpu_grid, model_values, random_model
+from benchmarks.planner_memory import random_batch
+from benchmarks.planner_steps import STEPS_MODULE
+from benchmarks.planner_steps import measure as measure_steps
+from firstlight.bench.models import config_of
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.few_rows import Int8Linear, rounded
+from firstlight.hardware.device import Hardware, synchronize
+from firstlight.hardware.fresh_process import ask, training_environment
+from firstlight.methods.memory import chunked_head_loss
+from firstlight.models import Model
+from firstlight.models.ops import Embedding, for_each_query_head
+from firstlight.recipe import parse_resolved_recipe
+from firstlight.training.program import TrainingProgram
+from firstlight.training.starting_model import attach
+
+#: Name, figures or error of one measurement.
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The device, and the sizes of a dry run.
+
+    Attributes:
+        hardware: device that is measured.
+        dry: True for tiny shapes and one call of each: figures without a meaning.
+    """
+
+    hardware: Hardware
+    dry: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Device that is measured."""
+        return self.hardware.device
+
+    def pick(self, real: Any, tiny: Any) -> Any:
+        """A size, or that of a dry run."""
+        return tiny if self.dry else real
+
+    def ms(self, call: Call, *, rounds: int = 5, calls: int = 5) -> float:
+        """See `calls.milliseconds`."""
+        if self.dry:
+            rounds = calls = 1
+        return round(milliseconds(call, self.device, rounds=rounds, calls=calls), 4)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function through torch.compile, for one shape; in a dry run without code of its own."""
+        backend = "eager" if self.dry else "inductor"
+        compiled: Callable[..., Any] = torch.compile(function, dynamic=False, backend=backend)
+        return compiled
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """A random tensor on the device."""
+        return torch.randn(*shape, dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item.
+
+    Attributes:
+        name: the letter of the plan, and the part of it.
+        title: heading of its table.
+        seconds: expected duration; without compiled code in the cache where it compiles.
+        rows: function that measures.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    rows: Callable[[Bench], Iterator[Row]]
+
+
+def attempt(name: str, measure: Callable[[], Mapping[str, Any]]) -> Row:
+    """A row, with "error" in place of figures if `measure` fails."""
+    try:
+        return {"row": name, **measure()}
+    except Exception as error:  # noqa: BLE001  (one row's failure is none of the others')
+        return {"row": name, "error": in_words(error)}
+
+
+def in_words(error: BaseException) -> str:
+    """An error as one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# A: facts
+
+
+#: Name -> B, H, K, T, S, D of attention.
+_SHAPES = {
+    "training, GPT-2 124M": (32, 12, 12, 1024, 1024, 64),
+    "training, Llama 1B": (4, 32, 8, 2048, 2048, 64),
+    "training, Llama 3B": (2, 24, 8, 4096, 4096, 128),
+    "training, small run": (8, 9, 9, 512, 512, 64),
+    "prompt, GPT-2 124M": (1, 12, 12, 128, 128, 64),
+    "prompt, Llama 1B": (1, 32, 8, 128, 128, 64),
+    "token, GPT-2 124M": (1, 12, 12, 1, 129, 64),
+    "token, Llama 1B": (1, 32, 8, 1, 129, 64),
+}
+_TRAINING_SHAPES = ("training, GPT-2 124M", "training, Llama 1B", "training, Llama 3B")
+
+
+def _operands(bench: Bench, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, T, D], keys and values [B, K, S, D] of a shape, which take gradients."""
+    B, H, K, T, S, D = _SHAPES[name]
+    if bench.dry:
+        B, S = min(B, 2), min(S, 17 if T == 1 else 16)
+        T = min(T, 16)
+    shapes = ((B, H, T, D), (B, K, S, D), (B, K, S, D))
+    q, k, v = (bench.tensor(*shape).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def facts(bench: Bench) -> Iterator[Row]:
+    """Versions, the time of starting a kernel, and the attention kernels that torch chooses."""
+    yield attempt("machine", functools.partial(_machine, bench))
+    for name in _SHAPES:
+        yield attempt(name, functools.partial(_chosen_kernel, bench, name))
+
+
+def _machine(bench: Bench) -> Row:
+    one = bench.tensor(16)
+    calls = bench.pick(2000, 10)
+    architectures = torch.cuda.get_arch_list() if bench.device.type == "cuda" else ()
+    return {
+        "cudnn": torch.backends.cudnn.version() or "",  # type: ignore[no-untyped-call]
+        "architectures": " ".join(architectures),
+        "launch_us": round(1000 * bench.ms(lambda: one.add_(1), calls=calls), 3),
+    }
+
+
+def _chosen_kernel(bench: Bench, name: str) -> Row:
+    q, k, v = _operands(bench, name)
+    causal, grouped = q.shape[2] > 1, q.shape[1] != k.shape[1]
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, enable_gqa=grouped)
+    ran = kernels(lambda: _attend(q, k, v), bench.device)
+    return {"chosen": SDPBackend(chosen).name, "attention": ran["attention"]}
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=q.shape[2] > 1 and mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+# B: attention kernels
+
+_BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention(bench: Bench) -> Iterator[Row]:
+    """Attention kernels forward and backward, and ways to compute grouped queries."""
+    for shape in _TRAINING_SHAPES:
+        for name, backend in _BACKENDS.items():
+            yield attempt(
+                f"{shape}: {name}", functools.partial(_kernel_times, bench, shape, [backend])
+            )
+    #: What a GPU without flash attention has.
+    old = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    ways = {"enable_gqa": _attend, "expanded keys": _expanded, "groups as rows": _as_rows}
+    for kind, backends in (("all kernels", list(_BACKENDS.values())), ("no flash, no cuDNN", old)):
+        for way, function in ways.items():
+            yield attempt(
+                f"8 texts, a token, {kind}: {way}",
+                functools.partial(_token_times, bench, function, backends),
+            )
+        for way in ("enable_gqa", "expanded keys"):
+            yield attempt(
+                f"training, Llama 1B, {kind}: {way}",
+                functools.partial(_kernel_times, bench, "training, Llama 1B", backends, ways[way]),
+            )
+
+
+def _expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Grouped queries with keys and values repeated for each query head."""
+    heads = q.shape[1]
+    return _attend(q, for_each_query_head(k, heads), for_each_query_head(v, heads), mask)
+
+
+def _as_rows(q_BHTD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Grouped queries of one token, the query heads of a group as rows: [B, K, H / K, D]."""
+    B, H, _, D = q_BHTD.shape
+    rows_BKGD = q_BHTD.view(B, k.shape[1], -1, D)
+    found = F.scaled_dot_product_attention(rows_BKGD, k, v, attn_mask=mask)
+    return found.reshape(B, H, 1, D)
+
+
+def _kernel_times(
+    bench: Bench,
+    shape: str,
+    backends: Sequence[SDPBackend],
+    attend: Callable[..., Tensor] = _attend,
+) -> Row:
+    q, k, v = _operands(bench, shape)
+    B, H, T, D = q.shape
+    # Products with queries and with values over half of the T x T scores.
+    flops = 2 * B * H * T * T * D
+
+    def both() -> None:
+        found = attend(q, k, v)
+        torch.autograd.grad(found, (q, k, v), found)
+
+    with sdpa_kernel(list(backends)):
+        ran = kernels(both, bench.device)
+        with torch.no_grad():
+            forward = bench.ms(lambda: attend(q, k, v))
+        whole = bench.ms(both)
+    return {
+        "forward_ms": forward,
+        "backward_ms": round(whole - forward, 4),
+        "forward_tflops": round(flops / forward / 1e9, 1),
+        "whole_tflops": round(3.5 * flops / whole / 1e9, 1),
+        "attention": ran["attention"],
+    }
+
+
+@torch.no_grad()
+def _token_times(
+    bench: Bench, attend: Callable[..., Tensor], backends: Sequence[SDPBackend]
+) -> Row:
+    S = bench.pick(1024, 32)
+    q, k = bench.tensor(8, 32, 1, 64), bench.tensor(8, 8, S, 64)
+    v = torch.randn_like(k)
+    mask = torch.ones(8, 1, 1, S, dtype=torch.bool, device=bench.device)
+    with sdpa_kernel(list(backends)):
+        ran = kernels(lambda: attend(q, k, v, mask), bench.device)
+        replay = recorded(lambda: attend(q, k, v, mask), bench.device)
+        return {"ms": bench.ms(replay, calls=20), "attention": ran["attention"]}
+
+
+# C and D: decoding
+
+
+@contextlib.contextmanager
+def _cudnn(enabled: bool) -> Iterator[None]:
+    """A context with or without cuDNN's attention."""
+    before: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _model(bench: Bench, name: str) -> Model:
+    """A model in bf16 for generation, with random weights."""
+    tiny = "tiny-gpt2" if name.startswith("gpt2") else "tiny-llama"
+    config = config_of(model_values(bench.pick(name, tiny)))
+    return random_model(config, bench.device).to(torch.bfloat16).eval()
+
+
+def _prompt(bench: Bench, tokens: int) -> list[int]:
+    return [number % 1000 for number in range(bench.pick(tokens, 1 + tokens // 16))]
+
+
+@torch.inference_mode()
+def new_lengths(bench: Bench) -> Iterator[Row]:
+    """Tokens and prompts of lengths that occur for the first time, with cuDNN and without."""
+    model, new = _model(bench, "gpt2-124m"), bench.pick(64, 3)
+    decoder = BatchDecoder(model, 1, bench.pick(512, 64))
+    warm_up = _prompt(bench, 300)
+    with _cudnn(False):
+        _decode(bench, decoder, warm_up, 2)
+    for name, enabled in (("without cuDNN", False), ("with cuDNN", True)):
+        for turn in ("first", "again"):
+            with _cudnn(enabled):
+                yield attempt(
+                    f"{new} tokens, {name}, {turn}",
+                    functools.partial(_decode, bench, decoder, _prompt(bench, 128), new),
+                )
+    for name, enabled in (("without cuDNN", False), ("with cuDNN", True)):
+        for turn in ("first", "again"):
+            with _cudnn(enabled):
+                yield attempt(
+                    f"16 prompts, {name}, {turn}", functools.partial(_prompts, bench, decoder)
+                )
+
+
+def _decode(bench: Bench, decoder: BatchDecoder, prompt: Sequence[int], new: int) -> Row:
+    """Decode greedily, and time each token."""
+    token, seconds = int(decoder.add(prompt).argmax()), []
+    for _ in range(new):
+        start = time.perf_counter()
+        token = int(decoder.step([token]).argmax())
+        seconds.append(time.perf_counter() - start)
+    found = kernels(lambda: decoder.step([token]), bench.device)
+    decoder.remove(0)
+    return {
+        "tokens_per_s": round(new / sum(seconds), 1),
+        "ms": round(1000 * sum(seconds) / new, 3),
+        "slowest_ms": round(1000 * max(seconds), 3),
+        **found,
+    }
+
+
+def _prompts(bench: Bench, decoder: BatchDecoder) -> Row:
+    """Read prompts of 16 lengths that are not those of `_decode`."""
+    start = time.perf_counter()
+    for number in range(16):
+        int(decoder.add(_prompt(bench, 200 + 5 * number)).argmax())
+        decoder.remove(0)
+    return {"ms": round(1000 * (time.perf_counter() - start) / 16, 3)}
+
+
+def decoding(bench: Bench, name: str) -> Iterator[Row]:
+    """Steps of decoding as they are and as CUDA graphs of the same operators, and prompts one by
+    one and in one pass, without cuDNN's attention."""
+    model = _model(bench, name)
+    for texts in bench.pick((1, 8, 64), (1, 2)):
+        with _cudnn(False):
+            yield from _steps(bench, model, texts)
+        free_memory(bench.device)
+
+
+class _Decoding:
+    """Texts in a decoder, and steps of decoding that can be recorded.
+
+    Args:
+        bench: the device.
+        model: a model in bf16.
+        texts: number of texts.
+    """
+
+    def __init__(self, bench: Bench, model: Model, texts: int) -> None:
+        self.bench, self.model = bench, model
+        self.tokens, new = bench.pick((128, 64), (4, 60))
+        self.decoder = BatchDecoder(model, texts, self.tokens + new)
+        self.prompts = [[number + 1] * self.tokens for number in range(texts)]
+        self.ids = [1] * texts
+        # All steps read the whole cache.
+        self.reach = self.tokens + new
+        self.ids_B1 = torch.ones(texts, 1, dtype=torch.int64, device=bench.device)
+        self.lengths_B = torch.full((texts,), self.tokens, device=bench.device)
+        self.empty_B = torch.zeros_like(self.lengths_B)
+        self.chosen_B = torch.zeros_like(self.lengths_B)
+
+    def logits(self) -> Tensor:
+        """The logits [B, V] after the tokens `ids_B1`; reads nothing on the host."""
+        cache = self.decoder.cache.ragged(self.lengths_B, self.reach)
+        found: Tensor = self.model(self.ids_B1, cache=cache)[:, -1]
+        return found
+
+    def choose(self) -> None:
+        """Choose the next tokens, which the host reads."""
+        self.chosen_B.copy_(self.logits().argmax(-1))
+
+    def advance(self, choose: Callable[[Tensor], Tensor]) -> None:
+        """Choose the next tokens by a function of the logits [B, V], and append them."""
+        self.ids_B1.copy_(choose(self.logits())[:, None])
+        # Never beyond the cache, however often the step is replayed.
+        self.lengths_B.add_(1).clamp_(max=self.reach - 1)
+
+    def feed(self, replay: Call) -> None:
+        """A recorded `choose`, with tokens and lengths by the host as `serve` has them."""
+        replay()
+        tokens = torch.tensor(self.chosen_B.tolist(), device=self.bench.device)
+        self.ids_B1.copy_(tokens[:, None])
+        lengths = [self.tokens] * len(self.prompts)
+        self.lengths_B.copy_(torch.tensor(lengths, device=self.bench.device))
+
+    def as_it_is(self) -> None:
+        """A step as the package makes it, whose tokens the host reads."""
+        self.ids = self.decoder.step(self.ids).argmax(-1).tolist()
+
+    def one_by_one(self) -> None:
+        """The prompts as the package reads them."""
+        for prompt in self.prompts:
+            self.decoder.add(prompt)
+        for _ in self.prompts:
+            self.decoder.remove(0)
+
+    def one_pass(self, *, masked: bool) -> None:
+        """All prompts in one pass, of one length or masked by their lengths."""
+        ids_BT = torch.tensor(self.prompts, device=self.bench.device)
+        cache = self.decoder.cache
+        cache.length = 0
+        if masked:
+            self.model(ids_BT, cache=cache.ragged(self.empty_B, self.tokens), logits_to_keep=1)
+        else:
+            self.model(ids_BT, cache=cache, logits_to_keep=1)
+
+
+# Not in inference mode: a CUDA graph that is recorded in it would leave torch's random state
+# unusable for the graphs of training.
+@torch.no_grad()
+def _steps(bench: Bench, model: Model, texts: int) -> Iterator[Row]:
+    decoding = _Decoding(bench, model, texts)
+    for prompt in decoding.prompts:
+        decoding.decoder.add(prompt)
+    row = functools.partial(_step_row, bench, tokens=texts)
+    yield attempt(f"{texts} texts: as it is", lambda: row(decoding.as_it_is))
+    for _ in decoding.prompts:
+        decoding.decoder.remove(0)
+    greedy = functools.partial(decoding.advance, functools.partial(torch.argmax, dim=-1))
+    sampled = functools.partial(decoding.advance, _sample)
+    yield attempt(
+        f"{texts} texts: recorded, tokens by the host",
+        lambda: row(functools.partial(decoding.feed, recorded(decoding.choose, bench.device))),
+    )
+    for name, step in (("greedy", greedy), ("sampled", sampled)):
+        yield attempt(
+            f"{texts} texts: recorded, {name} on the device",
+            functools.partial(_recorded_row, bench, step, texts),
+        )
+    for name, call in (
+        ("one by one", decoding.one_by_one),
+        ("one pass", functools.partial(decoding.one_pass, masked=False)),
+        ("one pass with a mask", functools.partial(decoding.one_pass, masked=True)),
+    ):
+        yield attempt(f"{texts} prompts: {name}", functools.partial(_prompts_row, bench, call))
+
+
+def _recorded_row(bench: Bench, step: Call, tokens: int) -> Row:
+    return _step_row(bench, recorded(step, bench.device), tokens=tokens)
+
+
+def _prompts_row(bench: Bench, call: Call) -> Row:
+    return {"ms": bench.ms(call, rounds=3, calls=2)}
+
+
+def _step_row(bench: Bench, step: Call, *, tokens: int) -> Row:
+    """The time of a step of decoding, its memory and its kernels."""
+    with peak_memory(bench.device) as peaks:
+        # Fewer steps than the cache has room for.
+        ms = bench.ms(step, rounds=3, calls=12)
+    found = kernels(step, bench.device)
+    return {
+        "ms": ms,
+        "tokens_per_s": round(1000 * tokens / ms, 1),
+        "host_gap_ms": round(ms - found["kernels_ms"], 4),
+        **peaks,
+        **found,
+    }
+
+
+def _sample(logits_BV: Tensor) -> Tensor:
+    """Draw a token of each row without a wait for the host: the largest of p / e, where e is
+    exponentially distributed."""
+    p_BV = (logits_BV.float() / 0.8).softmax(-1)
+    return (p_BV / torch.empty_like(p_BV).exponential_(1)).argmax(-1)
+
+
+# E, F, G, H, M: training
+
+_BF16 = {"efficiency.precision": "bf16", "optimizer.implementation": "fused"}
+_COMPILED = {**_BF16, "efficiency.compile": True}
+_PADDED = {**_COMPILED, "efficiency.vocab_multiple": 64}
+
+
+class _Training:
+    """A model in training on one batch of random tokens.
+
+    Args:
+        bench: the device.
+        model: name of the model, see `models.model_values`.
+        rows: sequences of a step.
+        tokens: tokens of a sequence.
+        changes: values of the recipe by key.
+    """
+
+    def __init__(
+        self, bench: Bench, model: str, rows: int, tokens: int, changes: Mapping[str, Any]
+    ) -> None:
+        if bench.dry:
+            rows, tokens = 1, 16
+            if model.startswith("gpt2"):
+                model, changes = "tiny-gpt2", {**changes, "efficiency.compile_backend": "eager"}
+            else:  # one model that compiles takes long enough
+                model = "tiny-llama"
+                changes = {k: v for k, v in changes.items() if "compile" not in k}
+        self.bench = bench
+        recipe = parse_resolved_recipe(
+            PlannerCase(model, rows, tokens, changes).recipe(bench.device.type)
+        )
+        made = random_model(recipe.model, bench.device, recipe.efficiency.vocab_multiple)
+        attach(made, recipe, bench.hardware)
+        self.program = TrainingProgram(recipe, made, bench.hardware)
+        self.batch = random_batch(recipe).to(bench.device)
+        self._unread: tuple[Tensor, Any] | None = None
+
+    def row(self, step: Call | None = None, *, calls: int = 3) -> Row:
+        """The first step's seconds, and time, memory and kernels of the later ones."""
+        bench, step = self.bench, step or self.step
+        synchronize(bench.device)
+        start = time.perf_counter()
+        step()
+        synchronize(bench.device)
+        first = time.perf_counter() - start
+        with peak_memory(bench.device) as peaks:
+            step()
+            ms = bench.ms(step, rounds=3, calls=calls)
+        found = kernels(step, bench.device)
+        return {
+            "ms": ms,
+            "tokens_per_s": round(1000 * self.batch.input_ids.numel() / ms),
+            "host_gap_ms": round(ms - found["kernels_ms"], 3),
+            "first_s": round(first, 2),
+            **peaks,
+            **found,
+        }
+
+    def step(self) -> None:
+        """A step as `firstlight train` makes it."""
+        self.program.step([self.batch], lr_scale=1.0)
+
+    def step_without_reading(self, clipping: str = "pass") -> Tensor:
+        """A step whose loss, [], is not read.
+
+        Args:
+            clipping: "pass" over all gradients, "grad_scale" of the fused update, or "none".
+        """
+        optimizer = self.program.optimizer
+        with self.program.stepping(1.0):
+            optimizer.zero_grad()
+            loss = self.program.loss_sum(*self.batch.inputs) / self.batch.num_terms
+            loss.backward()  # type: ignore[no-untyped-call]
+            scale = None
+            if clipping == "pass":
+                optimizer.clip_gradients()
+            elif clipping == "grad_scale":
+                gradients = [p.grad for p in optimizer.updated.values() if p.grad is not None]
+                norm = nn.utils.get_total_norm(gradients)
+                scale = (norm / optimizer.config.max_grad_norm).clamp(min=1)
+            for one in optimizer._torch_optimizers:
+                one.grad_scale = scale  # type: ignore[attr-defined]
+            optimizer.step()
+        return loss.detach()
+
+    def step_read_late(self, clipping: str = "pass") -> None:
+        """A step that reads the loss of the step before, when its own work is queued."""
+        loss = self.step_without_reading(clipping)
+        on_gpu = loss.is_cuda
+        slot = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=on_gpu)
+        slot.copy_(loss, non_blocking=on_gpu)
+        event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        if event is not None:
+            event.record()
+        before, self._unread = self._unread, (slot, event)
+        if before is not None:
+            if before[1] is not None:
+                before[1].synchronize()
+            float(before[0])
+
+
+def training_124m(bench: Bench) -> Iterator[Row]:
+    """Steps of GPT-2 124M, compiled: as they are, and with less waiting and clipping."""
+    training = _Training(bench, "gpt2-124m", 32, 1024, _PADDED)
+    yield attempt("as it is", training.row)
+    for name, clipping in {
+        "loss read a step late": "pass",
+        "read late, grad_scale": "grad_scale",
+        "read late, not clipped": "none",
+    }.items():
+        step = functools.partial(training.step_read_late, clipping)
+        yield attempt(name, functools.partial(training.row, step))
+
+
+def _in_bf16(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output.bfloat16()
+
+
+def bf16_stream(bench: Bench) -> Iterator[Row]:
+    """The same in bf16 between the layers: the embeddings' outputs are rounded."""
+    training = _Training(bench, "gpt2-124m", 32, 1024, _PADDED)
+    for module in training.program.model.modules():
+        if isinstance(module, Embedding):
+            module.register_forward_hook(_in_bf16)
+    yield attempt("bf16 between layers", training.row)
+    late = functools.partial(training.step_read_late, "grad_scale")
+    yield attempt("bf16 between layers, read late, grad_scale", lambda: training.row(late))
+
+
+#: Optimizer of `firstlight train stdlib --budget 3m`.
+_MUON = {
+    "efficiency.precision": "bf16",
+    "optimizer.name": "muon",
+    "optimizer.muon_coefficients": "polar_express",
+    "optimizer.muon_beta2": 0.95,
+    "optimizer.cautious_weight_decay": True,
+    "optimizer.max_grad_norm": 0.0,
+}
+
+
+def small_run(
+    bench: Bench, changes: Mapping[str, Any], *, compiled_loss: bool = False
+) -> Iterator[Row]:
+    """Steps of the model of `firstlight train stdlib --budget 3m`."""
+    training = _Training(bench, "stdlib-44m", 8, 512, {**_MUON, **changes})
+    if compiled_loss:
+        model = training.program.model
+        model.head_loss = bench.compiled(model.head_loss)
+    yield attempt("as it is", lambda: training.row(calls=10))
+    if not compiled_loss:
+        yield attempt(
+            "loss read a step late", lambda: training.row(training.step_read_late, calls=10)
+        )
+
+
+def training_1b(bench: Bench, precision: str) -> Iterator[Row]:
+    """Steps of a Llama of 1.2B parameters, compiled."""
+    chosen = {"efficiency.precision": bench.pick(precision, "bf16")}
+    training = _Training(bench, "llama-1b", 4, 2048, {**_COMPILED, **chosen})
+    yield attempt("as it is", training.row)
+    if precision == "bf16":
+        late = functools.partial(training.step_read_late, "grad_scale")
+        yield attempt("read late, grad_scale", lambda: training.row(late))
+
+
+QLORA: dict[str, Any] = {
+    "efficiency.precision": "bf16_params",
+    "efficiency.loss_chunk_tokens": 256,
+    "efficiency.activation_checkpointing": "full",
+    "efficiency.compile": True,
+    "lora": {"rank": 8, "quantize": "nf4"},
+}
+
+
+def qlora_8b(bench: Bench) -> Iterator[Row]:
+    """Steps of QLoRA for a Llama of 8B parameters, compiled, one sequence."""
+    changes = bench.pick(QLORA, {**QLORA, "lora": {"rank": 8}})
+    training = _Training(bench, "llama-8b", 1, 2048, changes)
+    yield attempt("as it is", training.row)
+
+
+# I: the loss in chunks
+
+
+def loss_in_chunks(bench: Bench) -> Iterator[Row]:
+    """Head and loss, forward and backward: all logits at once, and chunks of tokens."""
+    for model, sizes in {"124M": (32768, 768, 50304), "3B": (8192, 3072, 128256)}.items():
+        head = _Head(bench, *bench.pick(sizes, (32, 16, 64)))
+        yield attempt(f"{model}: all logits, compiled", head.whole)
+        for chunk in bench.pick((2048, 8192), (16,)):
+            title = f"{model}: chunks of {chunk}"
+            yield attempt(f"{title} as they are", functools.partial(head.as_it_is, chunk))
+            for way, function in (
+                ("compiled", _chunk),
+                ("compiled, addmm into fp32", _chunk_addmm),
+            ):
+                yield attempt(f"{title} {way}", functools.partial(head.chunks, function, chunk))
+        del head
+        free_memory(bench.device)
+
+
+class _Head:
+    """A head's weights, its inputs and the labels, random.
+
+    Args:
+        bench: the device.
+        N, C, V: number of tokens, width of the inputs, size of the vocabulary.
+    """
+
+    def __init__(self, bench: Bench, N: int, C: int, V: int) -> None:
+        self.bench = bench
+        self.linear = nn.Linear(C, V, bias=False, device=bench.device)
+        self.x_NC = bench.tensor(N, C).requires_grad_()
+        self.labels_N = torch.randint(V, (N,), device=bench.device)
+
+    def whole(self) -> Row:
+        """All logits at once, compiled."""
+        loss = self.bench.compiled(_whole_loss)
+        return self._row(lambda: self._gradients(loss(self.x_NC, self.linear, self.labels_N)))
+
+    def as_it_is(self, chunk: int) -> Row:
+        """Chunks as `efficiency.loss_chunk_tokens` computes them."""
+        loss = chunked_head_loss(chunk)
+
+        def call() -> None:
+            with torch.autocast(self.x_NC.device.type, torch.bfloat16, cache_enabled=False):
+                found = loss(
+                    self.x_NC[None], self.linear, self.linear.out_features, self.labels_N[None]
+                )
+            self._gradients(found)
+
+        return self._row(call)
+
+    def chunks(self, function: Callable[..., object], chunk: int) -> Row:
+        """Chunks by a compiled function: see `_chunk`."""
+        compiled = self.bench.compiled(function)
+
+        def call() -> None:
+            with torch.no_grad():
+                weight_VC = self.linear.weight.to(self.x_NC.dtype)
+                grad_VC = torch.zeros_like(self.linear.weight)
+                parts = zip(
+                    torch.split(self.x_NC, chunk), torch.split(self.labels_N, chunk), strict=True
+                )
+                for x_nC, labels_n in parts:
+                    compiled(x_nC, weight_VC, labels_n, grad_VC)
+
+        return self._row(call)
+
+    def _gradients(self, loss: Tensor) -> None:
+        torch.autograd.grad(loss, (self.x_NC, self.linear.weight))
+
+    def _row(self, call: Call) -> Row:
+        call()  # compiles
+        with peak_memory(self.bench.device) as peaks:
+            ms = self.bench.ms(call, rounds=3, calls=2)
+        return {"ms": ms, **peaks, **kernels(call, self.bench.device)}
+
+
+def _whole_loss(x_NC: Tensor, head: nn.Linear, labels_N: Tensor) -> Tensor:
+    logits_NV = x_NC @ head.weight.to(x_NC.dtype).T
+    return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum")
+
+
+def _chunk_gradient(
+    x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss [], and its gradients for the logits [n, V] and for `x_nC` [n, C]."""
+    logits_nV = (x_nC @ weight_VC.T).float()
+    loss = F.cross_entropy(logits_nV, labels_n, reduction="sum")
+    columns_V = torch.arange(weight_VC.shape[0], device=x_nC.device)
+    grad_nV = (logits_nV.softmax(-1) - (columns_V == labels_n[:, None]).float()).to(x_nC.dtype)
+    return loss, grad_nV, grad_nV @ weight_VC
+
+
+def _chunk(
+    x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, grad_VC: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss [] and the gradient of `x_nC` [n, C]; that of the weight is added to `grad_VC`."""
+    loss, grad_nV, grad_x_nC = _chunk_gradient(x_nC, weight_VC, labels_n)
+    grad_VC += grad_nV.T @ x_nC
+    return loss, grad_x_nC
+
+
+def _chunk_addmm(
+    x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, grad_VC: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_chunk`, whose product is added in fp32 without being rounded to bf16 before."""
+    loss, grad_nV, grad_x_nC = _chunk_gradient(x_nC, weight_VC, labels_n)
+    if x_nC.is_cuda:
+        grad_VC.copy_(torch.addmm(grad_VC, grad_nV.T, x_nC, out_dtype=torch.float32))
+    else:
+        grad_VC.addmm_(grad_nV.T.float(), x_nC.float())
+    return loss, grad_x_nC
+
+
+# J: memory that the allocator reserves
+
+_ADAFACTOR_3B = {
+    "efficiency.precision": "bf16",
+    "efficiency.loss_chunk_tokens": 1024,
+    "efficiency.activation_checkpointing": "full",
+    "efficiency.activation_offload": True,
+    "efficiency.optimizer_in_backward": True,
+    "optimizer.max_grad_norm": 0.0,
+    "optimizer.name": "adafactor",
+    "optimizer.learning_rate": 0.01,
+}
+
+
+def expandable_segments(bench: Bench) -> Iterator[Row]:
+    """Allocated and reserved memory of three configurations that reserve much more than they use,
+    in processes with and without `expandable_segments`."""
+    cases = [
+        PlannerCase("llama-110m", 8, 2048, {"efficiency.precision": "bf16_params"}),
+        PlannerCase(
+            "llama-400m",
+            1,
+            8192,
+            {"efficiency.precision": "bf16", "efficiency.activation_checkpointing": "full"},
+        ),
+        PlannerCase("llama-3b", 2, 4096, _ADAFACTOR_3B, title="llama-3b, Adafactor, offloaded"),
+    ]
+    request = _steps_request(bench, bench.pick(cases, dry_grid()[2:3]))
+    for setting in ("True", "False"):
+        value = f"expandable_segments:{setting}"
+        # The second name is that of torch before 2.9.
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        environment = training_environment() | dict.fromkeys(names, value)
+        found = ask(STEPS_MODULE, request, environment, seconds=60.0)
+        if "error" in found:
+            yield {"row": value, "error": found["error"]["message"]}
+        for case in found.get("cases", ()):
+            yield _case_row(case, f"{value}: ")
+
+
+def _steps_request(bench: Bench, cases: Sequence[PlannerCase]) -> dict[str, Any]:
+    """A request for `planner_steps`, without predictions: these need no GPU."""
+    device = bench.device.type
+    requests = [case.request(device) for case in cases]
+    return {"cases": requests, "device": device, "steps": bench.pick(12, 1), "seconds": 1.2}
+
+
+def _case_row(case: Mapping[str, Any], prefix: str = "") -> Row:
+    row: Row = {"row": prefix + case["name"]}
+    if case["reason"]:
+        return {**row, "error": case["reason"]}
+    if case.get("step_seconds"):
+        ms = 1000 * sorted(case["step_seconds"])[len(case["step_seconds"]) // 2]
+        row |= {"ms": round(ms, 3), "tokens_per_s": round(1000 * case["tokens_a_step"] / ms)}
+    for key, name in (("peak_bytes", "allocated_gib"), ("reserved_bytes", "reserved_gib")):
+        if key in case:
+            row[name] = round(case[key] / 2**30, 3)
+    return row
+
+
+# K: int8
+
+
+@torch.no_grad()
+def int8(bench: Bench) -> Iterator[Row]:
+    """Products of 1, 8 and 64 rows with 8 weights [8192, 2048], more than the GPU's cache holds."""
+    layers, out, inner = bench.pick((8, 8192, 2048), (2, 64, 32))
+    weights = [bench.tensor(out, inner) for _ in range(layers)]
+    quantized = [rounded(weight) for weight in weights]
+    present = [Int8Linear(weight, None) for weight in weights]
+    cast = bench.compiled(_cast_product)
+    ways: dict[str, Callable[[Tensor], object]] = {
+        "bf16": lambda x: [F.linear(x, weight) for weight in weights],
+        "int8 as it is": lambda x: [one(x) for one in present],
+        "_weight_int8pack_mm": lambda x: [torch._weight_int8pack_mm(x, w, s) for w, s in quantized],
+        "int8, cast compiled": lambda x: [cast(x, w, s) for w, s in quantized],
+    }
+    with contextlib.suppress(ImportError):
+        from torchao.quantization import (  # type: ignore[import-untyped, unused-ignore]
+            Int8WeightOnlyConfig,
+            quantize_,
+        )
+
+        theirs = nn.ModuleList(
+            nn.Linear(inner, out, bias=False, device=bench.device, dtype=torch.bfloat16)
+            for _ in weights
+        )
+        quantize_(theirs, Int8WeightOnlyConfig())
+        compiled = [bench.compiled(one) for one in theirs]
+        ways["torchao, compiled"] = lambda x: [one(x) for one in compiled]
+    for rows in (1, 8, 64):
+        x = bench.tensor(rows, inner)
+        for name, product in ways.items():
+            call = functools.partial(product, x)
+            yield attempt(f"{rows} rows: {name}", functools.partial(_products, bench, call, layers))
+
+
+def _cast_product(x: Tensor, weight_int8: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x, weight_int8.to(x.dtype)) * scale
+
+
+def _products(bench: Bench, call: Call, layers: int) -> Row:
+    replay = recorded(call, bench.device)
+    return {"us_per_weight": round(1000 * bench.ms(replay) / layers, 2)}
+
+
+# L: the planner's configurations
+
+
+def planner(bench: Bench, start: int) -> Iterator[Row]:
+    """Seven uncompiled configurations of the planner's grid, mixtures of experts first."""
+    grid = bench.pick(gpu_grid(), dry_grid())
+    cases = [case for case in grid if not case.slow and not case.needs]
+    cases.sort(key=lambda case: case.model != "mixtral-small")
+    for case in cases[start : start + bench.pick(7, 1)]:
+        (found,) = measure_steps(_steps_request(bench, [case]))["cases"]
+        yield _case_row(found)
+
+
+def _item(name: str, title: str, seconds: float, rows: Any, *arguments: Any, **named: Any) -> Item:
+    return Item(name, title, seconds, lambda bench: rows(bench, *arguments, **named))
+
+
+_COMPILE = {"efficiency.compile": True}
+_REGIONAL = {**_COMPILE, "efficiency.compile_regional": True}
+_GRAPHS = {**_COMPILE, "efficiency.compile_mode": "reduce-overhead"}
+
+ITEMS: tuple[Item, ...] = (
+    _item("A", "Facts", 5, facts),
+    _item("B", "Attention kernels", 12, attention),
+    _item("C", "New lengths, with cuDNN's attention and without", 15, new_lengths),
+    _item("D-124m", "Decoding, GPT-2 124M", 15, decoding, "gpt2-124m"),
+    _item("D-1b", "Decoding, Llama 1B", 15, decoding, "llama-1b"),
+    _item("E", "Training GPT-2 124M, 32 x 1,024, compiled", 45, training_124m),
+    _item("F", "The same in bf16 between layers", 35, bf16_stream),
+    _item("G-eager", "Training 44.5M with Muon, 8 x 512, not compiled", 8, small_run, {}),
+    _item("G-compiled", "The same, compiled", 22, small_run, _COMPILE),
+    _item(
+        "G-regional",
+        "The same, layers and loss compiled",
+        13,
+        small_run,
+        _REGIONAL,
+        compiled_loss=True,
+    ),
+    _item("G-graphs", "The same, compiled to CUDA graphs", 26, small_run, _GRAPHS),
+    _item("H-bf16", "Training Llama 1B, 4 x 2,048, compiled", 55, training_1b, "bf16"),
+    _item("H-fp8", "The same in fp8", 55, training_1b, "fp8"),
+    _item("I", "The loss in chunks", 25, loss_in_chunks),
+    _item("J", "expandable_segments", 30, expandable_segments),
+    _item("K", "int8 weights", 12, int8),
+    _item("L-1", "The planner's configurations 1 to 7", 24, planner, 0),
+    _item("L-2", "The planner's configurations 8 to 14", 24, planner, 7),
+    _item("L-3", "The planner's configurations 15 to 21", 24, planner, 14),
+    _item("M", "QLoRA of Llama 8B, 1 x 2,048, compiled", 70, qlora_8b),
+)

@@ -1,0 +1,236 @@
+"""`benchmarks.gpu.quick`: every item on tiny shapes, continuing, failures, and the tables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import planner_steps
+from benchmarks.gpu import calls, items, quick
+from benchmarks.gpu.items import ITEMS, Bench, Item, Row, attempt
+from firstlight.hardware.device import find_hardware
+
+BENCH = Bench(find_hardware("cpu"))
+SHARED = {
+    "commit": "c1",
+    "describe": "v1",
+    "source": "s1",
+    "torch": "2.13",
+    "driver": "",
+    "device": "H100",
+    "dry": False,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_every_item_in_a_dry_run_has_rows_of_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = []
+
+    def ask(module: str, request: Row, environment: dict[str, str], seconds: float) -> Row:
+        assert module == planner_steps.__name__
+        settings.append(environment["PYTORCH_ALLOC_CONF"])
+        return planner_steps.measure(request)
+
+    monkeypatch.setattr(items, "ask", ask)
+    quick.main(["--out", str(tmp_path), "--device", "cpu", "--commit", "here"])
+    assert settings == ["expandable_segments:True", "expandable_segments:False"]
+    lines = quick.read_lines(tmp_path / "lines.jsonl")
+    assert [line["item"] for line in lines] == [item.name for item in ITEMS]
+    failed = {line["item"]: line["error"] for line in lines if "error" in line}
+    assert failed == {}
+    # The CPU has none of these attention kernels, and the dry grid few configurations.
+    assert all(line["rows"] for line in lines if line["item"] not in ("L-2", "L-3"))
+    missing = ("No available kernel", "No viable backend")
+    for line in lines:
+        for row in line["rows"]:
+            assert not row.get("error") or any(text in row["error"] for text in missing), row
+    by_item = {line["item"]: line["rows"] for line in lines}
+    for name in ("D-1b", "E", "F", "G-eager", "H-bf16", "M"):
+        first = by_item[name][0]
+        assert first["kernels"], name
+        assert first["attention"], name
+        assert first["tokens_per_s"] > 0, name
+    capsys.readouterr()
+    quick.main(["--report", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for item in ITEMS:
+        assert f"## {item.name}: {item.title}\n" in printed
+
+
+def _item(name: str, seconds: float, rows: Callable[[Bench], Iterator[Row]]) -> Item:
+    return Item(name, f"Title of {name}", seconds, rows)
+
+
+def _figure(_: Bench) -> Iterator[Row]:
+    yield {"row": "one", "ms": 2.0}
+
+
+def _broken(_: Bench) -> Iterator[Row]:
+    yield {"row": "one", "ms": 2.0}
+    raise RuntimeError("no\n kernel")
+
+
+def test_call_without_time_for_an_item_leaves_it_and_the_next_call_continues(
+    tmp_path: Path,
+) -> None:
+    three = [_item("A", 5, _figure), _item("B", 50, _figure), _item("C", 5, _figure)]
+    assert quick.measure(three, BENCH, tmp_path, 20.0, SHARED, clock=lambda: 0.0) == ["B"]
+    assert quick.measure(three, BENCH, tmp_path, 60.0, SHARED, clock=lambda: 0.0) == []
+    lines = quick.read_lines(tmp_path / "lines.jsonl")
+    assert [line["item"] for line in lines] == ["A", "C", "B"]
+    assert lines[0] == {**SHARED, **lines[0], "rows": [{"row": "one", "ms": 2.0}]}
+    # Figures of another source are measured anew.
+    changed = {**SHARED, "source": "s2"}
+    quick.measure(three[:1], BENCH, tmp_path, 60.0, changed, clock=lambda: 0.0)
+    assert len(quick.read_lines(tmp_path / "lines.jsonl")) == 4
+
+
+def test_item_that_fails_keeps_its_rows_ends_no_other_and_is_tried_again(tmp_path: Path) -> None:
+    two = [_item("A", 1, _broken), _item("B", 1, _figure)]
+    for _ in range(2):
+        assert quick.measure(two, BENCH, tmp_path, 60.0, SHARED, clock=lambda: 0.0) == []
+    lines = quick.read_lines(tmp_path / "lines.jsonl")
+    assert [line["item"] for line in lines] == ["A", "B", "A"]
+    assert lines[0]["error"] == "RuntimeError: no kernel"
+    assert lines[0]["rows"] == [{"row": "one", "ms": 2.0}]
+
+
+def test_item_beyond_its_time_limit_is_stopped_in_the_middle_of_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless() -> Row:
+        while True:
+            pass
+
+    def never_ends(_: Bench) -> Iterator[Row]:
+        yield attempt("endless", endless)
+
+    limits = []
+
+    @contextlib.contextmanager
+    def limit(seconds: float) -> Iterator[None]:
+        limits.append(seconds)
+        with before(0.0):
+            yield
+
+    before = quick._time_limit
+    monkeypatch.setattr(quick, "_time_limit", limit)
+    item = _item("A", 10, never_ends)
+    quick.measure([item], BENCH, tmp_path, 1000.0, SHARED, clock=lambda: 0.0)
+    (line,) = quick.read_lines(tmp_path / "lines.jsonl")
+    assert line["error"].startswith("OutOfTimeError: stopped")
+    assert limits == [80.0]
+
+
+def test_line_that_a_killed_process_cut_off_is_left_out_and_ended(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"item": "A"}\n{"item": "B', encoding="utf-8")
+    quick.append_line(path, {"item": "C"})
+    assert [line["item"] for line in quick.read_lines(path)] == ["A", "C"]
+
+
+def test_report_of_two_commits_sets_medians_beside_each_other(tmp_path: Path) -> None:
+    def line(commit: str, ms: float) -> dict[str, Any]:
+        row = {"row": "as it is", "ms": ms, "attention": "fmha", "kernels": [["gemm", 1.5, 12]]}
+        return {**SHARED, "describe": commit, "item": "E", "date": "2026-11-28", "rows": [row]}
+
+    for name, ms in (("v1", 11.0), ("v1", 10.0), ("v1", 30.0), ("v2", 7.5)):
+        quick.append_line(tmp_path / "lines.jsonl", line(name, ms))
+    text = quick.report([tmp_path])
+    assert "| as it is | v1 | 11 | fmha |\n| as it is | v2 | 7.5 | fmha |\n" in text
+    assert "| gemm | 1.500 | 12 |" in text
+    assert "## A:" not in text
+
+
+class _Graph:
+    """Stands for torch.cuda.CUDAGraph: a replay makes the recorded call again."""
+
+    call: Callable[[], object]
+    replays = 0
+
+    def replay(self) -> None:
+        _Graph.replays += 1
+        self.call()
+
+
+def test_recorded_call_on_a_gpu_runs_before_the_recording_and_at_each_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            pass
+
+    @contextlib.contextmanager
+    def graph(recording: _Graph) -> Iterator[None]:
+        before = len(ran)
+        yield
+        assert len(ran) == before + 1, "what is recorded runs once"
+        recording.call = call
+
+    ran: list[int] = []
+
+    def call() -> None:
+        ran.append(len(ran))
+
+    for name, value in {
+        "CUDAGraph": _Graph,
+        "graph": graph,
+        "Stream": Stream,
+        "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": Stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    replay = calls.recorded(call, torch.device("cuda"))
+    assert len(ran) == 3
+    replay()
+    assert (len(ran), _Graph.replays) == (4, 1)
+
+
+def test_compiled_code_is_kept_for_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bytes] = []
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", loaded.append)
+    path = tmp_path / "inductor.cache"
+    for made in (None, (b"first", None), (b"second", None), None):
+        monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda made=made: made)
+        quick.save_cache(path)
+        quick.load_cache(path)
+    assert loaded == [b"first", b"second", b"second"]
+
+
+def test_kernels_that_overlap_are_busy_once() -> None:
+    spans = [("gemm", 0.0, 2.0), ("flash_fwd", 1.0, 3.0), ("gemm", 10.0, 1.0)]
+    found = calls._summary(spans)
+    assert found["kernels_ms"] == 5.0
+    assert found["launches"] == 3
+    assert found["attention"] == "flash_fwd"
+    assert found["kernels"] == [["gemm", 3.0, 2], ["flash_fwd", 3.0, 1]]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "give --out DIR to measure, or --report DIR"),
+        (["--out", "a", "--items", "A,Z"], "no item Z: A, B, C, D-124m"),
+        (["--report", "missing"], "missing has no lines.jsonl"),
+    ],
+)
+def test_command_line_refuses_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        quick.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_items_together_fit_into_a_call() -> None:
+    assert sum(item.seconds for item in ITEMS) <= quick._SECONDS
+    assert len({item.name for item in ITEMS}) == len(ITEMS)
