@@ -39,6 +39,7 @@ from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.plan import machine as planned_machine
 from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.forecast import Forecast
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
@@ -56,6 +57,9 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
+    # To predict a run's memory takes twice as long as these runs do.
+    forecast = Forecast(2**20, "backward", {}, None)
+    monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
 
 
 @pytest.fixture

@@ -47,10 +47,13 @@ from firstlight.planner.advise import defaults
 from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.planner.plan import machine as planned_machine
+from firstlight.planner.plan.automatic import forecast_run
 from firstlight.planner.plan.estimate import estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
+from firstlight.run_log.names import FORECAST_NAME
 from firstlight.run_log.reader import read_json_lines
+from firstlight.training.forecast import Forecast
 from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -66,6 +69,9 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return MachineFacts(machine.name, "cpu", [(9e6, 2e4), (5e7, 5e3)], 8 << 30)
 
     monkeypatch.setattr(speed_module, "new_model_speed", facts)
+    # To predict a run's memory takes twice as long as these runs do.
+    forecast = Forecast(2**20, "backward", {}, None)
+    monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
 
 
 def trained(folder: Path, **changes: Any) -> TextRun:
@@ -88,11 +94,19 @@ def test_a_command_begins_with_harmless_whole_words_of_a_prompt(prompt: str, wor
     assert first_words(prompt) == words
 
 
-def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: Path) -> None:
+def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = write_texts(tmp_path / "my texts")
     steps: list[int] = []
-    run = trained(texts, on_step=lambda record: steps.append(record["step"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_module, "forecast_run", forecast_run)
+        run = trained(texts, on_step=lambda record: steps.append(record["step"]))
     assert steps == [1, 2, 3]
+    model = load_recipe(run.run_folder / "recipe.yaml").model
+    assert model is not None
+    found = json.loads((run.run_folder / FORECAST_NAME).read_text())["predicted"]
+    assert found["peak_bytes"] > 3 * 4 * count_parameters(meta_model(model)).total
     assert run.run_folder == Path("runs/my-texts")
     assert run.training is not None
     assert run.training.step == 3
