@@ -35,8 +35,9 @@ TORCH_INDEX ?= $(shell test "$$(uname)" != Linux || nvidia-smi -L 2>/dev/null | 
 INSTALL_TORCH = $(PIP_INSTALL) --no-deps $(TORCH_INDEX:%=--retries 1 --extra-index-url %)
 
 # Two processes of one thread each: most tests keep no more than one busy, and threads of two that
-# wait for each other on the same cores are slower than none.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal
+# wait for each other on the same cores are slower than none. Compiled test files and modules are kept, also
+# where the environment asks Python not to: else each process compiles all of them.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 2 --dist worksteal
 
 # The rooms whose tests are quick; of them, these files are left out, for whole runs, plans, large texts and
 # trackers, and the longest tests of other files.

@@ -435,7 +435,7 @@ def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
     tmp_path: Path, encoding: str, suffix: str
 ) -> None:
     # Of a multiple of the bytes that are read at a time, and of characters in two halves.
-    text = "ein Grüßchen 日本 🙂\r\n" * 5000
+    text = "ein Grüßchen 日本 🙂\r\n" * (2600 if suffix else 5000)
     mark = "\ufeff" if encoding.endswith(("le", "be")) else ""
     record = json.dumps({"text": text}, ensure_ascii=False)
     for kind, content in (
@@ -935,11 +935,16 @@ def test_finding_a_dataset_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     "name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.bz2", "bomb.txt.xz", "bomb.txt.zst"]
 )
 def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(
-    tmp_path: Path, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     packers: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
     packers["zst"] = zstandard.ZstdCompressor().compress
-    (tmp_path / name).write_bytes(packers[name.rpartition(".")[2]](b" " * 200_000_000))
+    size = 200_000_000
+    if name.endswith((".bz2", ".xz")):
+        # These take long to pack: a quarter of it, and of the limit.
+        size //= 4
+        monkeypatch.setattr("firstlight.data.opening._MOST_UNPACKED_BYTES", 12_500_000)
+    (tmp_path / name).write_bytes(packers[name.rpartition(".")[2]](b" " * size))
     tracemalloc.start()
     try:
         with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
@@ -947,7 +952,7 @@ def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 150_000_000
+    assert peak < 0.75 * size
 
 
 def test_lines_of_a_compressed_file_count_for_more_than_their_bytes(

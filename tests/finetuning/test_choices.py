@@ -37,8 +37,10 @@ from firstlight.models.llama_config import LlamaConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.plan import machine as planned_machine
+from firstlight.planner.plan.estimate import Estimate
 from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.tokenizer import Tokenizer
+from firstlight.training.forecast import Forecast
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
@@ -56,6 +58,9 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
+    # To predict a run's memory takes twice as long as these runs do.
+    forecast = Forecast(2**20, "backward", {}, None)
+    monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
 
 
 @pytest.fixture
@@ -268,12 +273,18 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
 
 
 def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The model sees 320 tokens, and the long conversations have 2,739 each."""
     long = [{"messages": say("a short question", "one two three four " * 200)}] * 20
     mixed = write_lines(tmp_path / "mixed.jsonl", [*draw_records(80), *long])
     plan = ["train", str(mixed), "--init-from", str(model), "--budget", "20m", "--plan-only"]
+
+    # How much memory the runs would take is not asked here.
+    monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
     def row(*options: str) -> str:
         assert main([*plan, *options]) == 0

@@ -47,15 +47,23 @@ from firstlight.planner.advise import defaults
 from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.planner.plan import machine as planned_machine
-from firstlight.planner.plan.estimate import estimate
+from firstlight.planner.plan.automatic import forecast_run
+from firstlight.planner.plan.estimate import Estimate, estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
+from firstlight.run_log.names import FORECAST_NAME
 from firstlight.run_log.reader import read_json_lines
+from firstlight.training.forecast import Forecast
 from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
-TINY = {"evaluation.sample_tokens": 4, "model.hidden_size": 64, "data.seq_len": 32}
+TINY = {
+    "evaluation.sample_tokens": 4,
+    "model.hidden_size": 64,
+    "model.num_hidden_layers": 1,
+    "data.seq_len": 32,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +74,15 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return MachineFacts(machine.name, "cpu", [(9e6, 2e4), (5e7, 5e3)], 8 << 30)
 
     monkeypatch.setattr(speed_module, "new_model_speed", facts)
+    # To predict a run's memory takes twice as long as these runs do.
+    forecast = Forecast(2**20, "backward", {}, None)
+    monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
+
+
+@pytest.fixture
+def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans whose run fits without being traced."""
+    monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
 
 def trained(folder: Path, **changes: Any) -> TextRun:
@@ -88,11 +105,19 @@ def test_a_command_begins_with_harmless_whole_words_of_a_prompt(prompt: str, wor
     assert first_words(prompt) == words
 
 
-def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(tmp_path: Path) -> None:
+def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = write_texts(tmp_path / "my texts")
     steps: list[int] = []
-    run = trained(texts, on_step=lambda record: steps.append(record["step"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_module, "forecast_run", forecast_run)
+        run = trained(texts, on_step=lambda record: steps.append(record["step"]))
     assert steps == [1, 2, 3]
+    model = load_recipe(run.run_folder / "recipe.yaml").model
+    assert model is not None
+    found = json.loads((run.run_folder / FORECAST_NAME).read_text())["predicted"]
+    assert found["peak_bytes"] > 3 * 4 * count_parameters(meta_model(model)).total
     assert run.run_folder == Path("runs/my-texts")
     assert run.training is not None
     assert run.training.step == 3
@@ -705,6 +730,7 @@ def test_the_plan_alone_expects_the_memory_of_the_run(
     assert expected == pytest.approx(needed, rel=0.05)
 
 
+@pytest.mark.usefixtures("known_memory")
 def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -729,6 +755,7 @@ def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
     assert any(f"for {rounded(run.choices.parameters)} parameters" in line for line in lines)
 
 
+@pytest.mark.usefixtures("known_memory")
 def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -741,6 +768,7 @@ def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
     assert "expected: not known with this optimizer (gzip -9: about" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("known_memory")
 @pytest.mark.parametrize("unusual", [False, True])
 def test_a_plan_says_that_a_text_is_unusual(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], unusual: bool
@@ -773,6 +801,7 @@ def test_the_plan_alone_takes_the_micro_batch_that_fits(
 ) -> None:
     write_texts(tmp_path / "texts", count=12)
     command = ["train", "texts", "--plan-only", "--steps", "3", "--json"]
+    command += ["--model.num_hidden_layers", "1", "--optimizer.name", "adamw"]
 
     def planned(*options: str) -> tuple[int, int]:
         assert main([*command, *options]) == 0

@@ -70,8 +70,10 @@ def _alone(switch: Switch, model: str) -> Combination:
     return frozenset((("model", model), choice, *needed(choice)))
 
 
-def _marks(switch: Switch) -> list[pytest.MarkDecorator]:
-    marks = [pytest.mark.slow] if switch.slow else []
+def _marks(switch: Switch, model: str) -> list[pytest.MarkDecorator]:
+    # torch.compile takes seconds for each model: `make test` compiles one of them.
+    compiles = switch.factor == "compile" and model == "gpt2"
+    marks = [pytest.mark.slow] if switch.slow or compiles else []
     if switch.missing:
         marks.append(pytest.mark.skip(reason=f"{switch.needs} is not installed"))
     return marks
@@ -80,10 +82,13 @@ def _marks(switch: Switch) -> list[pytest.MarkDecorator]:
 # --- one method ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", _MODELS)
 @pytest.mark.parametrize(
-    "switch",
-    [pytest.param(s, id=f"{s.factor}-{s.value}", marks=_marks(s)) for s in _COMPARED],
+    ("switch", "model"),
+    [
+        pytest.param(s, model, id=f"{s.factor}-{s.value}-{model}", marks=_marks(s, model))
+        for s in _COMPARED
+        for model in _MODELS
+    ],
 )
 def test_a_method_stays_as_near_to_the_plain_run_as_the_table_says(
     runs: Runs, switch: Switch, model: str

@@ -72,10 +72,15 @@ def test_the_speed_of_a_gpu_here_is_measured(
 def test_without_free_memory_the_speed_is_predicted(
     monkeypatch: pytest.MonkeyPatch, timed: list[int]
 ) -> None:
+    # The usual models have up to 16 layers.
+    monkeypatch.setattr(speed_module, "_PREDICTED_SHAPES", ((192, 1), (512, 2)))
     speed = new_model_speed(has_gpu(monkeypatch, 2 * GIB))
     assert speed.origin == "predicted by the planner"
     assert not timed
-    assert len(speed.rates) == len(speed.steps) == 3
+    assert len(speed.rates) == len(speed.steps) == 2
+    # A larger model trains slower, and a step of 512 tokens takes less time than one of 32,768.
+    assert speed.rates[0][1] > speed.rates[1][1]
+    assert 0 < speed.steps[0][1] < speed.steps[1][1]
 
 
 @pytest.mark.slow

@@ -25,12 +25,14 @@ from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.defaults import new_model_rates
+from firstlight.planner.advise.law import MachineFacts
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import plan as planning
 from firstlight.planner.plan import search
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
 from firstlight.planner.plan.machine import (
+    Machine,
     find_machine,
     parse_bytes,
     planned_run,
@@ -63,6 +65,18 @@ _MODEL: dict[str, Any] = {
 
 def recipe(**sections: Any) -> Recipe:
     return parse_recipe({"data": {"dir": "/nowhere"}, "model": _MODEL, **sections})
+
+
+@pytest.fixture
+def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed of new models, which takes seconds to predict: that of an H100."""
+
+    def speed(machine: Machine) -> MachineFacts:
+        rates = [(1.8e7, 1.9e6), (1.8e8, 5e5), (1.3e9, 1e5)]
+        steps = [(1.8e7, 0.015), (1.8e8, 0.027), (1.3e9, 0.079)]
+        return MachineFacts(machine.name, "cuda", rates, machine.usable_bytes, steps=steps)
+
+    monkeypatch.setattr(planning, "new_model_speed", speed)
 
 
 @pytest.mark.parametrize(
@@ -678,13 +692,14 @@ def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
         Budget(**budget)
 
 
+@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize(
     "cut", slow_but([{"pipeline": 2}], [{"tensor_parallel": 2}, {"pipeline": 2}])
 )
 def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int]) -> None:
     machine = find_machine("RTX 4090", count=2)
     written = recipe(distributed=cut, efficiency={"compile": False, "loss_chunk_tokens": 0})
-    plan = make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
+    plan = make_plan(written, machine, budget=Budget(tokens=1e6), searches=False)
     assert plan.suggestion is not None
     assert plan.suggested is not None
     assert plan.suggested.fits
@@ -693,6 +708,7 @@ def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int
     assert config.num_key_value_heads % cut.get("tensor_parallel", 1) == 0
 
 
+@pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("written, expected", [("auto", True), (False, False)])
 def test_budget_of_an_hour_on_a_gpu_decides_compiling_for_its_own_run(
     written: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
@@ -747,6 +763,7 @@ def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None
     assert 4 < found.tokens / found.parameters < 60
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data: Path) -> None:
     written = parse_recipe(
         {
@@ -795,6 +812,7 @@ def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data:
     assert named.keys() <= lines.keys()
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_passes_over_the_text_in_a_budget_of_time_are_at_most_the_recipes_epochs(
     data: Path,
 ) -> None:
@@ -846,6 +864,7 @@ def test_plan_of_a_recipe_without_a_model_takes_that_of_the_starting_weights(
         make_plan(written, machine, **options)
 
 
+@pytest.mark.usefixtures("known_speed")
 def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
     # No other model with heads 32 wide has a multiple of 133 heads.
     machine = find_machine("RTX 4090", count=133)

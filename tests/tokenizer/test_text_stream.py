@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import tokenizers
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
@@ -51,6 +51,7 @@ def _draw_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_streamed_pieces_join_to_the_whole_text(kind: str, data: st.DataObject) -> None:
     tokenizer = tiny(kind)
@@ -68,6 +69,7 @@ def test_decoders_that_join_words_are_streamed_too(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_streaming_goes_on_from_any_prompt(kind: str, data: st.DataObject) -> None:
     tokenizer = tiny(kind)
@@ -78,6 +80,7 @@ def test_streaming_goes_on_from_any_prompt(kind: str, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
 @given(prompt=TEXTS, text=TEXTS)
 def test_a_streamed_continuation_is_the_text_after_the_prompt(
     kind: str, prompt: str, text: str

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from builders import draw_records, say, with_template, write_lines
+from builders import draw_records, say, slow_but, with_template, write_lines
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.cli.main import main
 from firstlight.data.chat import prepare_chat
@@ -237,7 +237,7 @@ def test_lora_learns_conversations_and_is_resumed(chat: dict[str, Any], base: Pa
 # Going on
 
 
-@pytest.mark.parametrize("stop", [3, 5, 9])
+@pytest.mark.parametrize("stop", slow_but([9], [3, 5, 9]))
 def test_a_run_that_is_gone_on_with_is_the_run_that_was_not_stopped(
     chat: dict[str, Any], tmp_path: Path, stop: int
 ) -> None:

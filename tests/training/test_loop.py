@@ -695,7 +695,12 @@ def test_dropout_changes_a_run(recipe: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, stop", [("adamw", 3), ("adamw", 4), ("adamw", 7), ("adamw", 11), ("muon", 7)]
+    "name, stop",
+    [
+        # Before the first checkpoint, and between two.
+        *(("adamw", 3), ("adamw", 7), ("muon", 7)),
+        *(pytest.param("adamw", stop, marks=pytest.mark.slow) for stop in (4, 11)),
+    ],
 )
 def test_a_run_with_dropout_resumes_to_the_last_bit(
     recipe: dict[str, Any], tmp_path: Path, name: str, stop: int
@@ -797,6 +802,15 @@ def test_report_without_memory_does_not_fail_a_finished_run(
     assert said in capsys.readouterr().err
 
 
+@pytest.fixture
+def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the recipe that was stopped after 9 steps, trained once."""
+    folder = tmp_path_factory.getbasetemp() / "stopped after 9 steps"
+    if not folder.exists():
+        stop_after(changed(recipe, run={"dir": str(folder)}), 9)
+    return folder
+
+
 @pytest.mark.parametrize(
     "spoiled, message",
     [
@@ -827,9 +841,9 @@ def test_report_without_memory_does_not_fail_a_finished_run(
     ],
 )
 def test_a_sealed_checkpoint_of_bad_values_is_refused_in_one_line(
-    recipe: dict[str, Any], spoiled: dict[str, Any], message: str
+    recipe: dict[str, Any], stopped: Path, spoiled: dict[str, Any], message: str
 ) -> None:
-    stop_after(recipe, 9)
+    shutil.copytree(stopped, run_folder(recipe))
     folder = list_checkpoints(run_folder(recipe))[-1]
     state_path, tensors_path = folder / "trainer_state.json", folder / "optimizer.safetensors"
     state, tensors = (

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import slow_but
 from firstlight.checkpoint.checkpoint import load_trainer_state
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.data.prepare import prepare
@@ -405,8 +404,11 @@ def test_a_run_ends_in_time_at_any_speed(
         assert rates[-1] == pytest.approx(0.1 * max(rates))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step_seconds", [2.6, 0.001])
+@pytest.mark.parametrize(
+    "kind, step_seconds",
+    # The time ends a run as it does without a number of steps.
+    [*((kind, 0.001) for kind in KINDS), ("wsd", 2.6), ("cosine", 2.6)],
+)
 def test_a_run_ends_at_the_first_of_two_limits(
     recipe: dict[str, Any], machine: Machine, kind: str, step_seconds: float
 ) -> None:
@@ -508,8 +510,19 @@ def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
 
 
-@pytest.mark.parametrize("kind", ["wsd", "cosine"])
-@pytest.mark.parametrize("second", slow_but((0.7, 4.0), [0.7, 1.4, 2.6, 4.0]))
+@pytest.mark.parametrize(
+    "kind, second",
+    [
+        *(("wsd", 0.7), ("cosine", 4.0)),
+        *(
+            pytest.param(kind, second, marks=pytest.mark.slow)
+            for kind, second in (
+                *(("wsd", 1.4), ("wsd", 2.6), ("wsd", 4.0)),
+                *(("cosine", 0.7), ("cosine", 1.4), ("cosine", 2.6)),
+            )
+        ),
+    ],
+)
 def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
     recipe: dict[str, Any],
     machine: Machine,
@@ -667,7 +680,10 @@ def decide_as(found: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "kind, killed_after",
-    [("wsd", [3]), ("wsd", [24, 38, 57]), ("wsd", [72]), ("cosine", [7, 40])],
+    [
+        *(("wsd", [24, 38, 57]), ("cosine", [7, 40])),
+        *(pytest.param("wsd", [step], marks=pytest.mark.slow) for step in (3, 72)),
+    ],
 )
 def test_a_killed_run_is_the_whole_run_with_its_decision(
     recipe: dict[str, Any],
