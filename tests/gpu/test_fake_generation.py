@@ -10,6 +10,7 @@ import torch
 
 from firstlight.evaluation.scores import TokenPair, likelihoods
 from firstlight.generation.batch import BatchDecoder, CompiledStep, _settings
+from firstlight.generation.beams import _Beam, beam_search
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import logprobs_of
 from firstlight.generation.few_rows import quantize_int8, use_few_rows
@@ -41,7 +42,9 @@ def model_on_gpu(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) ->
 
 
 def nothing_on_host(cuda: FakeCuda) -> bool:
+    """True if operators ran, all of them on the GPU, and none of them plans for each length."""
     assert not cuda.on_host(), cuda.on_host()[0]
+    assert not cuda.named("_scaled_dot_product_cudnn_attention")
     return bool(cuda.calls)
 
 
@@ -113,6 +116,23 @@ def test_the_likelihood_of_continuations_is_computed_on_the_gpu(
         cuda.calls.clear()
         assert len(likelihoods(model, pairs, batch_size=4)) == 3
         assert nothing_on_host(cuda)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_beams_are_searched_without_plans_for_each_length(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.generation.beams._next_beams", _first_beam)
+    with fake_cuda() as (cuda, _):
+        model = model_on_gpu(FAMILIES[family])
+        cuda.calls.clear()
+        config = SamplingConfig(max_new_tokens=3, beams=2)
+        assert beam_search(model, [1, 2, 3], config, ()) == ([7, 7, 7], "length")
+        assert nothing_on_host(cuda)
+
+
+def _first_beam(beams: Any, *_: Any, **__: Any) -> Any:
+    return [_Beam([*beams[0].token_ids, 7], 0.0)], [0]
 
 
 @pytest.mark.parametrize("way", ["auto", "sequential"])

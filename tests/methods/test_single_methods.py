@@ -19,7 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
 from firstlight.methods import EfficiencyConfig, apply_methods, loss_function, same_bits
-from firstlight.methods.attention import choose_attention, flex_mask, resolve_attention
+from firstlight.methods.attention import (
+    choose_attention,
+    flex_mask,
+    resolve_attention,
+    varying_lengths,
+)
 from firstlight.methods.compilation import keep_results, require_compiler, uses_cuda_graphs
 from firstlight.methods.memory import (
     _DROPOUT_AT,
@@ -531,6 +536,19 @@ def test_matmul_precision_is_set_in_the_context_and_restored_after_it() -> None:
         assert config.products == products
     with pytest.raises(ValidationError, match="tf32 is matmul_precision high, not medium"):
         EfficiencyConfig(precision="tf32", matmul_precision="medium")
+
+
+def test_cudnn_attention_is_back_after_the_last_of_overlapping_contexts() -> None:
+    cuda: Any = torch.backends.cuda
+    assert cuda.cudnn_sdp_enabled()
+    first, second = varying_lengths(), varying_lengths()
+    first.__enter__()
+    second.__enter__()
+    # As in two threads: the first to begin is the first to end.
+    first.__exit__(None, None, None)
+    assert not cuda.cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert cuda.cudnn_sdp_enabled()
 
 
 def test_only_two_modes_and_one_backend_on_a_gpu_record_cuda_graphs() -> None:

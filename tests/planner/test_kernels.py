@@ -325,6 +325,23 @@ def test_grouped_heads_without_flash_repeat_keys_or_hold_the_scores() -> None:
     assert kept_by(grouped, _A100, torch.bfloat16) < 4 * _SCORES
 
 
+@pytest.mark.parametrize(("capability", "version"), [((9, 0), (2, 11)), ((10, 0), (2, 13))])
+def test_hopper_and_blackwell_take_cudnn_for_masked_groups(
+    capability: tuple[int, int], version: tuple[int, int]
+) -> None:
+    def grouped(x: Tensor) -> Tensor:
+        few, mask = x[:, :2], torch.ones(128, 128, dtype=torch.bool)
+        return F.scaled_dot_product_attention(x, few, few, attn_mask=mask, enable_gqa=True)
+
+    target = cuda_target("H100", capability, torch_version=version)
+    kept = kept_by(grouped, target, torch.bfloat16)
+    # The output, a sum for each query, the mask as numbers, and two numbers of the generator.
+    assert 0 <= kept - (2 * _NUMBERS + 4 * 2 * 4 * 128 + 2 * 128 * 128) <= 64
+    assert kept_by(grouped, _A100, torch.bfloat16) > 4 * _SCORES
+    before = cuda_target("H100", capability, torch_version=(2, 10))
+    assert kept_by(grouped, before, torch.bfloat16) > 4 * _SCORES
+
+
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize(
     "kernel", ["flash_attention_for_cpu", "flash_attention", "efficient_attention"]

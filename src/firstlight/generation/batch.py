@@ -15,6 +15,7 @@ from torch import Tensor
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.few_rows import lay_out, ready_to_compile
 from firstlight.methods import can_compile
+from firstlight.methods.attention import varying_lengths
 from firstlight.models import Cache, KVCache, Model, RaggedCache
 
 #: Attention reads a multiple of this number of cache positions: a larger step gives fewer different
@@ -82,6 +83,7 @@ class BatchDecoder:
         return len(self.lengths)
 
     @torch.inference_mode()
+    @varying_lengths()
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -148,6 +150,7 @@ class BatchDecoder:
         return first is not None and len(token_ids) >= first
 
     @torch.inference_mode()
+    @varying_lengths()
     def step(self, token_ids: Sequence[int]) -> Tensor:
         """Append one token to each sequence; return the logits [B, V] of the tokens after them.
 
@@ -187,6 +190,7 @@ class BatchDecoder:
         return logits_BV
 
     @torch.inference_mode()
+    @varying_lengths()
     def warm_up(self) -> None:
         """With `compile`, compile the step now, for one sequence and for several. Call it before
         the first sequence is added; without `compile` it does nothing."""

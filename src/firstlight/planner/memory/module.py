@@ -15,6 +15,7 @@ from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
 from firstlight.generation.few_rows import quantize_int8
+from firstlight.methods.attention import varying_lengths
 from firstlight.models import ModelConfig, build_model
 from firstlight.planner.memory.kernels import Target, this_cpu
 from firstlight.planner.memory.prediction import MemoryPrediction, predict
@@ -266,7 +267,7 @@ def predict_generation(
     target = target or this_cpu()
     tracer = Tracer()
     longest = min(prompt_tokens + max_new_tokens, config.max_position_embeddings)
-    with fake_tensors(), _few_rows(target), tracer, kernels_of(target):
+    with fake_tensors(), _few_rows(target), varying_lengths(), tracer, kernels_of(target):
         model = build_model(config)
         model.cast(weights)
         model.eval()
