@@ -846,6 +846,13 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "scores of grouped queries in memory",
+        "firstlight/models/ops.py",
+        "if not _takes_groups(q_BHTD, options):",
+        "if False:",
+        ("tests/gpu/test_fake_families.py::test_no_scores_of_grouped_queries_are_kept",),
+    ),
+    Mutant(
         "one kernel of attention for another",
         "firstlight/methods/attention.py",
         '"efficient": SDPBackend.EFFICIENT_ATTENTION',

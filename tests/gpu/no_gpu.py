@@ -161,5 +161,5 @@ def torch_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterat
         )
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
-        patch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+        patch.setattr(torch.version, "cuda", "13.0")
         yield asked

@@ -67,8 +67,7 @@ def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str, int8: bo
         decoder.remove(0)
         assert decoder.step([4, 4]).dtype == torch.bfloat16
         assert nothing_on_host(cuda)
-        # Attention by two products (bmm), which grouped queries behind a mask take, is in fp32.
-        products = cuda.named("mm", "addmm")
+        products = cuda.named("mm", "addmm", "bmm")
         assert {dtype for call in products for _, dtype, _ in call.inputs} == {torch.bfloat16}
         # torch has it for GPUs, too: but written for a CPU's few rows.
         assert not cuda.named("_weight_int8pack_mm")

@@ -270,10 +270,12 @@ def test_eight_bit_updates_are_unpacked_on_a_cpu_and_not_on_a_gpu() -> None:
 # What a GPU keeps
 
 
-def kept_by(function: Any, target: Target, dtype: torch.dtype = torch.float32) -> int:
+def kept_by(
+    function: Any, target: Target, dtype: torch.dtype = torch.float32, *, expands: bool = False
+) -> int:
     """Bytes that autograd keeps of a function of [2, 4, 128, 64], beside its input."""
     tracer = Tracer()
-    with fake_tensors(), tracer, CudaKernels(target):
+    with fake_tensors(), tracer, CudaKernels(target, expands=expands):
         x = torch.empty(2, 4, 128, 64, dtype=dtype, requires_grad=True)
         tracer.mark([x], "weights")
         with tracer.forward_pass():
@@ -323,6 +325,20 @@ def test_grouped_heads_without_flash_repeat_keys_or_hold_the_scores() -> None:
 
     assert kept_by(grouped, _A100) > 4 * _SCORES
     assert kept_by(grouped, _A100, torch.bfloat16) < 4 * _SCORES
+    # firstlight's models repeat the keys instead: those, the values, the output, and the sums.
+    kept = kept_by(grouped, _A100, expands=True)
+    assert 0 <= kept - (3 * 4 * _NUMBERS + 4 * 2 * 4 * 128) <= 64
+
+
+def test_groups_of_a_new_token_are_rows_of_the_models_attention() -> None:
+    def one_token(x: Tensor) -> Tensor:
+        few, mask = x[:, :2], torch.ones(1, 128, dtype=torch.bool)
+        return F.scaled_dot_product_attention(
+            x[:, :, :1], few, few, attn_mask=mask, enable_gqa=True
+        )
+
+    # Repeated keys and values would be 2 * 2 * _NUMBERS.
+    assert kept_by(one_token, _A100, torch.bfloat16, expands=True) < _NUMBERS // 8
 
 
 @pytest.mark.parametrize(("capability", "version"), [((9, 0), (2, 11)), ((10, 0), (2, 13))])

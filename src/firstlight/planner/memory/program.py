@@ -121,11 +121,13 @@ class CudaKernels(TorchFunctionMode):
     Args:
         target: a CUDA device.
         kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None chooses as torch.
+        expands: True for firstlight's models, which expand the keys of grouped queries, or make
+            rows of a new token's group, where torch's kernels do not take groups (`models.ops`).
     """
 
-    def __init__(self, target: Target, kernel: str | None = None) -> None:
+    def __init__(self, target: Target, kernel: str | None = None, *, expands: bool = False) -> None:
         super().__init__()
-        self._target, self._kernel = target, kernel
+        self._target, self._kernel, self._expands = target, kernel, expands
         # Read here, because in code that torch.compile traces this would break the graph.
         cuda: Any = torch.backends.cuda
         self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
@@ -175,8 +177,13 @@ class CudaKernels(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             half = torch.get_autocast_dtype("cpu")
             query, key, value = (x.to(half) for x in (query, key, value))
-        kernel = self._kernel or self._chosen(query, attn_mask, dropout_p, grouped=enable_gqa)
         grouped = query.shape[1] != key.shape[1]
+        if self._expands and grouped and query.shape[2] == 1:
+            rows = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+            out = self._attention(rows, key, value, attn_mask, dropout_p, False, scale)
+            return out.flatten(1, 2).unsqueeze(2)
+        groups_stay = enable_gqa and not self._expands
+        kernel = self._kernel or self._chosen(query, attn_mask, dropout_p, grouped=groups_stay)
         if kernel == "math":
             groups = query.shape[1] // key.shape[1]
             if grouped:
@@ -224,10 +231,12 @@ class CudaKernels(TorchFunctionMode):
 
 
 def kernels_of(
-    target: Target, kernel: str | None = None
+    target: Target, kernel: str | None = None, *, expands: bool = True
 ) -> contextlib.AbstractContextManager[object]:
     """`CudaKernels` for a CUDA device; no change for a CPU."""
-    return CudaKernels(target, kernel) if target.kind == "cuda" else contextlib.nullcontext()
+    if target.kind != "cuda":
+        return contextlib.nullcontext()
+    return CudaKernels(target, kernel, expands=expands)
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
