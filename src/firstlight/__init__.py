@@ -94,12 +94,14 @@ __all__ = sorted(_MODULES)
 
 # Threads that spin as long as torch's own default make a step ten times slower beside other busy
 # programs.
-importlib.import_module("firstlight.hardware.environment").set_at_import()
+_environment = importlib.import_module("firstlight.hardware.environment")
+_environment.set_at_import()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'firstlight' has no attribute '{name}'")
+    _environment.require_fork()
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -49,6 +49,26 @@ def test_import_of_firstlight_sets_the_spin_count_unless_the_user_has(
     assert after_import("import firstlight", given) == [spin, "False"]
 
 
+@pytest.mark.parametrize(
+    ("code", "begin"),
+    [
+        ("import firstlight.cli.main", "firstlight: error: firstlight needs Linux or macOS"),
+        ("import firstlight; firstlight.train", "ImportError: firstlight needs Linux or macOS"),
+    ],
+)
+def test_windows_is_told_of_wsl2_at_the_start(code: str, begin: str) -> None:
+    command = [sys.executable, "-c", f"import os; del os.fork; {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, last.startswith(begin), "install it in WSL2" in last) == (
+        1,
+        True,
+        True,
+    )
+    # The command line's error is one line.
+    assert last == done.stderr.strip() or begin.startswith("ImportError")
+
+
 def test_spin_count_after_import_of_torch_is_left_to_each_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

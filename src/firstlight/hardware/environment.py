@@ -46,6 +46,19 @@ _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 _SHARING = threading.Lock()
 
 
+def require_fork() -> None:
+    """Refuse a system without `os.fork`, which also lacks other modules that firstlight needs.
+
+    Raises:
+        ImportError: this is Windows.
+    """
+    if not hasattr(os, "fork"):
+        raise ImportError(
+            "firstlight needs Linux or macOS: on Windows, install it in WSL2, where NVIDIA GPUs "
+            "work too (https://learn.microsoft.com/windows/wsl/install)"
+        )
+
+
 def set_at_import() -> None:
     """Set the variables of `import firstlight`, unless torch has been imported."""
     if "GOMP_SPINCOUNT" in os.environ:

@@ -127,7 +127,8 @@ class CudaKernels(TorchFunctionMode):
 
     def __init__(self, target: Target, kernel: str | None = None, *, expands: bool = False) -> None:
         super().__init__()
-        self._target, self._kernel, self._expands = target, kernel, expands
+        self._target, self._kernel = target, kernel
+        self._expands = expands
         # Read here, because in code that torch.compile traces this would break the graph.
         cuda: Any = torch.backends.cuda
         self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
