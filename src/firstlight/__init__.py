@@ -13,7 +13,8 @@ does all steps from a folder of texts to a trained model. The single steps are:
     print(firstlight.generate("runs/recipe", "Once upon a time").text)
 
 A name is imported when it is first used, so that `import firstlight` itself is fast. It sets the
-environment variable GOMP_SPINCOUNT, which torch's threads read when torch is imported.
+environment variables GOMP_SPINCOUNT and, with an NVIDIA GPU, PYTORCH_ALLOC_CONF, which torch reads
+when it is imported.
 """
 
 from __future__ import annotations
