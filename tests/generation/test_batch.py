@@ -29,6 +29,8 @@ from firstlight.models.rope import LongRope
 from firstlight.tokenizer import Tokenizer
 
 CONTEXT = 96
+#: Tokens of some prompts.
+SIZES = (5, 6, 4, 40, 2, 2)
 GPT2 = GPT2Config(
     vocab_size=352,
     hidden_size=12,
@@ -144,12 +146,18 @@ def test_sequences_that_join_and_leave_have_the_logits_of_their_own_text(
         kinds = ["add"] * (len(texts) < 3) + ["step", "step", "remove"] * bool(texts)
         kind = data.draw(st.sampled_from(kinds))
         if kind == "add":
-            beginning = data.draw(st.sampled_from(known))[: data.draw(st.integers(0, 60))]
-            text = [*beginning, *data.draw(st.lists(token, min_size=1, max_size=20))]
-            known.append(text)
-            found = decoder.add(text)
-            texts.append(text)
-            torch.testing.assert_close(found, full(model, text), atol=1e-4, rtol=1e-4)
+            joining = []
+            for _ in range(data.draw(st.integers(1, 3 - len(texts)))):
+                beginning = data.draw(st.sampled_from(known))[: data.draw(st.integers(0, 60))]
+                joining.append([*beginning, *data.draw(st.lists(token, min_size=1, max_size=20))])
+                known.append(joining[-1])
+            if reuse_prefixes:
+                found = torch.stack([decoder.add(text) for text in joining])
+            else:
+                found = decoder.add_many(joining)
+            texts += joining
+            expected = torch.stack([full(model, text) for text in joining])
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         elif kind == "remove":
             number = data.draw(st.integers(0, len(texts) - 1))
             decoder.remove(number)
@@ -170,15 +178,7 @@ def test_what_a_text_shares_with_one_that_was_there_is_not_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = new_model(LLAMA)
-    computed: list[int] = []
-    plain = model.forward
-
-    def counted(input_ids: Tensor, **others: Any) -> Tensor:
-        computed.append(input_ids.shape[1])
-        result: Tensor = plain(input_ids, **others)
-        return result
-
-    monkeypatch.setattr(model, "forward", counted)
+    shapes = _computed(model, monkeypatch)
     decoder = BatchDecoder(model, 2, CONTEXT, reuse_prefixes=True)
     decoder.add([1, 2, 3, 4])
     decoder.step([5])
@@ -187,12 +187,62 @@ def test_what_a_text_shares_with_one_that_was_there_is_not_computed_again(
     decoder.remove(0)
     decoder.add([1, 2, 3, 4, 5, 6, 7])  # all but the last token are known
     decoder.add([1, 9])
-    assert computed == [4, 1, 2, 1, 1]
+    assert shapes == [(1, 4), (1, 1), (1, 2), (1, 1), (1, 1)]
     without = BatchDecoder(model, 1, CONTEXT)
     without.add([1, 2, 3])
     without.remove(0)
     without.add([1, 2, 3])
-    assert computed[5:] == [3, 3]
+    assert shapes[5:] == [(1, 3), (1, 3)]
+
+
+def _computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes [B, T] of the tokens of the forward passes from now on."""
+    shapes: list[tuple[int, ...]] = []
+    plain = model.forward
+
+    def counted(input_ids: Tensor, **others: Any) -> Tensor:
+        shapes.append(tuple(input_ids.shape))
+        result: Tensor = plain(input_ids, **others)
+        return result
+
+    monkeypatch.setattr(model, "forward", counted)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "pass_tokens", "expected"),
+    [
+        ("llama", 512, [(3, 6), (1, 40), (2, 2)]),  # padding may be a third
+        ("llama", 12, [(2, 6), (1, 4), (1, 40), (2, 2)]),
+        ("llama", 1, [(1, 5), (1, 6), (1, 4), (1, 40), (1, 2), (1, 2)]),
+        # Neither a state nor frequencies by the text's length allow padding.
+        ("qwen3_next", 512, [(1, 5), (1, 6), (1, 4), (1, 40), (1, 2), (1, 2)]),
+        ("longrope", 512, [(1, 5), (1, 6), (1, 4), (1, 40), (1, 2), (1, 2)]),
+    ],
+)
+def test_neighbouring_prompts_of_similar_lengths_are_one_pass(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    pass_tokens: int,
+    expected: list[tuple[int, ...]],
+) -> None:
+    model = new_model(FAMILIES[name])
+    decoder = BatchDecoder(model, 6, CONTEXT)
+    decoder.pass_tokens = pass_tokens
+    prompts = [[(7 * n + row) % 350 for n in range(size)] for row, size in enumerate(SIZES)]
+    expected_logits = torch.stack([full(model, prompt) for prompt in prompts])
+    shapes = _computed(model, monkeypatch)
+    logits_BV = decoder.add_many(prompts)
+    assert shapes == expected
+    assert decoder.lengths == list(SIZES)
+    torch.testing.assert_close(logits_BV, expected_logits, atol=1e-4, rtol=1e-4)
+
+
+def test_of_prompts_with_a_bad_one_none_is_added() -> None:
+    decoder = BatchDecoder(MODELS["llama"], 3, CONTEXT)
+    with pytest.raises(ModelError, match="beyond the model's vocabulary"):
+        decoder.add_many([[1, 2], [352], [3]])
+    assert len(decoder) == 0
 
 
 def test_a_batch_takes_no_more_than_it_has_room_for() -> None:

@@ -232,7 +232,8 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.M
 
 def _no_kernels_yet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(cache))
-    monkeypatch.setattr(few_rows, "_products", functools.cache(few_rows._products.__wrapped__))
+    for name in ("_library", "_products"):
+        monkeypatch.setattr(few_rows, name, functools.cache(getattr(few_rows, name).__wrapped__))
     # On busy cores the compiler takes minutes; these kernels need not be fast.
     monkeypatch.setattr(few_rows, "_COMPILER_SECONDS", 550.0)
     monkeypatch.setattr(few_rows, "_FLAGS", ("-O0", *few_rows._FLAGS[1:]))

@@ -131,11 +131,9 @@ def test_first_come_first_served_and_none_is_passed_over() -> None:
     assert started == order
 
 
-def test_a_long_prompt_lets_the_others_go_on_before_the_next_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("firstlight.serving.scheduler._MAX_JOINING_TOKENS", 30)
+def test_a_long_prompt_lets_the_others_go_on_before_the_next_joins() -> None:
     decoder = WatchedDecoder(4, held=True)
+    decoder.pass_tokens = 30
     with scheduling(decoder) as (scheduler, collected):
         first = new_sequence(max_new_tokens=30)
         scheduler.submit([first])

@@ -86,10 +86,17 @@ class WatchedDecoder(BatchDecoder):
         may_fill: bool = False,
     ) -> Tensor:
         """As a decoder does."""
-        self.prompts.append(list(prompt_ids))
-        with self._done:
-            self._done.notify_all()
+        self._note([prompt_ids])
         return super().add(prompt_ids, on_logits, may_fill=may_fill)
+
+    def _add_padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        self._note(prompts)
+        return super()._add_padded(prompts)
+
+    def _note(self, prompts: Sequence[Sequence[int]]) -> None:
+        with self._done:
+            self.prompts += map(list, prompts)
+            self._done.notify_all()
 
     def step(self, token_ids: Sequence[int]) -> Tensor:
         """As a decoder does, once it may."""

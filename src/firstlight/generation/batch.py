@@ -14,13 +14,18 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.few_rows import lay_out, ready_to_compile
+from firstlight.generation.llama_step import llama_step
 from firstlight.methods import can_compile
 from firstlight.methods.attention import varying_lengths
 from firstlight.models import Cache, KVCache, Model, RaggedCache
+from firstlight.models.rope import DynamicRope, LongRope
 
 #: Attention reads a multiple of this number of cache positions: a larger step gives fewer different
 #: shapes (each needs a CUDA graph), a smaller step reads fewer unused positions.
 _REACH_STEP = 64
+
+#: `BatchDecoder.pass_tokens` on a CPU and on a GPU, which take about as long for them.
+_CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
 #: Greatest number of logits (elements) in memory at a time while a prompt is scored.
 _MOST_LOGITS = 2**22
@@ -47,6 +52,8 @@ class BatchDecoder:
     Attributes:
         lengths: tokens of each sequence so far.
         cache: keys and values of all sequences.
+        pass_tokens: greatest number of tokens, padding included, of prompts that `add_many`
+            computes together: as many as keep the device busy.
 
     Raises:
         ConfigError: the model can't be compiled on this machine.
@@ -74,6 +81,10 @@ class BatchDecoder:
         self._compiled: CompiledStep | None = None
         if compile:
             self._compiled = CompiledStep(model, self.cache)
+        #: Step of a single sequence in place of the model's forward pass.
+        self._llama_step = None if compile else llama_step(model, self.cache)
+        is_cpu = self._device.type == "cpu"
+        self.pass_tokens = _CPU_PASS_TOKENS if is_cpu else _GPU_PASS_TOKENS
         self.lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes
         #: Tokens whose keys and values are in each row of the cache, also of removed sequences.
@@ -125,6 +136,57 @@ class BatchDecoder:
         self.lengths.append(len(prompt_ids))
         return logits_V
 
+    @torch.inference_mode()
+    def add_many(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Append several prompts as the last sequences, in their order; return the logits [N, V] of
+        their next tokens. Neighbouring prompts of similar lengths are computed in one pass, padded
+        at their ends to the longest. Prefixes are not reused.
+
+        Args:
+            prompts: token ids of each prompt, at least one prompt.
+
+        Raises:
+            ConfigError, ModelError: see `require_prompt`; no prompt was added.
+        """
+        assert len(self) + len(prompts) <= self.max_sequences, "there is no room for the sequences"
+        for prompt_ids in prompts:
+            require_prompt(self.model, prompt_ids)
+        parts: list[Tensor] = []
+        while len(rest := prompts[sum(map(len, parts)) :]):
+            count = self._together(rest)
+            parts.append(self._add_padded(rest[:count]) if count > 1 else self.add(rest[0])[None])
+        return torch.cat(parts)
+
+    def _together(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Number of the first prompts to compute in one pass, at least one."""
+        # Padding would change a state, and frequencies that depend on the text's length.
+        scaling = getattr(self.model.config, "rope_scaling", None)
+        if self.cache.has_states or isinstance(scaling, DynamicRope | LongRope):
+            return 1
+        longest = total = 0
+        for count, prompt_ids in enumerate(prompts):
+            longest, total = max(longest, len(prompt_ids)), total + len(prompt_ids)
+            # At most a third of the pass may be padding.
+            if (count + 1) * longest > min(1.5 * total, self.pass_tokens):
+                return max(count, 1)
+        return len(prompts)
+
+    def _add_padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        first, lengths = len(self), [len(prompt_ids) for prompt_ids in prompts]
+        input_ids_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+        for row, prompt_ids in enumerate(prompts):
+            input_ids_BT[row, : len(prompt_ids)] = torch.tensor(prompt_ids)
+            self._stored[first + row] = []  # until the prompts are computed
+        # The causal mask hides padding at the end, and later tokens overwrite it in the cache.
+        logits_BV: Tensor = self.model(
+            input_ids_BT.to(self._device),
+            cache=self.cache.sequence(first, len(prompts)),
+            logits_to_keep=torch.tensor(lengths, device=self._device) - 1,
+        )[:, 0]
+        self._stored[first : first + len(prompts)] = map(list, prompts)
+        self.lengths += lengths
+        return logits_BV
+
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
         """Copy the longest prefix of a prompt that is cached in any row to the next row, and return
         its length. The prefix never has the prompt's last token, which must be computed for its
@@ -174,6 +236,8 @@ class BatchDecoder:
         return logits_BV
 
     def _logits(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        if self._llama_step is not None and len(lengths) == 1:
+            return self._llama_step(token_ids[0], lengths[0])
         input_ids_B1 = torch.tensor(token_ids, device=self._device)[:, None]
         cache: Cache
         if len(lengths) == 1 and self._compiled is None:

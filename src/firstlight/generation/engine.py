@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from firstlight.checkpoint.selection import read_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
@@ -143,25 +144,33 @@ def pieces_of_many(
     waiting = deque(range(len(texts)))
     running: list[int] = []
     while waiting or running:
+        first = len(running)
         while waiting and len(running) < decoder.max_sequences:
-            index = waiting.popleft()
-            logits_V = decoder.add(texts[index].prompt_ids, texts[index].score_prompt)
-            yield index, texts[index].push(logits_V)
-            running.append(index)
-            if texts[index].finish_reason is not None:
-                decoder.remove(len(running) - 1)
-                running.pop()
-        if not running:
-            continue
-        logits_BV = decoder.step([texts[index].token_ids[-1] for index in running])
-        chosen = choose_tokens([texts[index] for index in running], logits_BV)
-        for row in reversed(range(len(running))):
+            running.append(waiting.popleft())
+        if joining := [texts[index] for index in running[first:]]:
+            logits_BV = add_texts(joining, decoder)
+        else:
+            logits_BV = decoder.step([texts[index].token_ids[-1] for index in running])
+            first = 0
+        chosen = choose_tokens([texts[index] for index in running[first:]], logits_BV)
+        for row in reversed(range(first, len(running))):
             index = running[row]
-            yield index, texts[index].push(logits_BV[row], chosen[row])
+            yield index, texts[index].push(logits_BV[row - first], chosen[row - first])
             if texts[index].finish_reason is not None:
                 decoder.remove(row)
                 running[row] = running[-1]
                 running.pop()
+
+
+def add_texts(texts: Sequence[Continuation], decoder: BatchDecoder) -> Tensor:
+    """Append the prompts of texts to a decoder; return the logits [N, V] of their first new tokens.
+
+    Raises:
+        ConfigError, ModelError: see `require_prompt`.
+    """
+    if any(text.score_prompt is not None for text in texts):
+        return torch.stack([decoder.add(text.prompt_ids, text.score_prompt) for text in texts])
+    return decoder.add_many([text.prompt_ids for text in texts])
 
 
 def continuation(

@@ -1,10 +1,16 @@
-// Products of a weight matrix with few rows, as decoding has them: reading the weights is what
-// takes the time, so they are read once, in order, and asked for far ahead.
+// Decoding on a CPU: reading the weights is what takes the time, so they are read once, in order,
+// and asked for far ahead.
+//
+// First products of a weight matrix with few rows, then a whole step of a Llama for one token.
 //
 // out[m][o] = sum over k of weight[o][k] * x[m][k], times scale[o], plus bias[o]
 //
 // All sums are in fp32, and of the same order whatever the number of rows and threads.
 
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -119,6 +125,16 @@ static inline void dots(const W* weight, const float* x, long k_size, float* sum
   }
 }
 
+// The sum of an output, times the scale, plus the bias, rounded to T.
+template <class T>
+static inline T finished(float sum, const T* scale, const T* bias, long o) {
+  if (scale) sum *= number(scale[o]);
+  if (bias) sum += number(bias[o]);
+  T result;
+  round_to(sum, &result);
+  return result;
+}
+
 template <class W, class T>
 static void product(const W* weight, const T* scale, const T* bias, const float* x, T* out,
                     long rows, long k_size, long o_size, int threads) {
@@ -137,25 +153,232 @@ static void product(const W* weight, const T* scale, const T* bias, const float*
         m == 0 ? dots<W, 1, true>(own, at, k_size, sums)
                : dots<W, 1, false>(own, at, k_size, sums);
       }
-      for (int i = 0; i < count; i++) {
-        float value = sums[i];
-        if (scale) value *= number(scale[o]);
-        if (bias) value += number(bias[o]);
-        round_to(value, out + (m + i) * o_size + o);
-      }
+      for (int i = 0; i < count; i++)
+        out[(m + i) * o_size + o] = finished(sums[i], scale, bias, o);
       m += count;
     }
   }
 }
 
-#define PRODUCT(NAME, W, T)                                                                       \
-  extern "C" void NAME(const void* weight, const void* scale, const void* bias, const void* x,    \
-                       void* out, long rows, long k_size, long o_size, int threads) {             \
+// A step of a Llama for one token
+//
+// Called one by one, the 20 operations of a layer take longer than reading the weights of a small
+// model. Here the threads meet four times a layer. Values are rounded to T where the model's own
+// operations round them; within attention, they are fp32.
+
+struct Linear {  // weight: [out, in], in padded as `Int8Linear` pads it; scale and bias: [out], or 0
+  const void *weight, *scale, *bias;
+};
+
+struct Layer {
+  Linear q, k, v, o, gate, up, down;
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm: [D], or 0
+  void *keys, *values;                                      // [K, max_tokens, D]
+  long window;                                              // tokens that a query sees; 0: all
+};
+
+struct Llama {
+  const Layer* layers;
+  Linear head;
+  const void *embedding, *final_norm;
+  float* work;  // see `Work`
+  long layer_count, hidden, inner, heads, kv_heads, head_dim, vocab, max_tokens, padding;
+  float eps, scale;
+};
+
+// Buffers of all threads, then those of each thread. Zeros where inputs of products are padded.
+struct Work {
+  float *x, *q, *k, *v, *y, *inner, *normed, *head, *key, *scores;
+
+  Work(const Llama& m, int thread) {
+    float* at = m.work;
+    auto next = [&](long size) {
+      float* own = at;
+      at += (size + m.padding - 1) / m.padding * m.padding;
+      return own;
+    };
+    long keys = m.kv_heads * m.head_dim;
+    x = next(m.hidden), q = next(m.heads * m.head_dim), k = next(keys), v = next(keys);
+    y = next(m.heads * m.head_dim), inner = next(m.inner);
+    for (int t = 0; t <= thread; t++) {
+      normed = next(m.hidden), head = next(m.head_dim), key = next(m.head_dim);
+      scores = next(m.max_tokens);
+    }
+  }
+};
+
+template <class T>
+static inline float rounded(float value) {
+  T result;
+  round_to(value, &result);
+  return number(result);
+}
+
+template <class W, class T>
+static inline float output(const Linear& layer, long o, const float* x, long k_size) {
+  float sum;
+  dots<W, 1, true>(static_cast<const W*>(layer.weight) + o * k_size, x, k_size, &sum);
+  return number(finished(sum, static_cast<const T*>(layer.scale),
+                         static_cast<const T*>(layer.bias), o));
+}
+
+// out = x / rms(x) * weight
+template <class T>
+static void norm(const float* x, const void* weight, long size, float eps, float* out) {
+  const T* factors = static_cast<const T*>(weight);
+  float squares = 0;
+  for (long i = 0; i < size; i++) squares += x[i] * x[i];
+  float factor = 1 / std::sqrt(squares / size + eps);
+  for (long i = 0; i < size; i++)
+    out[i] = rounded<T>(rounded<T>(x[i] * factor) * number(factors[i]));
+}
+
+// Turns the pairs (i, i + D/2), as `apply_rope`. x and out are different.
+template <class T>
+static void rotate(const float* x, const float* cos, const float* sin, long size, float* out) {
+  for (long i = 0; i < size; i++) {
+    float other = i < size / 2 ? -x[i + size / 2] : x[i - size / 2];
+    out[i] = rounded<T>(rounded<T>(x[i] * cos[i]) + rounded<T>(other * sin[i]));
+  }
+}
+
+// e^x to fp32's precision, between the least and the greatest normal number.
+static inline Floats exponential(Floats x) {
+  x = x < -87.f ? Floats{} - 87.f : x > 88.f ? Floats{} + 88.f : x;
+  constexpr float ROUNDING = 12582912;  // 1.5 * 2^23: adding it rounds to an integer
+  Floats whole = (x * 1.44269504f + ROUNDING) - ROUNDING;
+  Floats rest = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;  // ln 2 in two parts
+  Floats sum = rest * (1 / 720.f) + 1 / 120.f;
+  for (float coefficient : {1 / 24.f, 1 / 6.f, 1 / 2.f, 1.f, 1.f}) sum = sum * rest + coefficient;
+  Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+  return sum * read<Floats>(&power);
+}
+
+// The mean of the cached tokens' values and the new one's by their weights, for N vectors of a head.
+template <int N, class T>
+static inline void weigh(const float* weights, float total, const T* values, const float* last,
+                         long count, long head_dim, float* y) {
+  Floats sums[N];
+  for (int n = 0; n < N; n++) sums[n] = weights[count - 1] * read<Floats>(last + n * LANES);
+  for (long s = 0; s + 1 < count; s++)
+    for (int n = 0; n < N; n++) sums[n] += weights[s] * widen(values + s * head_dim + n * LANES);
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < LANES; i++) y[n * LANES + i] = rounded<T>(sums[n][i] / total);
+}
+
+// Attention of one head over the cached tokens and the new one, [D] to y.
+template <class T>
+static void attend(const Llama& m, const Layer& layer, const Work& work, const float* cos,
+                   const float* sin, long position, long h) {
+  const long D = m.head_dim, group = m.heads / m.kv_heads, own = h / group;
+  T* keys = static_cast<T*>(layer.keys) + own * m.max_tokens * D;
+  T* values = static_cast<T*>(layer.values) + own * m.max_tokens * D;
+  const float *q = work.q + h * D, *k = work.k + own * D, *v = work.v + own * D;
+  float* y = work.y + h * D;
+  // `y` and `scores` are free until their turn.
+  if (layer.q_norm) {
+    norm<T>(q, layer.q_norm, D, m.eps, y), q = y;
+    norm<T>(k, layer.k_norm, D, m.eps, work.scores), k = work.scores;
+  }
+  rotate<T>(q, cos, sin, D, work.head);
+  rotate<T>(k, cos, sin, D, work.key);
+  if (h % group == 0)
+    for (long d = 0; d < D; d++) {
+      round_to(work.key[d], keys + position * D + d);
+      round_to(v[d], values + position * D + d);
+    }
+  const long first = layer.window ? std::max(0L, position + 1 - layer.window) : 0;
+  const long count = position + 1 - first;
+  // The new token comes last, from the thread's own copy: another thread may be writing it.
+  const auto score = [&](auto* key) {
+    Floats sum{};
+    for (long d = 0; d < D; d += LANES) sum += widen(key + d) * read<Floats>(work.head + d);
+    return over_lanes(sum) * m.scale;
+  };
+  for (long s = 0; s + 1 < count; s++) work.scores[s] = score(keys + (first + s) * D);
+  work.scores[count - 1] = score(static_cast<const float*>(work.key));
+  float most = work.scores[0];
+  for (long s = 1; s < count; s++) most = std::max(most, work.scores[s]);
+  float total = 0;
+  for (long s = 0; s < count; s += LANES) {
+    Floats lanes{};
+    const long here = std::min<long>(LANES, count - s);
+    std::memcpy(&lanes, work.scores + s, here * sizeof(float));
+    lanes = exponential(lanes - most);
+    std::memcpy(work.scores + s, &lanes, here * sizeof(float));
+    for (long i = 0; i < here; i++) total += lanes[i];
+  }
+  long d = 0;
+  for (; d + VECTORS * LANES <= D; d += VECTORS * LANES)
+    weigh<VECTORS>(work.scores, total, values + first * D + d, v + d, count, D, y + d);
+  for (; d < D; d += LANES)
+    weigh<1>(work.scores, total, values + first * D + d, v + d, count, D, y + d);
+}
+
+template <class W, class T>
+static void step(const Llama& m, const float* cos, const float* sin, long token, long position,
+                 T* logits, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Work work(m, omp_get_thread_num());
+    const auto padded = [&](long size) {
+      return sizeof(W) == 1 ? (size + m.padding - 1) / m.padding * m.padding : size;
+    };
+    const long C = m.hidden, q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim;
+    const T* row = static_cast<const T*>(m.embedding) + token * C;
+#pragma omp for schedule(static)
+    for (long c = 0; c < C; c++) work.x[c] = number(row[c]);
+    for (long l = 0; l < m.layer_count; l++) {
+      const Layer& layer = m.layers[l];
+      // Each thread for itself: a norm takes less time than a meeting.
+      norm<T>(work.x, layer.attention_norm, C, m.eps, work.normed);
+#pragma omp for schedule(static)
+      for (long o = 0; o < q_size + 2 * kv_size; o++) {
+        if (o < q_size)
+          work.q[o] = output<W, T>(layer.q, o, work.normed, padded(C));
+        else if (o < q_size + kv_size)
+          work.k[o - q_size] = output<W, T>(layer.k, o - q_size, work.normed, padded(C));
+        else
+          work.v[o - q_size - kv_size] =
+              output<W, T>(layer.v, o - q_size - kv_size, work.normed, padded(C));
+      }
+#pragma omp for schedule(static)
+      for (long h = 0; h < m.heads; h++) attend<T>(m, layer, work, cos, sin, position, h);
+#pragma omp for schedule(static)
+      for (long o = 0; o < C; o++)
+        work.x[o] = rounded<T>(work.x[o] + output<W, T>(layer.o, o, work.y, padded(q_size)));
+      norm<T>(work.x, layer.mlp_norm, C, m.eps, work.normed);
+#pragma omp for schedule(static)
+      for (long o = 0; o < m.inner; o++) {
+        float gate = output<W, T>(layer.gate, o, work.normed, padded(C));
+        float up = output<W, T>(layer.up, o, work.normed, padded(C));
+        float silu = gate / (1 + exponential(Floats{} - gate)[0]);
+        work.inner[o] = rounded<T>(rounded<T>(silu) * up);
+      }
+#pragma omp for schedule(static)
+      for (long o = 0; o < C; o++)
+        work.x[o] = rounded<T>(work.x[o] + output<W, T>(layer.down, o, work.inner, padded(m.inner)));
+    }
+    norm<T>(work.x, m.final_norm, C, m.eps, work.normed);
+#pragma omp for schedule(static)
+    for (long o = 0; o < m.vocab; o++)
+      round_to(output<W, T>(m.head, o, work.normed, padded(C)), logits + o);
+  }
+}
+
+#define KERNELS(NAME, W, T)                                                                       \
+  extern "C" void product_##NAME(const void* weight, const void* scale, const void* bias,         \
+                                 const void* x, void* out, long rows, long k_size, long o_size,   \
+                                 int threads) {                                                   \
     product(static_cast<const W*>(weight), static_cast<const T*>(scale),                          \
             static_cast<const T*>(bias), static_cast<const float*>(x), static_cast<T*>(out),      \
             rows, k_size, o_size, threads);                                                       \
+  }                                                                                               \
+  extern "C" void step_##NAME(const Llama* model, const float* cos, const float* sin, long token, \
+                              long position, void* logits, int threads) {                         \
+    step<W>(*model, cos, sin, token, position, static_cast<T*>(logits), threads);                 \
   }
 
-PRODUCT(product_float32, float, float)
-PRODUCT(product_bfloat16, Bf16, Bf16)
-PRODUCT(product_int8, int8_t, Bf16)
+KERNELS(float32, float, float)
+KERNELS(bfloat16, Bf16, Bf16)
+KERNELS(int8, int8_t, Bf16)

@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 #: Time limit of the compiler, which takes some seconds on idle cores.
 _COMPILER_SECONDS = 120.0
 
-_Product = Callable[..., None]
+_Kernel = Callable[..., None]
 
 
 class FewRowsLinear(nn.Linear):
@@ -93,7 +94,7 @@ def lay_out(model: Model) -> None:
     for module in model.modules():
         if isinstance(module, FewRowsConv1D):
             weight = module.weight
-            if weight.device.type == "cpu" and weight.dtype in _NAMES and has_kernels():
+            if weight.device.type == "cpu" and weight.dtype in _products():
                 weight.data = weight.data.t().contiguous().t()
 
 
@@ -108,7 +109,7 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.numel() <= MOST_ROWS * x.shape[-1]
-        and x.dtype in _NAMES
+        and x.dtype in (torch.float32, torch.bfloat16)
         and weight.dtype in (x.dtype, torch.int8)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
@@ -155,22 +156,23 @@ def _few_rows_linear(
 
 
 # Not `torch.library.custom_op`, whose overhead for each call takes longer than a small product.
-_library = torch.library.Library("firstlight", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+_operators = torch.library.Library("firstlight", "FRAGMENT")  # type: ignore[no-untyped-call]
+_operators.define(  # type: ignore[no-untyped-call]
     "few_rows_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_library.impl("few_rows_linear", _few_rows_linear, "CPU")  # type: ignore[no-untyped-call]
+_operators.impl("few_rows_linear", _few_rows_linear, "CPU")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("firstlight::few_rows_linear", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("firstlight::few_rows_linear", lib=_operators)  # type: ignore[untyped-decorator]
 def _(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 # The kernels
 
-_NAMES = {torch.float32: "product_float32", torch.bfloat16: "product_bfloat16"}
+#: Dtype of weights -> name of its kernels.
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 
 
 def has_kernels() -> bool:
@@ -188,19 +190,38 @@ def ready_to_compile() -> None:
 
 
 @functools.cache
-def _products() -> dict[torch.dtype, _Product]:
-    """Dtype of weights -> kernel; empty if the kernels can't be compiled or loaded."""
-    try:
-        library = ctypes.CDLL(str(_compiled()))
-    except (OSError, StorageError, subprocess.SubprocessError):
+def _products() -> dict[torch.dtype, _Kernel]:
+    """Dtype of weights -> kernel of a product; empty if the kernels can't be compiled or loaded."""
+    return _kernels("product", [ctypes.c_void_p] * 5 + [ctypes.c_long] * 3 + [ctypes.c_int])
+
+
+@functools.cache
+def steps() -> dict[torch.dtype, _Kernel]:
+    """Dtype of weights -> kernel of a decoding step, see `llama_step.LlamaStep`; empty if the
+    kernels can't be compiled or loaded."""
+    pointer, number = ctypes.c_void_p, ctypes.c_long
+    return _kernels("step", [pointer] * 3 + [number] * 2 + [pointer, ctypes.c_int])
+
+
+def _kernels(kind: str, types: list[Any]) -> dict[torch.dtype, _Kernel]:
+    """Dtype of weights -> kernel of this kind with arguments of these types."""
+    library = _library()
+    if library is None:
         return {}
     found = {}
-    for dtype, name in {**_NAMES, torch.int8: "product_int8"}.items():
-        product = getattr(library, name)
-        product.restype = None
-        product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 3 + [ctypes.c_int]
-        found[dtype] = product
+    for dtype, name in _NAMES.items():
+        kernel = getattr(library, f"{kind}_{name}")
+        kernel.restype, kernel.argtypes = None, types
+        found[dtype] = kernel
     return found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(_compiled()))
+    except (OSError, StorageError, subprocess.SubprocessError):
+        return None
 
 
 def _compiled() -> Path:
@@ -260,8 +281,8 @@ def _processor() -> str:
 #: the weights to bf16 first.
 _INT8_ROWS = 16
 #: torch's kernel reads past the end of rows whose length is not a multiple of this number, so rows
-#: are padded with zeros.
-_ROW_MULTIPLE = 32
+#: are padded with zeros to one.
+ROW_MULTIPLE = 32
 
 
 class Int8Linear(nn.Module):
@@ -287,7 +308,7 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight_int8, scale = rounded(weight)
-        self._filling = -weight.shape[1] % _ROW_MULTIPLE
+        self._filling = -weight.shape[1] % ROW_MULTIPLE
         self.register_buffer("weight_int8", F.pad(weight_int8, (0, self._filling)))
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)

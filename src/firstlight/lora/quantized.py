@@ -117,7 +117,8 @@ def dequantized(
     largest = torch.ops.bitsandbytes.dequantize_blockwise(
         scales, nested, table, _NESTED_BLOCK_SIZE, torch.float32
     )
-    # As one row: the CPU kernel takes wrong scales for rows that are not a multiple of the block size.
+    # As one row: the CPU kernel takes wrong scales for rows that are not a multiple of the block
+    # size.
     row = [shape[0] * shape[1]]
     made = dtype if dtype in _DTYPES else torch.float32
     flat: Tensor = torch.ops.bitsandbytes.dequantize_4bit(

@@ -161,16 +161,17 @@ class KVCache:
         """See `Cache.advance`."""
         self.length += new
 
-    def sequence(self, row: int) -> KVCache:
-        """An empty cache of one sequence that shares the memory of a row of this cache.
+    def sequence(self, row: int, count: int = 1) -> KVCache:
+        """An empty cache of one sequence, or of `count`, that shares the memory of the rows of this
+        cache from `row` on.
 
         A prompt that is computed with it needs no copy into the row.
         """
-        view = copy.copy(self)
+        view, end = copy.copy(self), row + count
         view.keys, view.values = (
-            [layer[row : row + 1] for layer in stored] for stored in (self.keys, self.values)
+            [layer[row:end] for layer in stored] for stored in (self.keys, self.values)
         )
-        view.states = [tuple(one[row : row + 1] for one in state) for state in self.states]
+        view.states = [tuple(one[row:end] for one in state) for state in self.states]
         view.length = view.least_length = 0
         return view
 

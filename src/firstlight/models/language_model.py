@@ -205,7 +205,7 @@ class LanguageModel(nn.Module):
         document_ids: Tensor | None = None,
         *,
         cache: Cache | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
     ) -> Tensor:
         """Compute logits, or with `labels` the loss.
 
@@ -216,7 +216,8 @@ class LanguageModel(nn.Module):
             document_ids: int [B, T], equal for neighbouring tokens of one document: tokens see
                 only their own document, and positions start at 0 in each. Not with a cache.
             cache: keys and values of the tokens before `input_ids`; those of `input_ids` are added.
-            logits_to_keep: number of last positions to compute logits for; 0 for all.
+            logits_to_keep: number of last positions to compute logits for, 0 for all; or one
+                position of each sequence, int64 [B].
 
         Returns:
             Without labels, the logits [B, T, V] of the next token. With labels, the cross-entropy
@@ -228,7 +229,12 @@ class LanguageModel(nn.Module):
             # After the last layer, because all layers store the new tokens at the same positions.
             cache.advance(input_ids.shape[1])
         # Cut before the norm and the head: logits of a whole prompt can take gigabytes.
-        x_BTC = self.finish(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
+        if isinstance(logits_to_keep, Tensor):
+            rows_B = torch.arange(len(x_BTC), device=x_BTC.device)
+            x_BTC = x_BTC[rows_B, logits_to_keep][:, None]
+        elif logits_to_keep:
+            x_BTC = x_BTC[:, -logits_to_keep:]
+        x_BTC = self.finish(x_BTC)
         vocab_size, softcap = self.config.vocab_size, self.config.logit_softcap
         if labels is None:
             return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)

@@ -18,10 +18,7 @@ from firstlight.console import say
 from firstlight.errors import FirstlightError
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.continuation import Continuation, TokenLogprob, choose_tokens
-
-#: No more texts join between two steps once the joined prompts have this number of tokens, because
-#: the running texts wait meanwhile. At least one text can always join.
-_MAX_JOINING_TOKENS = 512
+from firstlight.generation.engine import add_texts
 
 
 class QueueFullError(FirstlightError):
@@ -232,29 +229,47 @@ class Scheduler:
                 self._remove(row)
 
     def _join(self) -> list[Update]:
-        """Move waiting texts to the batch and choose the first token of each."""
-        updates: list[Update] = []
+        """Move waiting texts to the batch and choose the first token of each. No more join once
+        their prompts have `pass_tokens` tokens, because the running texts wait meanwhile; at least
+        one can always join."""
+        joining: list[ScheduledSequence] = []
         tokens = 0
-        while tokens < _MAX_JOINING_TOKENS:
-            with self._changed:
-                if not self._waiting or len(self._running) == self._decoder.max_sequences:
-                    break
-                sequence = self._waiting.popleft()
-                self._running.append(sequence)
-            tokens += len(sequence.text.prompt_ids)
-            updates.append(self._first(sequence))
-            if updates[-1].ended:
-                self._remove(len(self._running) - 1)
-        return updates
+        with self._changed:
+            room = self._decoder.max_sequences - len(self._running)
+            while self._waiting and len(joining) < room and tokens < self._decoder.pass_tokens:
+                joining.append(self._waiting.popleft())
+                tokens += len(joining[-1].text.prompt_ids)
+            self._running += joining
+        return self._joined(joining) if joining else []
 
-    def _first(self, sequence: ScheduledSequence) -> Update:
+    def _joined(self, joining: Sequence[ScheduledSequence]) -> list[Update]:
+        """Compute the prompts of the last running texts; return their updates."""
+        first = len(self._decoder)
         try:
-            logits_V = self._decoder.add(sequence.text.prompt_ids, sequence.text.score_prompt)
+            logits_BV = add_texts([sequence.text for sequence in joining], self._decoder)
+            chosen = choose_tokens([sequence.text for sequence in joining], logits_BV)
         except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
-            self.failure = error
-            return Update(sequence, error=error)
+            while len(self._decoder) > first:
+                self._decoder.remove(len(self._decoder) - 1)
+            with self._changed:
+                del self._running[first:]
+            if len(joining) == 1:
+                self.failure = error
+                return [Update(joining[0], error=error)]
+            # One by one, so that only texts fail that cause an error.
+            updates: list[Update] = []
+            for sequence in joining:
+                with self._changed:
+                    self._running.append(sequence)
+                updates += self._joined([sequence])
+            return updates
         self.failure = None
-        return _pushed(sequence, logits_V)
+        updates = [
+            _pushed(sequence, logits_V, token_id)
+            for sequence, logits_V, token_id in zip(joining, logits_BV, chosen, strict=True)
+        ]
+        self._remove_ended(first, updates)
+        return updates
 
     def _step(self) -> list[Update]:
         """Choose one more token of each running text."""
@@ -274,15 +289,17 @@ class Scheduler:
                 _pushed(sequence, logits_BV[row], chosen[row])
                 for row, sequence in enumerate(running)
             ]
-        for row in reversed(range(len(updates))):
-            if updates[row].ended:
-                self._remove(row)
+        self._remove_ended(0, updates)
         return updates
 
+    def _remove_ended(self, first: int, updates: Sequence[Update]) -> None:
+        """Remove the texts from row `first` on whose update is their last."""
+        for number in reversed(range(len(updates))):
+            if updates[number].ended:
+                self._remove(first + number)
+
     def _remove(self, row: int) -> None:
-        # A text that failed to join has no row in the decoder.
-        if row < len(self._decoder):
-            self._decoder.remove(row)
+        self._decoder.remove(row)
         with self._changed:
             self._running[row] = self._running[-1]
             self._running.pop()

@@ -1,0 +1,187 @@
+"""A decoding step of a plain Llama for one text on a CPU, as one call of `few_rows.cpp`.
+
+As single operations of torch, a step of a small model takes twice the time of reading its weights:
+each layer has 20 operations, which start threads and allocate results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.generation.few_rows import ROW_MULTIPLE, FewRowsLinear, Int8Linear, steps
+from firstlight.models import KVCache, Llama, Model
+from firstlight.models.llama import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
+from firstlight.models.ops import attention
+
+#: Sizes that the kernel takes: a head has whole vectors, of up to 16 numbers.
+_HEAD_MULTIPLE = 16
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` in few_rows.cpp; the other two are `Layer` and `Llama`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "scale", "bias")]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Linear) for name in "q k v o gate up down".split()),
+        *((f"{name}_norm", ctypes.c_void_p) for name in "attention mlp q k".split()),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("window", ctypes.c_long),
+    ]
+
+
+class _Llama(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        ("head", _Linear),
+        *((name, ctypes.c_void_p) for name in "embedding final_norm work".split()),
+        *((name, ctypes.c_long) for name in "layer_count hidden inner heads kv_heads".split()),
+        *((name, ctypes.c_long) for name in "head_dim vocab max_tokens padding".split()),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class LlamaStep:
+    """The decoding step of the first sequence of a cache: see `llama_step`, which makes it.
+
+    Results are rounded where the model's own operations round; only attention keeps fp32 between
+    its operations.
+
+    Args:
+        model: a model that `_is_plain`, whose parameters are not replaced afterwards.
+        cache: its cache.
+    """
+
+    def __init__(self, model: Llama, cache: KVCache) -> None:
+        config = model.config
+        final_norm: Any = model.final_norm
+        self._model, self._cache = model, cache  # whose memory the pointers are to
+        self._dtype = model.embedding.weight.dtype
+        self._kernel = steps()[_weight(model.lm_head).dtype]
+        layers = (_Layer * config.num_hidden_layers)()
+        layer: Any
+        for number, (own, layer) in enumerate(zip(layers, model.layers, strict=True)):
+            attend, mlp = layer.self_attn, layer.mlp
+            for name in "q k v o".split():
+                setattr(own, name, _pointers(getattr(attend, f"{name}_proj")))
+            for name in "gate up down".split():
+                setattr(own, name, _pointers(getattr(mlp, f"{name}_proj")))
+            own.attention_norm = layer.input_layernorm.weight.data_ptr()
+            own.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
+            if attend.has_qk_norm:
+                own.q_norm = attend.q_norm.weight.data_ptr()
+                own.k_norm = attend.k_norm.weight.data_ptr()
+            own.keys = cache.keys[number].data_ptr()
+            own.values = cache.values[number].data_ptr()
+            own.window = config.attention_spec(number).window or 0
+        threads, width = torch.get_num_threads(), config.num_attention_heads * config.head_dim
+        shared = 2 * width + config.hidden_size + config.intermediate_size
+        shared += 2 * config.num_key_value_heads * config.head_dim
+        each = config.hidden_size + 2 * config.head_dim + cache.max_tokens
+        # Each of the 10 buffers is padded.
+        self._work = torch.zeros(shared + threads * each + 10 * (threads + 1) * ROW_MULTIPLE)
+        self._llama = _Llama(
+            layers=layers,
+            head=_pointers(model.lm_head),
+            embedding=model.embedding.weight.data_ptr(),
+            final_norm=final_norm.weight.data_ptr(),
+            work=self._work.data_ptr(),
+            layer_count=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            max_tokens=cache.max_tokens,
+            padding=ROW_MULTIPLE,
+            eps=config.rms_norm_eps,
+            scale=config.attention_spec(0).scale or config.head_dim**-0.5,
+        )
+        self._threads = threads
+
+    def __call__(self, token_id: int, length: int) -> Tensor:
+        """The logits [1, V] after one more token.
+
+        Args:
+            token_id: the new token.
+            length: tokens of the sequence before it.
+        """
+        ((cos, sin),) = self._model.rotary.tables(torch.tensor([length]), length + 1)
+        # As rounded as in `LlamaAttention.rotate`.
+        cos, sin = (table.to(self._dtype).float() for table in (cos, sin))
+        logits = torch.empty(1, self._llama.vocab, dtype=self._dtype)
+        self._kernel(
+            ctypes.byref(self._llama),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            token_id,
+            length,
+            logits.data_ptr(),
+            self._threads,
+        )
+        return logits
+
+
+def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
+    """The step of a model and its cache; None if the model is not a plain Llama, or not on a CPU
+    with kernels for its dtype.
+
+    Args:
+        model: a model in evaluation mode, after `few_rows.use_few_rows`.
+        cache: its cache.
+    """
+    return LlamaStep(model, cache) if _is_plain(model) else None
+
+
+def _is_plain(model: Model) -> TypeGuard[Llama]:
+    """True if all that the model's forward pass does is what the kernel does: no subclass, no
+    replaced function, one dtype."""
+    if type(model) is not Llama or model.config.head_dim % _HEAD_MULTIPLE:
+        return False
+    config = model.config
+    dtype = model.embedding.weight.dtype
+    classes = (LlamaBlock, LlamaAttention, LlamaMLP, RMSNorm, FewRowsLinear, Int8Linear)
+    modules = [*model.layers.modules(), model.final_norm, model.lm_head]
+    tensors = [
+        *model.parameters(),
+        *(buffer for module in modules for buffer in module.buffers(recurse=False)),
+    ]
+    linear = [module for module in modules if isinstance(module, FewRowsLinear | Int8Linear)]
+    return (
+        config.logit_softcap is None
+        and config.rotary_dim == config.head_dim
+        and config.rope_local_base_freq is None
+        and all(type(module) in (*classes, nn.ModuleList) for module in modules)
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        and all(
+            module.attend is attention and module.rope == 0
+            for module in modules
+            if isinstance(module, LlamaAttention)
+        )
+        # Neither fake nor distributed.
+        and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
+        and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        and all(parameter.dtype == dtype for parameter in model.parameters())
+        and len({_weight(module).dtype for module in linear}) == 1
+        and _weight(model.lm_head).dtype in steps()
+    )
+
+
+def _weight(layer: nn.Linear | Int8Linear) -> Tensor:
+    """Weights [out, in] of a linear layer."""
+    return layer.weight_int8 if isinstance(layer, Int8Linear) else layer.weight
+
+
+def _pointers(layer: nn.Linear | Int8Linear) -> _Linear:
+    scale = layer.scale if isinstance(layer, Int8Linear) else None
+    tensors = (_weight(layer), scale, layer.bias)
+    return _Linear(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))

@@ -1,0 +1,177 @@
+"""A plain Llama's step for one text: its logits are those of the model's own operations, and it is
+left out where the model does anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.few_rows import quantize_int8, use_few_rows
+from firstlight.generation.llama_step import llama_step
+from firstlight.methods import can_compile
+from firstlight.models import LlamaConfig, Model, empty_model
+
+pytestmark = pytest.mark.skipif(
+    not can_compile(torch.device("cpu")), reason="there is no C++ compiler"
+)
+
+#: What differs from the usual model below.
+PLAIN: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "one key head": {"num_key_value_heads": 1},
+    "every head its keys": {"num_key_value_heads": 4},
+    "biases": {"model_type": "qwen2"},
+    "norms of queries and keys": {"model_type": "qwen3"},
+    "a window": {"model_type": "mistral", "sliding_window": 7},
+    "wide heads": {"head_dim": 80},
+    "an odd width": {"hidden_size": 68, "head_dim": 16, "intermediate_size": 101},
+    "an own head": {"tie_word_embeddings": False},
+    "biases everywhere": {"attention_bias": True, "mlp_bias": True},
+    "rescaled frequencies": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "scaled scores": {"head_dim": 32},
+}
+
+
+def _model(dtype: torch.dtype, **settings: Any) -> Model:
+    usual = {
+        "vocab_size": 67,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
+    model = empty_model(LlamaConfig(**{**usual, **settings}))
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases, which begin alike
+                parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
+    return model.to(dtype).eval()
+
+
+def _logits(model: Model, ids: list[int], prompt: int) -> tuple[Tensor, Tensor]:
+    """Logits [T, V] after each token but the prompt's, by a decoder and by the model itself."""
+    decoder = BatchDecoder(model, 1, 64)
+    decoder.add(ids[:prompt])
+    found = torch.cat([decoder.step([token]) for token in ids[prompt:]])
+    cache = model.make_cache(1, 64, next(model.parameters()).dtype)
+    with torch.inference_mode():
+        model(torch.tensor([ids[:prompt]]), cache=cache)
+        steps = [model(torch.tensor([[token]]), cache=cache)[0] for token in ids[prompt:]]
+    return found, torch.cat(steps)
+
+
+IDS = torch.randint(0, 67, (50,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_logits_in_fp32_are_those_of_the_model(name: str) -> None:
+    model = _model(torch.float32, **PLAIN[name])
+    use_few_rows(model)
+    assert llama_step(model, model.make_cache(1, 64, torch.float32)) is not None
+    found, expected = _logits(model, IDS, 5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["grouped queries", "biases", "norms of queries and keys"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_logits_in_bf16_are_as_near_to_fp32_as_the_model_s(name: str, int8: bool) -> None:
+    model = _model(torch.bfloat16, **PLAIN[name])
+    exact = _model(torch.float32, **PLAIN[name])
+    exact.load_state_dict(model.state_dict())
+    if int8:
+        quantize_int8(model)
+    use_few_rows(model)
+    found, expected = _logits(model, IDS, 5)
+    assert found.dtype == torch.bfloat16
+    wide, _ = _logits(exact, IDS, 5)
+    error, own = (float((one.float() - wide).square().mean().sqrt()) for one in (found, expected))
+    assert error <= 1.1 * own
+    assert float((found.float() - expected.float()).square().mean().sqrt()) < own
+
+
+def test_a_second_text_and_a_longer_one_find_the_same_cache() -> None:
+    model = _model(torch.float32)
+    use_few_rows(model)
+    decoder = BatchDecoder(model, 2, 64)
+    decoder.add(IDS[:5])
+    alone = [decoder.step([token]) for token in IDS[5:10]]
+    decoder.add(IDS[20:26])
+    decoder.step([IDS[10], IDS[26]])
+    decoder.remove(1)
+    again = BatchDecoder(model, 1, 64)
+    again.add(IDS[:11])
+    torch.testing.assert_close(decoder.step([IDS[11]]), again.step([IDS[11]]), rtol=1e-4, atol=1e-4)
+    assert len(alone) == 5
+
+
+def test_a_nan_stays_one() -> None:
+    model = _model(torch.float32)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.self_attn.k_proj.weight")[0, 0] = torch.nan
+    use_few_rows(model)
+    decoder = BatchDecoder(model, 1, 64)
+    decoder.add(IDS[:5])
+    assert decoder.step([3]).isnan().all()
+
+
+def _hooked(model: Model) -> None:
+    model.layers[1].register_forward_hook(lambda *_: None)
+
+
+def _another_class(model: Model) -> None:
+    class Other(nn.Linear):
+        pass
+
+    model.lm_head.__class__ = Other
+
+
+def _another_attention(model: Model) -> None:
+    layer: Any = model.layers[1]
+    layer.self_attn.attend = lambda *_: None
+
+
+def _mixed_dtypes(model: Model) -> None:
+    model.final_norm.to(torch.float64)
+
+
+@pytest.mark.parametrize("change", [_hooked, _another_class, _another_attention, _mixed_dtypes])
+def test_a_changed_model_is_left_to_its_own_operations(change: Callable[[Model], None]) -> None:
+    model = _model(torch.float32)
+    use_few_rows(model)
+    change(model)
+    assert llama_step(model, model.make_cache(1, 64, torch.float32)) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "gemma3_text"},
+        {"model_type": "olmo2"},
+        {"model_type": "smollm3"},
+        {"model_type": "granite"},
+        {"head_dim": 8},
+    ],
+)
+def test_other_families_and_sizes_are_left_to_their_own_operations(
+    settings: dict[str, Any],
+) -> None:
+    model = _model(torch.float32, **settings)
+    use_few_rows(model)
+    assert llama_step(model, model.make_cache(1, 64, torch.float32)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_dtype_without_kernels_is_left_to_the_model(dtype: torch.dtype) -> None:
+    model = _model(dtype)
+    use_few_rows(model)
+    assert llama_step(model, model.make_cache(1, 64, dtype)) is None
