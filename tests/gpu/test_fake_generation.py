@@ -71,6 +71,10 @@ def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str, int8: bo
         assert {dtype for call in products for _, dtype, _ in call.inputs} == {torch.bfloat16}
         # torch has it for GPUs, too: but written for a CPU's few rows.
         assert not cuda.named("_weight_int8pack_mm")
+        decoder.remove(0)
+        # The host puts the prompts together and sends them once.
+        assert decoder.add_many([[1, 2, 3], [4, 5, 6, 7]]).shape == (2, vocab)
+        assert not cuda.named("_scaled_dot_product_cudnn_attention")
 
 
 def test_a_token_is_drawn_from_logits_on_the_gpu() -> None:

@@ -137,6 +137,7 @@ class BatchDecoder:
         return logits_V
 
     @torch.inference_mode()
+    @varying_lengths()
     def add_many(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Append several prompts as the last sequences, in their order; return the logits [N, V] of
         their next tokens. Neighbouring prompts of similar lengths are computed in one pass, padded
