@@ -15,6 +15,12 @@ from typing import Any
 from benchmarks.gpu_parts import BenchMachine, Findings, Page, Part, Row
 from benchmarks.models import PlannerCase, dry_grid, gpu_grid
 from benchmarks.pages import markdown_table
+from benchmarks.planner_constants import (
+    TimedStep,
+    fit_constants,
+    relative_errors,
+    save_measured,
+)
 from benchmarks.planner_memory import (
     ALLOWED_ERROR,
     ALLOWED_SHORTAGE,
@@ -29,14 +35,8 @@ from firstlight.bench.display import cells, new_figure, png_of
 from firstlight.files.cache import cache_folder
 from firstlight.hardware.gpus import GPU, find_gpu
 from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu, save_measured
-from firstlight.planner.speed.throughput import (
-    TimedStep,
-    exchange_of,
-    fit_constants,
-    relative_errors,
-    workload_of,
-)
+from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu
+from firstlight.planner.speed.throughput import exchange_of, workload_of
 from firstlight.recipe import parse_resolved_recipe
 
 #: The part's name.

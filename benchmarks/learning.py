@@ -39,8 +39,7 @@ from firstlight.bench.runner import Found, RowOutcome
 from firstlight.console import say
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError
-from firstlight.evaluation.inputs import load_for_evaluation
-from firstlight.evaluation.perplexity import evaluate
+from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
 from firstlight.files.atomic import write_file
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ask, training_environment

@@ -6,6 +6,7 @@ CPU, torch's profiler records every allocation to the byte, including those of c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import statistics
@@ -23,16 +24,19 @@ from firstlight.bench.display import new_figure, png_of
 from firstlight.bench.options import Keep, Result
 from firstlight.bench.runner import RowOutcome
 from firstlight.data.loader import Batch
+from firstlight.errors import ConfigError
+from firstlight.generation import few_rows
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.engine import DTYPES
 from firstlight.generation.few_rows import lay_out, quantize_int8, use_few_rows
 from firstlight.hardware.device import find_hardware
 from firstlight.hardware.fresh_process import ForkServer
-from firstlight.models import Model, empty_model
-from firstlight.planner.memory.kernels import Target
-from firstlight.planner.memory.module import predict_generation
-from firstlight.planner.memory.prediction import MemoryPrediction
-from firstlight.planner.memory.recipe import predict_evaluation, trace_memory
+from firstlight.models import Model, ModelConfig, build_model, empty_model
+from firstlight.planner.memory.kernels import Target, this_cpu
+from firstlight.planner.memory.prediction import MemoryPrediction, predict
+from firstlight.planner.memory.program import fake_tensors, kernels_of, mark_weights, replaced
+from firstlight.planner.memory.recipe import evaluation_job, run_jobs, trace_memory
+from firstlight.planner.memory.trace import Tracer
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
@@ -393,8 +397,84 @@ def predict_memory(
         assert generation is not None
         return predict_generation(recipe.model, **generation, target=target)
     if kind == "evaluation":
-        return predict_evaluation(recipe, target)
+        return run_jobs([evaluation_job(recipe, target)])[0]
     return trace_memory(recipe, target)
+
+
+def predict_generation(
+    config: ModelConfig,
+    *,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    sequences: int = 1,
+    dtype: str = "float32",
+    target: Target | None = None,
+) -> MemoryPrediction:
+    """Predict the memory of generation: the cache of keys and values, the prompts one after the
+    other, and a step of all sequences at their full length.
+
+    Args:
+        config: config of the model.
+        prompt_tokens, max_new_tokens: numbers of tokens of each sequence.
+        sequences: number of sequences that are decoded together.
+        dtype: a name of `firstlight.generation.engine.DTYPES`, except "auto".
+        target: the device to predict for; None is this machine's CPU.
+
+    Raises:
+        ConfigError: the dtype is unknown, or the prompt fills the context.
+    """
+    weights = DTYPES.get(dtype)
+    if weights is None:
+        known = ", ".join(name for name in DTYPES if name != "auto")
+        raise ConfigError(f"dtype '{dtype}' can't be planned (known: {known})")
+    target = target or this_cpu()
+    tracer = Tracer()
+    longest = min(prompt_tokens + max_new_tokens, config.max_position_embeddings)
+    with fake_tensors(), _few_rows(target), tracer, kernels_of(target):
+        model = build_model(config)
+        model.cast(weights)
+        model.eval()
+        if dtype == "int8":
+            quantize_int8(model)
+        few_rows.use_few_rows(model)
+        mark_weights(model, tracer)
+        decoder = BatchDecoder(model, sequences, longest)
+        mark_weights(model, tracer)
+        tracer.mark(decoder.cache.tensors, "activations")
+        with tracer.phase("prefill"):
+            for _ in range(sequences):
+                decoder.add([0] * prompt_tokens)
+        # Only the step at full length runs, because it takes the most memory.
+        decoder.lengths = [longest - 1] * sequences
+        first = tracer.tick + 1
+        with tracer.phase("decode"):
+            decoder.step([0] * sequences)
+        trace = tracer.finish()
+    return predict(trace, target, first, phases=("prefill", "decode"))
+
+
+@contextlib.contextmanager
+def _few_rows(target: Target) -> Iterator[None]:
+    """Context without the package's CPU kernel for few rows, which would read addresses that fake
+    tensors do not have."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(few_rows, "few_rows_linear", _few_rows_product))
+        if target.kind == "cuda":
+            stack.enter_context(replaced(few_rows, "has_kernels", lambda: False))
+        yield
+
+
+def _few_rows_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Stand-in for `few_rows.few_rows_linear` that allocates the same bytes."""
+    rows = x.float().contiguous()
+    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
+    del rows
+    return out
 
 
 def draw_shares(axes: Any, errors: Sequence[float], color: str, label: str) -> None:

@@ -324,7 +324,7 @@ MUTANTS = [
     ),
     Mutant(
         "the data of a model are read from a checkpoint that may be gone",
-        "firstlight/evaluation/inputs.py",
+        "firstlight/evaluation/perplexity.py",
         "            return dataclasses.replace(loaded, trained_on=trained_on(folder))\n",
         "            return loaded\n",
         (_PRUNED + "a_model_whose_checkpoint_is_deleted_is_evaluated_as_it_was_trained",),

@@ -11,6 +11,9 @@ from plain_recipe import plain_recipe
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
 from firstlight.models import empty_model
+from firstlight.planner.memory.kernels import Target
+from firstlight.planner.memory.prediction import MemoryPrediction
+from firstlight.planner.memory.recipe import evaluation_job, run_jobs
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator
 from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.planner.speed.gpu import Range
@@ -80,3 +83,8 @@ class FixedEstimator(Estimator):
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
         return map(self.estimate, candidates)
+
+
+def predict_evaluation(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
+    """The predicted memory of one evaluation of a recipe."""
+    return run_jobs([evaluation_job(recipe, target)])[0]

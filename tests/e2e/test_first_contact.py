@@ -263,7 +263,7 @@ def test_the_first_line_of_a_run_on_texts_does_not_wait_for_torch(
     # The first message ends the program, with 1 if torch was imported before it.
     program = (
         "import os, sys; import firstlight.console as console\n"
-        "import firstlight.from_texts.run as run; import firstlight.cli.train_texts as command\n"
+        "import firstlight.from_texts.run as run; import firstlight.cli.train as command\n"
         "def first(text):\n"
         "    print(text, flush=True); os._exit('torch' in sys.modules)\n"
         "run.say = command.say = console.say = first\n"

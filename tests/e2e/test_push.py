@@ -24,7 +24,7 @@ from huggingface_hub import constants
 import firstlight
 from firstlight.cli.main import main
 from firstlight.recipe import load_recipe
-from firstlight.sharing.facts import record_evaluation
+from firstlight.sharing.card import record_evaluation
 
 #: huggingface_hub's own.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<:DeprecationWarning")

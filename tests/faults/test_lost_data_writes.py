@@ -15,12 +15,13 @@ from lost_writes import ALL, State, tried
 from recorded_disk import read_tree, recording
 from scale import cases
 
+from benchmarks.planner_constants import save_measured
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.prepare import prepare
 from firstlight.data.remote import local_folder
 from firstlight.errors import DataError
 from firstlight.generation import few_rows
-from firstlight.planner.speed.gpu import BOUNDS, MeasuredGpu, read_measured, save_measured
+from firstlight.planner.speed.gpu import BOUNDS, MeasuredGpu, read_measured
 from firstlight.tokenizer import Tokenizer
 
 Record = Callable[[str, object], None]

@@ -20,13 +20,12 @@ from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.cli.main import main
 from firstlight.conversion.convert import convert
 from firstlight.errors import CheckpointError
-from firstlight.evaluation.inputs import load_for_evaluation
-from firstlight.evaluation.perplexity import evaluate
+from firstlight.evaluation.perplexity import evaluate, load_for_evaluation
 from firstlight.generation.engine import load
 from firstlight.lora.loading import base_identity
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import parse_recipe
-from firstlight.sharing.facts import read_facts
+from firstlight.sharing.card import read_facts
 from firstlight.sharing.push import push
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.loop import train

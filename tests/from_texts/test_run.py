@@ -26,9 +26,9 @@ import pytest
 import yaml
 
 from builders import ENGLISH, write_texts
-from firstlight.cli import train_texts as train_texts_module
+from firstlight.cli import train as train_command
 from firstlight.cli.main import main
-from firstlight.cli.train_texts import takes_texts
+from firstlight.cli.train import takes_texts
 from firstlight.console import rounded, time_text
 from firstlight.data.sources import find_sources
 from firstlight.errors import CheckpointError, ConfigError, InputError, TokenizerError
@@ -828,7 +828,7 @@ def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
     answers = iter(["soon", "0m", "3m"])
     monkeypatch.setattr(click, "prompt", lambda *_, **__: next(answers))
     plan = work.plan(Request((str(tmp_path / "texts"),)))
-    assert train_texts_module._ask(plan) == 180
+    assert train_command._ask(plan) == 180
     lines = capsys.readouterr().err.splitlines()
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]

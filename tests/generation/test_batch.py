@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
-from firstlight.generation.batch import BatchDecoder
+from firstlight.generation import batch
+from firstlight.generation.batch import BatchDecoder, RecordedSteps, _Recorded
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
 from firstlight.lora.loading import LoadedModel
@@ -131,14 +133,33 @@ def test_a_ragged_cache_gives_each_row_the_logits_of_its_own_text(name: str) -> 
         torch.testing.assert_close(together[row], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("reuse_prefixes", [False, True])
+def _recorded(steps: RecordedSteps, ids: Tensor, lengths: Tensor, reach: int) -> _Recorded:
+    """In place of `RecordedSteps._record`: a graph that computes the step when it is replayed."""
+    logits = torch.full_like(steps._compute(ids, lengths, reach), torch.nan)
+    graph: Any = SimpleNamespace(
+        replay=lambda: logits.copy_(steps._compute(ids, lengths, reach)),
+    )
+    return _Recorded(graph, ids, lengths, logits)
+
+
+@pytest.mark.parametrize("way", ["plain", "reuse_prefixes", "recorded"])
 @given(data=st.data(), name=st.sampled_from(sorted(FAMILIES)))
 @settings(max_examples=25)
 def test_sequences_that_join_and_leave_have_the_logits_of_their_own_text(
-    reuse_prefixes: bool, data: st.DataObject, name: str
+    way: str, data: st.DataObject, name: str
 ) -> None:
-    model = MODELS[name]
-    decoder = BatchDecoder(model, 3, CONTEXT, reuse_prefixes=reuse_prefixes)
+    model, reuse_prefixes = MODELS[name], way == "reuse_prefixes"
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "recorded" and not model.make_cache(1, 1, torch.float32).has_states:
+            patch.setattr(batch, "_can_record", lambda *_: True)
+            patch.setattr(RecordedSteps, "_record", _recorded)
+        decoder = BatchDecoder(model, 3, CONTEXT, reuse_prefixes=reuse_prefixes)
+        _join_and_leave(model, decoder, reuse_prefixes, data)
+
+
+def _join_and_leave(
+    model: Model, decoder: BatchDecoder, reuse_prefixes: bool, data: st.DataObject
+) -> None:
     known = [[1, 2, 3]]
     texts: list[list[int]] = []
     token = st.integers(0, 351)

@@ -77,6 +77,21 @@ def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str, int8: bo
         assert not cuda.named("_scaled_dot_product_cudnn_attention")
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"mixtral"}))
+def test_a_step_that_can_be_recorded_is_not_read_by_the_cpu(family: str, int8: bool) -> None:
+    with fake_cuda() as (cuda, _), torch.inference_mode():
+        model = model_on_gpu(FAMILIES[family])
+        if int8:
+            quantize_int8(model)
+        decoder = BatchDecoder(model, 3, 200)
+        ids, lengths = torch.zeros(2, 3, dtype=torch.int64, device="cuda")
+        cuda.calls.clear()
+        reads = cuda.reads
+        decoder._ragged(ids[:, None], lengths, 128)
+        assert (cuda.reads, nothing_on_host(cuda)) == (reads, True)
+
+
 def test_a_token_is_drawn_from_logits_on_the_gpu() -> None:
     """By a generator of the CPU, so that a seed means one text on every device."""
     with fake_cuda() as (cuda, _):

@@ -33,17 +33,21 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "code, message",
+    "code, kind, message",
     [
-        ("raise ValueError('no  good')", "ValueError: no  good"),
-        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9: most likely out of memory"),
-        ("import os; os.kill(os.getpid(), 11)", "killed by signal 11"),
-        ("raise SystemExit(3)", "exit code 3"),
+        ("raise ValueError('no  good')", "Failed", "ValueError: no  good"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "Killed",
+            "killed by signal 9: most likely out of memory",
+        ),
+        ("import os; os.kill(os.getpid(), 11)", "Killed", "killed by signal 11"),
+        ("raise SystemExit(3)", "Failed", "exit code 3"),
     ],
 )
-def test_a_process_that_fails_says_why(module: Path, code: str, message: str) -> None:
+def test_a_process_that_fails_says_why(module: Path, code: str, kind: str, message: str) -> None:
     module.write_text(code, encoding="utf-8")
-    assert ask("stub", {}, os.environ) == {"error": {"type": "Failed", "message": message}}
+    assert ask("stub", {}, os.environ) == {"error": {"type": kind, "message": message}}
 
 
 def test_a_process_answers_past_what_libraries_print(module: Path) -> None:

@@ -88,7 +88,7 @@ def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def own_lm(folder: Path, batch_size: int = 4) -> Any:
-    from firstlight.evaluation.harness import harness_model
+    from firstlight.evaluation.tasks import harness_model
 
     return harness_model(load_model(folder, dtype=torch.float32), batch_size, None)
 

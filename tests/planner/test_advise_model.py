@@ -15,6 +15,7 @@ from firstlight.from_texts.choices import choose
 from firstlight.models import FAMILIES, LlamaConfig, ModelConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import model as model_module
+from firstlight.planner.advise.defaults import new_model_rates
 from firstlight.planner.advise.law import (
     Length,
     MachineFacts,
@@ -23,7 +24,6 @@ from firstlight.planner.advise.law import (
     least_bits,
     worth_of_bytes,
 )
-from firstlight.planner.advise.learning_rates import new_model_rates
 from firstlight.planner.advise.model import (
     Suggestion,
     _without_run,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from benchmarks.memory import measured_memory
 from firstlight.checkpoint.saver import Snapshot
 from firstlight.errors import ConfigError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.hardware.fresh_process import error_of
 from firstlight.hardware.process_memory import (
     AllocatedPeak,
     allocated_bytes,
@@ -207,11 +207,8 @@ def test_no_run_ends_for_a_forecast(
 
 
 _FAILURES = {
-    "crash": (
-        "import os; os.kill(os.getpid(), 11)",
-        "was ended by SIGSEGV",
-    ),
-    "error": ("raise SystemExit(3)", "failed (exit code 3)"),
+    "crash": ("import os; os.kill(os.getpid(), 11)", "killed by signal 11"),
+    "error": ("raise SystemExit(3)", "exit code 3"),
     "hang": ("import signal; signal.pause()", "took more than 1 s"),
 }
 
@@ -220,20 +217,22 @@ _FAILURES = {
 def test_a_process_that_predicts_can_not_end_the_run(
     recipe: dict[str, Any],
     failure: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     code, said = _FAILURES[failure]
-    monkeypatch.setattr(forecasting, "_COMMAND", [sys.executable, "-c", code])
+    (tmp_path / "predicts.py").write_text(code, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(forecasting, "_PREDICTING", "predicts")
     monkeypatch.setattr(forecasting, "_MOST_SECONDS", 1.0 if failure == "hang" else 60.0)
     with RunForecaster() as forecaster:
         forecaster.start()
-        started = forecaster._process
+        (started,) = forecaster._processes
         result = firstlight.train(recipe, forecaster=forecaster, progress=True)
-    assert started is not None
     assert started.poll() is not None
     assert (
-        f"memory and speed can't be predicted: the process that predicts {said}\n"
+        f"memory and speed can't be predicted: the process that predicts failed: {said}\n"
         in capfd.readouterr().err
     )
     assert result.step == 12
@@ -242,8 +241,7 @@ def test_a_process_that_predicts_can_not_end_the_run(
 def test_a_process_that_was_started_in_vain_is_ended() -> None:
     with RunForecaster() as forecaster:
         forecaster.start()
-        started = forecaster._process
-    assert started is not None
+        (started,) = forecaster._processes
     assert started.poll() is not None
 
 
@@ -409,22 +407,21 @@ def test_planning_elsewhere_gives_the_recipe_what_was_told_and_its_errors(
 ) -> None:
     said: dict[str, Any] = {}
 
-    def answer(code: int, value: object, errors: str = "") -> None:
-        done = subprocess.CompletedProcess([], code, f"noise\n{json.dumps(value)}\n", errors)
-        monkeypatch.setattr(automatic, "ask_module", lambda _, given: (said.update(given), done)[1])
+    def answer(value: dict[str, Any]) -> None:
+        monkeypatch.setattr(automatic, "ask", lambda _, given, __: (said.update(given), value)[1])
 
     told: list[str] = []
     written, planned = settled(), settled(batch={"micro_batch_size": 2})
-    answer(0, {"told": ["one", "two"], "recipe": planned.model_dump(mode="json")})
+    answer({"told": ["one", "two"], "recipe": planned.model_dump(mode="json")})
     found = planned_elsewhere(written, _CPU, told.append, "weights")
     assert found.model_dump() == planned.model_dump()
     assert told == ["one", "two"]
     assert said["recipe"] == written.model_dump(mode="json")
     assert (said["what"], said["device"], said["init_from"]) == ("plan", "cpu", "weights")
-    answer(0, {"told": [], "error": "nothing fits"})
+    answer({"told": [], "problem": "nothing fits"})
     with pytest.raises(ConfigError, match="nothing fits"):
         planned_elsewhere(written, _CPU, told.append)
-    answer(1, None, "Traceback\nValueError: oh")
+    answer(error_of("Failed", "ValueError: oh"))
     with pytest.raises(TrainingError, match="--plan auto failed: ValueError: oh"):
         planned_elsewhere(written, _CPU, told.append)
 

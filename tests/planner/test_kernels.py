@@ -330,17 +330,6 @@ def test_grouped_heads_without_flash_repeat_keys_or_hold_the_scores() -> None:
     assert 0 <= kept - (3 * 4 * _NUMBERS + 4 * 2 * 4 * 128) <= 64
 
 
-def test_groups_of_a_new_token_are_rows_of_the_models_attention() -> None:
-    def one_token(x: Tensor) -> Tensor:
-        few, mask = x[:, :2], torch.ones(1, 128, dtype=torch.bool)
-        return F.scaled_dot_product_attention(
-            x[:, :, :1], few, few, attn_mask=mask, enable_gqa=True
-        )
-
-    # Repeated keys and values would be 2 * 2 * _NUMBERS.
-    assert kept_by(one_token, _A100, torch.bfloat16, expands=True) < _NUMBERS // 8
-
-
 @pytest.mark.parametrize(("capability", "version"), [((9, 0), (2, 11)), ((10, 0), (2, 13))])
 def test_hopper_and_blackwell_take_cudnn_for_masked_groups(
     capability: tuple[int, int], version: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Deep models from shallow ones, and generation: against the full trace and against real runs."""
+"""Deep models from shallow ones: against the full trace and against real runs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.memory import measured_memory
-from firstlight.errors import ConfigError
-from firstlight.generation import few_rows
-from firstlight.generation.batch import BatchDecoder
-from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, build_model
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.memory.kernels import Operator, Target, cuda_target
 from firstlight.planner.memory.layers import in_fewer_layers
-from firstlight.planner.memory.module import predict_generation
 from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
@@ -29,14 +22,13 @@ from firstlight.planner.memory.program import Equivalent
 from firstlight.planner.memory.recipe import (
     TraceJob,
     cut,
-    predict_evaluation,
     run_jobs,
     trace_memory,
 )
 from firstlight.planner.memory.trace import ALIVE, Storage, Trace
 from firstlight.planner.speed.gpu import streamed_bytes
 from firstlight.recipe import ResolvedRecipe
-from planner_recipes import GPT2, LLAMA, recipe
+from planner_recipes import GPT2, LLAMA, predict_evaluation, recipe
 
 
 def from_few(
@@ -237,59 +229,6 @@ def test_each_backward_pass_can_be_cut_into_stretches(
     trace.storages = [Storage(size, at, "backward", death=at) for at, size in sizes.items()]
     found = predict(trace, Target(), len(trace.calls), stretches=stretches)
     assert {name: peak.bytes for name, peak in found.phases.items() if peak.bytes} == peaks
-
-
-# Generation
-
-_CONFIGS: dict[str, ModelConfig] = {
-    "gpt2": GPT2Config.model_validate(GPT2),
-    "llama": LlamaConfig.model_validate(LLAMA),
-}
-
-
-def real_generation(config: ModelConfig, dtype: torch.dtype, sequences: int) -> None:
-    """What `predict_generation` traces, on real tensors, with prompts of 40 and 20 new tokens."""
-    with torch.device("meta"):
-        model = build_model(config)
-    model.to(dtype).to_empty(device="cpu")
-    model.finish_loading()
-    for parameter in model.parameters():
-        torch.nn.init.zeros_(parameter)
-    model.eval()
-    few_rows.use_few_rows(model)
-    decoder = BatchDecoder(model, sequences, 60)
-    for _ in range(sequences):
-        decoder.add([0] * 40)
-    decoder.lengths = [59] * sequences
-    decoder.step([0] * sequences)
-
-
-@pytest.mark.parametrize("family", _CONFIGS)
-@pytest.mark.parametrize("sequences", [1, 4])
-def test_generation_takes_what_a_real_one_takes(family: str, sequences: int) -> None:
-    config = _CONFIGS[family]
-    found = predict_generation(
-        config, prompt_tokens=40, max_new_tokens=20, sequences=sequences, target=Target(threads=2)
-    )
-    with measured_memory() as measured:
-        real_generation(config, torch.float32, sequences)
-    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
-    head = config.num_key_value_heads * config.head_dim
-    cache = 2 * 4 * config.num_hidden_layers * head * 60 * sequences
-    assert found.parts["activations"] == pytest.approx(cache, rel=0.1)
-
-
-def test_weights_in_8_bits_take_a_quarter() -> None:
-    config = _CONFIGS["llama"]
-    settings: dict[str, Any] = {"prompt_tokens": 4, "max_new_tokens": 4}
-    wide = predict_generation(config, **settings).parts["weights"]
-    narrow = predict_generation(config, dtype="int8", **settings).parts["weights"]
-    assert narrow < wide / 2
-
-
-def test_a_dtype_that_only_a_file_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'auto' can't be planned"):
-        predict_generation(_CONFIGS["gpt2"], prompt_tokens=4, max_new_tokens=4, dtype="auto")
 
 
 # Recipes for a GPU

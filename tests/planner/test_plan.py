@@ -24,9 +24,10 @@ from firstlight.methods.precision import packet_note
 from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.advise import defaults
-from firstlight.planner.advise.learning_rates import new_model_rates
+from firstlight.planner.advise.defaults import new_model_rates
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
+from firstlight.planner.plan import plan as planning
 from firstlight.planner.plan import search
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
 from firstlight.planner.plan.machine import (
@@ -36,7 +37,7 @@ from firstlight.planner.plan.machine import (
     resolve_for,
     with_changes,
 )
-from firstlight.planner.plan.plan import Budget, Plan, make_plan
+from firstlight.planner.plan.plan import Budget, Plan, alignment_warnings, make_plan
 from firstlight.planner.plan.text import (
     blocks,
     changed_options,
@@ -45,8 +46,6 @@ from firstlight.planner.plan.text import (
     memory_table,
     method_rows,
 )
-from firstlight.planner.speed import alignment
-from firstlight.planner.speed.alignment import alignment_warnings
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
 from planner_recipes import FixedEstimator
@@ -242,7 +241,7 @@ def test_the_gain_of_an_aligned_size_is_measured_on_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = {67: 0.3, 72: 0.1}
-    monkeypatch.setattr(alignment, "_product_seconds", lambda *_, size: seconds[size])
+    monkeypatch.setattr(planning, "_product_seconds", lambda *_, size: seconds[size])
     sizes = {"intermediate_size": 67, "vocab_size": 320}
     odd = resolve_for(recipe(model={**_MODEL, **sizes}), find_machine("T4"))
     (found,) = alignment_warnings(odd, torch.device("cpu"))

@@ -18,10 +18,10 @@ from firstlight.planner.memory.kernels import Target, this_cpu
 from firstlight.planner.memory.module import plan_module
 from firstlight.planner.memory.prediction import predict
 from firstlight.planner.memory.program import fake_tensors
-from firstlight.planner.memory.recipe import predict_evaluation, trace_memory
+from firstlight.planner.memory.recipe import trace_memory
 from firstlight.planner.memory.trace import Tracer
 from firstlight.planner.plan.machine import find_machine
-from planner_recipes import LLAMA, real_steps, recipe
+from planner_recipes import LLAMA, predict_evaluation, real_steps, recipe
 
 
 class TwoLayers(nn.Module):

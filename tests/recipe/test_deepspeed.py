@@ -12,7 +12,7 @@ import pytest
 from firstlight.errors import ConfigError
 from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.recipe import Recipe, parse_recipe
-from firstlight.recipe.deepspeed import with_deepspeed_file
+from firstlight.recipe.load import with_deepspeed_file
 
 _FILE: dict[str, Any] = {
     "train_batch_size": "auto",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from builders import slow_but
+from firstlight.cli.main import main
 from firstlight.console import visible
 from firstlight.errors import CheckpointError
+from firstlight.report import report as reports
 from firstlight.report.charts import Chart, Line, draw
 from firstlight.report.report import chosen_samples, draw_report, run_page
 from firstlight.report.summary import final_numbers
@@ -294,6 +298,56 @@ def test_a_damaged_file_is_named_and_the_old_report_stays(
     with pytest.raises(CheckpointError, match=said):
         draw_report(run)
     assert {n: (run / n).read_bytes() for n in before} == before
+
+
+def without_each(line: dict[str, Any], *kept: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each key of a record but those in `kept`, with the record without it and with null for it."""
+    for key in line.keys() - {"step", *kept}:
+        yield key, {name: value for name, value in line.items() if name != key}
+        yield key, {**line, key: None}
+
+
+def test_events_without_a_value_of_their_description_are_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [
+        {"step": 7, "event": "rollback", "to_step": 5, "reason": "no number"},
+        {"step": 9, "event": "out of memory", "micro_batch_rows": 4, "before": 8},
+        {"step": 20, "event": "diverged", "reason": "no number"},
+        {"step": 3, "event": "length", "max_steps": 20, "max_minutes": 1.5},
+        {"step": 4, "event": "correction", "max_steps": 20, "before": 30},
+    ]
+    damaged = [(event, *one) for event in events for one in without_each(event, "event")]
+    lines = [*events, *(line for *_, line in damaged)]
+    folder = write_run(tmp_path / "run", [record(20)], events=lines)
+    run = read_run(folder)
+    assert {event["event"] for event in run.what_happened} == {e["event"] for e in events}
+    assert len(run.what_happened) == len(events)
+    assert run.left_out == [
+        f"{folder}: {event['event']!r} at step {event['step']} is left out: its record has no {key}"
+        for event, key, _ in damaged
+    ]
+    assert main(["report", str(folder)]) == 0
+    said = capsys.readouterr().err
+    assert all(f"note: {line}\n" in said for line in run.left_out)
+
+
+def test_starts_without_a_value_have_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Drawing takes long, and the starts are in no chart.
+    monkeypatch.setattr(reports, "svg", lambda *_, **__: Markup("<svg></svg>"))
+    branch = {**_START, "step": 15, "branched_from": "trunk", "warmup_steps": 2, "init_from": "a"}
+    for key, line in without_each(branch):
+        starts = [_START, line]
+        run = read_run(write_run(tmp_path / "run", [record(20)], starts=starts))
+        Page(run_page(run)).harmless()
+        names = [event["event"] for event in run.what_happened]
+        if key == "time" or line.get("branched_from", "") is None:
+            assert (names, len(run.left_out)) == ([], 1)
+        else:
+            assert names == ["branched" if "branched_from" in line else "resumed"]
+            assert run.left_out == []
 
 
 def test_a_million_steps_make_a_page_of_moderate_size(tmp_path: Path) -> None:

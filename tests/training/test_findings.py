@@ -18,7 +18,7 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.cli.main import main
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
-from firstlight.evaluation.inputs import load_for_evaluation
+from firstlight.evaluation.perplexity import load_for_evaluation
 from firstlight.report.compare import compare, warnings_of
 from firstlight.report.report import comparison_page, run_page
 from firstlight.report.summary import findings_of

@@ -4,7 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from plain_recipe import plain_recipe
 
 from firstlight.errors import ConfigError
+from firstlight.hardware import fresh_process
 from firstlight.hardware.device import find_hardware
+from firstlight.hardware.fresh_process import error_of
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
+from firstlight.training import micro_batch_trials
 from firstlight.training.loop import train
 from firstlight.training.micro_batch_trials import cuts, largest_micro_batch, try_step
 from firstlight.training.program import TrainingProgram
@@ -76,31 +79,28 @@ def test_every_size_divides_the_batch_and_is_at_most_half_of_the_one_before(tota
 # --- the search --------------------------------------------------------------------------------
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int | str]) -> list[int]:
-    """Let the process that tries be one that answers by the number of rows: with an exit code
-    (a signal if negative), or with a refusal. Returns the list of what it was asked."""
+def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], str]) -> list[int]:
+    """Let the process that tries be one that answers by the number of rows: with a type of error,
+    or with a trial for "". Returns the list of what it was asked."""
     asked: list[int] = []
 
-    def run(command: list[str], **options: Any) -> Any:
-        request = json.loads(options["input"])
+    def tried(module: str, request: Mapping[str, Any], environment: object) -> dict[str, Any]:
         assert request["device"] == "cpu"
         recipe = parse_resolved_recipe(request["recipe"])
         asked.append(recipe.batch.rows)
-        said = answer(recipe.batch.rows)
-        if isinstance(said, str):
-            return subprocess.CompletedProcess(command, 3, json.dumps({"error": said}) + "\n", "")
-        trial = json.dumps({"peak_bytes": 5, "step_seconds": 0.5}) + "\n"
-        told = "a trace\nWords: the last line\n"
-        return subprocess.CompletedProcess(command, said, "" if said else trial, told)
+        kind = answer(recipe.batch.rows)
+        if kind:
+            return error_of(kind, "Words: the last line")
+        return {"peak_bytes": 5, "step_seconds": 0.5}
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(micro_batch_trials, "ask", tried)
     return asked
 
 
 def test_the_largest_micro_batch_that_fits_is_found_by_halving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = answering(monkeypatch, lambda rows: 0 if rows <= 4 else 4)
+    asked = answering(monkeypatch, lambda rows: "" if rows <= 4 else "MemoryError")
     told: list[str] = []
     assert largest_micro_batch(recipe_of(total=12), _CPU, told.append) == 3
     assert asked == [12, 6, 3]
@@ -108,26 +108,26 @@ def test_the_largest_micro_batch_that_fits_is_found_by_halving(
 
 
 def test_a_process_that_the_system_killed_needed_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, lambda rows: 0 if rows == 1 else -9)
+    answering(monkeypatch, lambda rows: "" if rows == 1 else "Killed")
     assert largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None) == 1
 
 
 def test_no_row_that_fits_is_an_error_with_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = answering(monkeypatch, lambda rows: 4)
+    asked = answering(monkeypatch, lambda rows: "MemoryError")
     with pytest.raises(ConfigError, match="not even a micro-batch of one row of 16 tokens fits"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
     assert asked == [4, 2, 1]
 
 
 def test_a_refusal_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = answering(monkeypatch, lambda rows: "this can't be")
-    with pytest.raises(ConfigError, match=r"^this can't be$"):
+    asked = answering(monkeypatch, lambda rows: "ConfigError")
+    with pytest.raises(ConfigError, match=r"^Words: the last line$"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
     assert asked == [4]
 
 
 def test_any_other_failure_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, lambda rows: 1)
+    answering(monkeypatch, lambda rows: "Failed")
     with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(give a number"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
 
@@ -193,14 +193,16 @@ def test_methods_that_cant_work_together_are_refused_by_the_process_itself() -> 
 
 # --- real memory ---------------------------------------------------------------------------------
 
+
 _LIMIT = """
 import resource, sys
 from pathlib import Path
-import firstlight.training.micro_batch_trials
+from firstlight.hardware.fresh_process import answer
+from firstlight.training.micro_batch_trials import measure
 lines = dict(l.split(":", 1) for l in Path("/proc/self/status").read_text().splitlines())
 used = int(lines["VmData"].split()[0]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (used + {more},) * 2)
-sys.exit(firstlight.training.micro_batch_trials.main())
+resource.setrlimit(resource.RLIMIT_DATA, (used + 700_000_000,) * 2)
+answer(measure, sys.stdin.read())
 """
 
 
@@ -224,14 +226,18 @@ def test_where_memory_is_short_a_smaller_micro_batch_is_found(
             "efficiency": {"precision": "fp32", "attention": "sdpa", "compile": False},
         }
     )
-    run = subprocess.run
 
-    def limited(command: list[str], **options: Any) -> Any:
-        assert command[-2:] == ["-m", "firstlight.training.micro_batch_trials"]
-        program = _LIMIT.format(more=700_000_000)
-        return run([sys.executable, "-P", "-c", program], **options)
+    def limited(module: str, request: Mapping[str, Any], environment: object) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _LIMIT],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return fresh_process._result(done.returncode, done.stdout, done.stderr)
 
-    monkeypatch.setattr(subprocess, "run", limited)
+    monkeypatch.setattr(micro_batch_trials, "ask", limited)
     rows = largest_micro_batch(recipe, _CPU, lambda _: None)
     assert rows in (1, 2)
 

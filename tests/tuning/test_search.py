@@ -22,7 +22,6 @@ from firstlight.cli.main import main
 from firstlight.errors import CheckpointError, ConfigError, FirstlightError, TrainingError
 from firstlight.hardware.fresh_process import error_of
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
-from firstlight.tuning.page import in_order, table
 from firstlight.tuning.search import TuneResult, trial_processes, tune
 from firstlight.tuning.search import measure as tuning_once
 from firstlight.tuning.space import (
@@ -34,7 +33,7 @@ from firstlight.tuning.space import (
     trial_recipe,
     with_values,
 )
-from firstlight.tuning.study import pruning_trial
+from firstlight.tuning.study import in_order, pruning_trial, table
 
 optuna = pytest.importorskip("optuna", reason="optuna is not installed")
 

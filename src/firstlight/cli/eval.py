@@ -105,8 +105,7 @@ def eval_command(
     for option, value in (("--beside", beside), ("--picture", picture)):
         if value:
             raise ConfigError(f"{option} needs --by-position: add it")
-    from firstlight.evaluation.inputs import evaluated_folder, load_for_evaluation
-    from firstlight.evaluation.perplexity import evaluate
+    from firstlight.evaluation.perplexity import evaluate, evaluated_folder, load_for_evaluation
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
@@ -159,8 +158,12 @@ def _by_position(
 
     All models are evaluated on the same rows: those of the first model's data and sequence length.
     """
-    from firstlight.evaluation.inputs import evaluated_folder, load_for_evaluation
-    from firstlight.evaluation.perplexity import ByPosition, evaluate_by_position
+    from firstlight.evaluation.perplexity import (
+        ByPosition,
+        evaluate_by_position,
+        evaluated_folder,
+        load_for_evaluation,
+    )
 
     if len(set(checkpoints)) < len(checkpoints):
         raise ConfigError("--beside names a model twice: leave one out")
@@ -203,7 +206,7 @@ def _by_position(
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
     """Save the result in the model's folder, for its card; if that fails, print a note."""
     from firstlight.data.sources import neutral_name
-    from firstlight.sharing.facts import record_evaluation
+    from firstlight.sharing.card import record_evaluation
 
     kept = {name: value for name, value in result.items() if name not in ("checkpoint", "folder")}
     place = {} if data is None else {"data": neutral_name(data)}

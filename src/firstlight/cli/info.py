@@ -11,7 +11,7 @@ import click
 
 from firstlight.cli.options import best_option, path_option
 from firstlight.cli.output import say_findings, show_rows, show_table, with_json
-from firstlight.console import human_bytes
+from firstlight.console import human_bytes, say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -212,6 +212,8 @@ def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> d
 
     report = report_files.write_report([run.expanduser() for run in runs], out)
     result = report_files.as_json(report)
+    for line in (line for run in report.comparison.runs for line in run.left_out):
+        say(f"note: {line}")
     rows = [(name, *texts) for name, texts, _ in number_table(report.comparison)]
     show_table([("", *report.comparison.labels), *rows])
     show_rows([("report", report.page), ("picture", report.picture)])

@@ -116,8 +116,7 @@ def card_command(
     give it to `firstlight push --card`.
     """
     from firstlight.files.atomic import write_file
-    from firstlight.sharing.card import model_card
-    from firstlight.sharing.facts import read_facts
+    from firstlight.sharing.card import model_card, read_facts
 
     text = model_card(read_facts(source, best=best), repository, licence=licence)
     if out is not None:

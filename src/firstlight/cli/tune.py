@@ -70,7 +70,7 @@ def tune_command(
 
 
 def _show(result: TuneResult) -> None:
-    from firstlight.tuning.page import table
+    from firstlight.tuning.study import table
 
     rows = table(result.study.search, result.study.objective, result.trials)
     show_table(rows[: _SHOWN + 1])

@@ -2,7 +2,7 @@
 and the length of the run.
 
 Adapters or all weights are decided in `run.py`, by the memory that each takes; learning rates are
-those of `planner/advise/learning_rates.py`.
+those of `planner/advise/defaults.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from firstlight.from_texts.plan import (
 )
 from firstlight.from_texts.request import Request
 from firstlight.planner.advise import defaults
+from firstlight.planner.advise.defaults import finetuning_rate
 from firstlight.planner.advise.law import Length, MachineFacts
-from firstlight.planner.advise.learning_rates import finetuning_rate
 
 
 @dataclass(frozen=True)

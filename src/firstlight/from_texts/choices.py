@@ -26,6 +26,7 @@ from firstlight.from_texts.plan import (
 from firstlight.from_texts.request import HEADS, Request, parameters_of
 from firstlight.from_texts.scan import CorpusFacts
 from firstlight.planner.advise import defaults
+from firstlight.planner.advise.defaults import new_model_rates
 from firstlight.planner.advise.law import (
     Length,
     MachineFacts,
@@ -35,7 +36,6 @@ from firstlight.planner.advise.law import (
     longer_text,
     vocabulary_for,
 )
-from firstlight.planner.advise.learning_rates import new_model_rates
 from firstlight.planner.advise.model import (
     batch_and_rate,
     batch_tokens,

@@ -1,9 +1,12 @@
 """Decoding of sequences of different lengths in one batch, which sequences join and leave at any
-step (continuous batching), and its decoding step through torch.compile and CUDA graphs."""
+step (continuous batching), and its decoding step through torch.compile and CUDA graphs.
+
+On a CUDA GPU, steps are recorded as CUDA graphs, compiled or not; see `RecordedSteps`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from firstlight.generation.few_rows import lay_out, ready_to_compile
 from firstlight.generation.llama_step import llama_step
 from firstlight.methods import can_compile
 from firstlight.methods.attention import varying_lengths
-from firstlight.models import Cache, KVCache, Model, RaggedCache
+from firstlight.models import KVCache, Model, RaggedCache
 from firstlight.models.rope import DynamicRope, LongRope
 
 #: Attention reads a multiple of this number of cache positions: a larger step gives fewer different
@@ -29,6 +32,10 @@ _CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
 #: Greatest number of logits (elements) in memory at a time while a prompt is scored.
 _MOST_LOGITS = 2**22
+
+
+#: A decoding step: (input_ids_B1, lengths_B, reach) -> logits [B, V]; see `CompiledStep.__call__`.
+_Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class BatchDecoder:
@@ -78,11 +85,13 @@ class BatchDecoder:
         # step to a reach that equals the size of the cache.
         cache_tokens = self.max_tokens + (_REACH_STEP if compile else 0)
         self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
-        self._compiled: CompiledStep | None = None
-        if compile:
-            self._compiled = CompiledStep(model, self.cache)
+        self._compiled = CompiledStep(model, self.cache) if compile else None
         #: Step of a single sequence in place of the model's forward pass.
         self._llama_step = None if compile else llama_step(model, self.cache)
+        self._ragged: _Step = self._compiled or functools.partial(_eager, model, self.cache)
+        self._is_recorded = _can_record(model, self._device, self.cache)
+        if self._is_recorded:
+            self._ragged = RecordedSteps(self._ragged)
         is_cpu = self._device.type == "cpu"
         self.pass_tokens = _CPU_PASS_TOKENS if is_cpu else _GPU_PASS_TOKENS
         self.lengths: list[int] = []
@@ -239,20 +248,25 @@ class BatchDecoder:
     def _logits(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
         if self._llama_step is not None and len(lengths) == 1:
             return self._llama_step(token_ids[0], lengths[0])
-        input_ids_B1 = torch.tensor(token_ids, device=self._device)[:, None]
-        cache: Cache
-        if len(lengths) == 1 and self._compiled is None:
+        count, longest = len(lengths), max(lengths) + 1
+        if count == 1 and self._compiled is None and not self._is_recorded:
             # A single sequence needs neither a mask nor indices of cache positions.
             cache = self.cache.sequence(0)
             cache.length = lengths[0]
-        else:
-            lengths_B = torch.tensor(lengths, device=self._device)
-            reach = min(-(-(max(lengths) + 1) // _REACH_STEP) * _REACH_STEP, self.max_tokens)
-            if self._compiled is not None:
-                return self._compiled(input_ids_B1, lengths_B, reach)
-            cache = self.cache.ragged(lengths_B, reach)
-        logits_BV: Tensor = self.model(input_ids_B1, cache=cache)[:, -1]
-        return logits_BV
+            input_ids_B1 = torch.tensor([token_ids], device=self._device)
+            logits_BV: Tensor = self.model(input_ids_B1, cache=cache)[:, -1]
+            return logits_BV
+        reach = -(-longest // _REACH_STEP) * _REACH_STEP
+        spare = 0
+        if self._is_recorded:
+            # Fewer shapes: rows of the cache that no sequence has are computed with the others.
+            reach = _REACH_STEP * _ladder(reach // _REACH_STEP)
+            spare = min(_ladder(count), self.max_sequences) - count
+            for row in range(count, count + spare):
+                self._stored[row] = []
+        input_ids_B = torch.tensor([*token_ids, *[0] * spare], device=self._device)
+        lengths_B = torch.tensor([*lengths, *[0] * spare], device=self._device)
+        return self._ragged(input_ids_B[:, None], lengths_B, min(reach, self.max_tokens))[:count]
 
     @torch.inference_mode()
     @varying_lengths()
@@ -275,6 +289,15 @@ class BatchDecoder:
             self.lengths[number] = length
             self._stored[number] = list(self._stored[last])
         self.lengths.pop()
+
+
+def _eager(
+    model: Model, cache: KVCache, input_ids_B1: Tensor, lengths_B: Tensor, reach: int
+) -> Tensor:
+    """See `CompiledStep.__call__`. Not a method of the decoder: a reference from the decoder to
+    itself would keep its cache in memory until the garbage collector runs."""
+    logits_BV: Tensor = model(input_ids_B1, cache=cache.ragged(lengths_B, reach))[:, -1]
+    return logits_BV
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -310,8 +333,9 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         )
 
 
-#: Greatest number of recorded steps; each takes some hundred KiB of GPU memory for its kernels.
-_MOST_RECORDED = 64
+#: Greatest number of recorded steps; each takes some hundred KiB of GPU memory for its kernels. 64
+#: texts of up to 4,096 tokens have 11 numbers of texts and 11 reaches.
+_MOST_RECORDED = 128
 
 
 class CompiledStep:
@@ -321,10 +345,6 @@ class CompiledStep:
     into another layout for its matrix products. The step is compiled when it is first called for
     one sequence, for several sequences (of any number and lengths), and for more sequences than
     `few_rows.MOST_ROWS`.
-
-    On a CUDA GPU, a step whose number of sequences and reach have occurred before is replayed as a
-    CUDA graph, because launching its kernels one by one takes longer than running them. Steps of
-    mixtures of experts are not recorded.
 
     Args:
         model: a model in evaluation mode, whose weights do not change afterwards.
@@ -349,11 +369,6 @@ class CompiledStep:
             )
         ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)
-        self._recorded: RecordedSteps | None = None
-        # Without a grouped kernel for experts, the CPU reads the number of rows of each expert,
-        # which a CUDA graph can't record.
-        if self._device.type == "cuda" and not model.config.expert_count:
-            self._recorded = RecordedSteps(self._step)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
         """The logits [B, V] after one more token of each sequence.
@@ -363,10 +378,6 @@ class CompiledStep:
             lengths_B: length of each sequence before its new token, int64.
             reach: see `RaggedCache`.
         """
-        step = self._step if self._recorded is None else self._recorded
-        return step(input_ids_B1, lengths_B, reach)
-
-    def _step(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
         # An empty tensor, whose shape passes the reach to the compiled function as a dynamic size.
         reach_S = torch.empty(reach, 0, device=self._device)
         torch._dynamo.mark_dynamic(reach_S, 0)
@@ -403,19 +414,31 @@ class _Recorded:
     logits: Tensor
 
 
+def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
+    """True if decoding steps can be CUDA graphs: nothing in a step is read by the CPU."""
+    # Without a grouped kernel for experts, the CPU reads the number of rows of each expert.
+    return device.type == "cuda" and not model.config.expert_count and not cache.has_states
+
+
+def _ladder(number: int) -> int:
+    """The least of 1, 2, 4, 8, 16, 24, 32, ... that is not below a number."""
+    return min(1 << (number - 1).bit_length(), -(-number // 8) * 8) if number > 1 else 1
+
+
 class RecordedSteps:
-    """A decoding step as CUDA graphs, one for each shape, that is number of sequences and reach.
+    """A decoding step as CUDA graphs, one for each shape, that is number of sequences and reach:
+    launching its kernels one by one takes many times as long as running them.
 
     The first step of a shape is computed without recording, because compilation, loading of kernels
     and persistent allocations can't be recorded. The second step is recorded and replayed; later
     steps are replayed. The least recently used recording is dropped to make room for a new one.
 
     Args:
-        compute: the step: (input_ids_B1, lengths_B, reach) -> logits [B, V]. The weights and the
-            cache, which it also reads and writes, must keep their addresses.
+        compute: the step. The weights and the cache, which it also reads and writes, must keep
+            their addresses.
     """
 
-    def __init__(self, compute: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+    def __init__(self, compute: _Step) -> None:
         self._compute = compute
         self._by_shape: OrderedDict[tuple[int, int], _Recorded | None] = OrderedDict()
         self._pool: Any = None

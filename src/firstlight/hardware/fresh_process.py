@@ -3,6 +3,7 @@
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
 A measurement is a module with a function `measure` from a request to a result, both JSON objects.
+With - as REQUEST, the request is read from stdin.
 
 `ask` starts a new Python process, `ask_ranks` the processes of a distributed run. `ForkServer`
 forks a process that has already imported everything, because importing torch takes longer than a
@@ -17,7 +18,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +31,9 @@ from typing import Any
 
 from firstlight.errors import FirstlightError
 from firstlight.hardware.environment import TRAINING
+
+#: The request of a process that reads it from stdin.
+_FROM_STDIN = "-"
 
 
 def training_environment() -> dict[str, str]:
@@ -61,8 +64,9 @@ def ask(
 
     Returns:
         The JSON object that the process printed as its last line on stdout. If it failed,
-        {"error": {"type", "message"}}: the type is the name of the FirstlightError, "Failed" for
-        any other error, "TimeoutError" if the time limit was reached.
+        {"error": {"type", "message"}}: the type is the name of the FirstlightError, "Killed" if a
+        signal ended the process, "Failed" for any other error, "TimeoutError" if the time limit was
+        reached.
     """
     (result,) = _ask_all(module, request, [environment], seconds)
     return result
@@ -87,10 +91,13 @@ def ask_ranks(
     Returns:
         The result of rank 0, or the error of a rank that failed.
     """
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Imported only here: torch takes long to import. The store is open before the ranks start, so
+    # that no other program can take its port.
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    run["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     run |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
     environments = [
         {**environment, **run, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
@@ -108,16 +115,25 @@ def _ask_all(
     seconds: float | None,
 ) -> list[dict[str, Any]]:
     """The results of processes that run at the same time, one in each environment; see `ask`."""
+    with started(module, environments) as processes:
+        return results_of(processes, request, seconds)
+
+
+@contextlib.contextmanager
+def started(
+    module: str, environments: Sequence[Mapping[str, str]]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Context with new processes that import a module while they wait for their request, one in
+    each environment. At its end, they and the processes that they started are killed."""
     processes: list[subprocess.Popen[str]] = []
-    end = None if seconds is None else time.monotonic() + seconds
     try:
         for environment in environments:
             with signals_waiting():
                 process = subprocess.Popen(
                     # -P: modules in the current folder are not imported.
-                    [sys.executable, "-P", "-m", __name__, module, json.dumps(request)],
+                    [sys.executable, "-P", "-m", __name__, module, _FROM_STDIN],
                     env=dict(environment),
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     encoding="utf-8",
@@ -126,17 +142,32 @@ def _ask_all(
                     start_new_session=True,
                 )
                 processes.append(process)
-        said = [
-            process.communicate(timeout=None if end is None else max(0, end - time.monotonic()))
-            for process in processes
-        ]
-    except subprocess.TimeoutExpired:
-        return [error_of("TimeoutError", f"took more than {seconds:.0f} s")] * len(environments)
+        yield processes
     finally:
         for process in processes:
             with process:  # waits for it and closes its pipes
                 # Kills the workers, too: they would slow the next run.
                 end_group(process.pid)
+
+
+def results_of(
+    processes: Sequence[subprocess.Popen[str]], request: Mapping[str, Any], seconds: float | None
+) -> list[dict[str, Any]]:
+    """The results of started processes that all get the same request; see `ask`."""
+    end = None if seconds is None else time.monotonic() + seconds
+    for process in processes:
+        assert process.stdin is not None
+        # A process that has failed reads nothing.
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(json.dumps(request))
+        process.stdin = None
+    try:
+        said = [
+            process.communicate(timeout=None if end is None else max(0, end - time.monotonic()))
+            for process in processes
+        ]
+    except subprocess.TimeoutExpired:
+        return [error_of("TimeoutError", f"took more than {seconds:.0f} s")] * len(processes)
     return [
         _result(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)
     ]
@@ -150,7 +181,7 @@ def error_of(kind: str, message: str) -> dict[str, Any]:
 def _result(code: int, out: str, err: str) -> dict[str, Any]:
     """The result of a process from its exit code, stdout and stderr; see `ask`."""
     if code:
-        return error_of("Failed", last_words(code, err))
+        return error_of("Failed" if code > 0 else "Killed", last_words(code, err))
     try:
         result: dict[str, Any] = json.loads(out.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
@@ -342,6 +373,6 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
 if __name__ == "__main__":
     _measure = importlib.import_module(sys.argv[1]).measure
     if sys.argv[2:]:
-        answer(_measure, sys.argv[2])
+        answer(_measure, sys.stdin.read() if sys.argv[2] == _FROM_STDIN else sys.argv[2])
     else:
         _serve(_measure)

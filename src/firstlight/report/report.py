@@ -15,7 +15,6 @@ import math
 import re
 import textwrap
 import unicodedata
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -606,9 +605,7 @@ def _happening(event: Mapping[str, Any]) -> str:
     if event["event"] not in _EVENTS:
         details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
         return f"{event['event']} {', '.join(details)}"
-    values: defaultdict[str, Any] = defaultdict(
-        lambda: None, {**event, "time": _when(str(event.get("time", "")))}
-    )
+    values = {**event, "time": _when(str(event.get("time", "")))}
     return _EVENTS[event["event"]][1].format_map(values)
 
 

@@ -152,8 +152,9 @@ def _ended_by_guard(run: RunRecord) -> Finding | None:
     event = run.events[-1] if run.events else None
     if event is None or event["event"] != "diverged" or event["step"] < run.last_step:
         return None
-    reason = str(event.get("reason")).replace(f"; {DIVERGED_REMEDY}", "")
-    text = f"the run diverged at step {event['step']:,}: {reason}"
+    text = f"the run diverged at step {event['step']:,}"
+    if isinstance(event.get("reason"), str):
+        text += f": {event['reason'].replace(f'; {DIVERGED_REMEDY}', '')}"
     return Finding("diverged", int(event["step"]), text, _ADVICE, figures={})
 
 

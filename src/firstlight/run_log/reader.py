@@ -260,13 +260,46 @@ class RunRecord:
 
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:
-        """Events, resumptions and the decision about the run's length, sorted by step."""
+        """Events, resumptions and the decision about the run's length, sorted by step, without
+        those that are in `left_out`."""
+        found = [event for event in self._happened if _lacking(event) is None]
+        return sorted(found, key=lambda event: event["step"])
+
+    @property
+    def left_out(self) -> list[str]:
+        """A message about each event that lacks a value by which reports describe it."""
+        return [
+            f"{self.folder}: {event['event']!r} at step {event['step']:,} is left out: its record "
+            f"has no {key}"
+            for event in self._happened
+            if (key := _lacking(event)) is not None
+        ]
+
+    @property
+    def _happened(self) -> list[Mapping[str, Any]]:
         starts = (start for start in self.starts if start["step"] > 0)
         resumed = (
             {**s, "event": "branched" if "branched_from" in s else "resumed"} for s in starts
         )
-        happened = [*self.events, *resumed, *decisions(self.length)]
-        return sorted(happened, key=lambda event: event["step"])
+        return [*self.events, *resumed, *decisions(self.length)]
+
+
+#: The values by which reports describe an event, with their types, by the event's name.
+_DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "rollback": {"to_step": (int,), "reason": (str,)},
+    "out of memory": {"micro_batch_rows": (int,), "before": (int,)},
+    "diverged": {"reason": (str,)},
+    "resumed": {"time": (str,)},
+    "branched": {"branched_from": (str,), "time": (str,)},
+    "length": {"max_steps": (int,), "max_minutes": (int, float)},
+    "correction": {"max_steps": (int,), "before": (int,)},
+}
+
+
+def _lacking(event: Mapping[str, Any]) -> str | None:
+    """The first value of `_DESCRIBED_BY` that an event lacks; None if it has all of them."""
+    kinds = _DESCRIBED_BY.get(event["event"], {})
+    return next((key for key, kind in kinds.items() if type(event.get(key)) not in kind), None)
 
 
 def _max_steps(

@@ -32,14 +32,17 @@ from firstlight.files.atomic import (
     write_json,
 )
 from firstlight.report.report import loss_picture
+from firstlight.run_log.names import RECIPE_NAME
 from firstlight.sharing.card import (
     CARD_NAME,
     PICTURE_NAME,
-    RECIPE_NAME,
+    ModelFacts,
     corpus_card,
+    corpus_facts,
+    facts_of,
     model_card,
+    neutral_recipe,
 )
-from firstlight.sharing.facts import ModelFacts, corpus_facts, facts_of, neutral_recipe
 from firstlight.tokenizer import Tokenizer
 
 #: Files in which other programs may have written the path that a model was read from.

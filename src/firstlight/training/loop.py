@@ -26,7 +26,7 @@ from firstlight.evaluation.perplexity import Evaluation
 from firstlight.hardware.environment import sharing_cores
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
-from firstlight.recipe.deepspeed import with_deepspeed_file
+from firstlight.recipe.load import with_deepspeed_file
 from firstlight.report.report import draw_report
 from firstlight.report.summary import Finding, best_checkpoint, final_numbers, findings_of
 from firstlight.run_log.names import REPORT_NAME

@@ -7,14 +7,11 @@ trials never run in the process that is to train. `recipe/resolve.py` decides if
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import resource
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ import psutil
 import torch
 
 from firstlight.data.loader import Batch
-from firstlight.errors import ConfigError, FirstlightError
+from firstlight.errors import ConfigError
 from firstlight.hardware.device import (
     Hardware,
     find_hardware,
@@ -32,6 +29,7 @@ from firstlight.hardware.device import (
     peak_memory_bytes,
     synchronize,
 )
+from firstlight.hardware.fresh_process import ask, error_of
 from firstlight.models import empty_model
 from firstlight.parallel.engine import DistributedConfig
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
@@ -40,11 +38,6 @@ from firstlight.training.starting_model import attach
 
 #: Share of the free memory that a trial may take on a CPU, where other programs use the memory too.
 _SHARE = 0.9
-
-#: Exit codes of a trial's process: the micro-batch fits; the recipe is invalid; out of memory.
-_FITS = 0
-_REFUSED = 3
-_TOO_LARGE = 4
 
 
 def largest_micro_batch(
@@ -132,32 +125,18 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     """
     values = recipe.with_keys("batch", micro_batch_size=rows).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
-    done = ask_module("firstlight.training.micro_batch_trials", request)
-    # A negative code is a signal, such as SIGKILL from the system when memory ran out.
-    if done.returncode == _REFUSED:
-        raise ConfigError(json.loads(done.stdout.splitlines()[-1])["error"])
-    if done.returncode > 0 and done.returncode != _TOO_LARGE:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise ConfigError(
-            f"batch.micro_batch_size auto can't be tried: {lines[-1] if lines else 'no reason'} "
-            "(give a number instead)"
-        )
-    if done.returncode != _FITS:
+    found = ask("firstlight.training.micro_batch_trials", request, os.environ)
+    if "error" not in found:
+        return Trial(**found)
+    kind, message = found["error"]["type"], found["error"]["message"]
+    # Killed: for instance by the system when memory ran out.
+    if kind in ("MemoryError", "Killed"):
         return None
-    return Trial(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def ask_module(module: str, request: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE` with a request as JSON on its stdin, and wait for its end."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", module],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    if kind == "Failed":
+        raise ConfigError(
+            f"batch.micro_batch_size auto can't be tried: {message} (give a number instead)"
+        )
+    raise ConfigError(message)
 
 
 def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
@@ -209,29 +188,18 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     return Trial(max(peak_memory_bytes(hardware.device) - level, 0), seconds * whole)
 
 
-def main() -> int:
-    """Read a request of `try_rows` from stdin and do its steps.
-
-    Returns:
-        The exit code for the outcome. The last line of stdout has the trial or the error as JSON.
-    """
-    request = json.loads(sys.stdin.read())
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Do the steps that `try_rows` asks for; see `hardware.fresh_process`."""
     hardware = find_hardware(request["device"])
+    recipe = parse_resolved_recipe(request["recipe"])
+    if hardware.device.type == "cpu":
+        _limit_memory(int(_SHARE * free_memory_bytes(hardware.device)))
     try:
-        recipe = parse_resolved_recipe(request["recipe"])
-        if hardware.device.type == "cpu":
-            _limit_memory(int(_SHARE * free_memory_bytes(hardware.device)))
-        trial = try_step(recipe, hardware)
-    except FirstlightError as error:
-        # Not by print: the line must come after any output of libraries.
-        os.write(1, (json.dumps({"error": str(error)}) + "\n").encode())
-        return _REFUSED
+        return asdict(try_step(recipe, hardware))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return _TOO_LARGE
-    os.write(1, (json.dumps(asdict(trial)) + "\n").encode())
-    return _FITS
+        return error_of("MemoryError", str(error))
 
 
 def _limit_memory(more: int) -> None:
@@ -246,7 +214,3 @@ def _limit_memory(more: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

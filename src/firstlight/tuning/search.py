@@ -37,7 +37,6 @@ from firstlight.recipe.resolve import for_new_model
 from firstlight.run_log.names import RECIPE_NAME
 from firstlight.run_log.reader import last_start
 from firstlight.training.loop import train
-from firstlight.tuning.page import draw
 from firstlight.tuning.space import (
     POINTS,
     SearchKey,
@@ -52,6 +51,7 @@ from firstlight.tuning.space import (
 from firstlight.tuning.study import (
     TRIALS_NAME,
     Study,
+    draw,
     importance,
     propose,
     pruning_trial,

@@ -121,8 +121,8 @@ class CudaKernels(TorchFunctionMode):
     Args:
         target: a CUDA device.
         kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None chooses as torch.
-        expands: True for firstlight's models, which expand the keys of grouped queries, or make
-            rows of a new token's group, where torch's kernels do not take groups (`models.ops`).
+        expands: True for firstlight's models, which expand the keys of grouped queries where
+            torch's kernels do not take groups (`models.ops`).
     """
 
     def __init__(self, target: Target, kernel: str | None = None, *, expands: bool = False) -> None:
@@ -179,10 +179,6 @@ class CudaKernels(TorchFunctionMode):
             half = torch.get_autocast_dtype("cpu")
             query, key, value = (x.to(half) for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
-        if self._expands and grouped and query.shape[2] == 1:
-            rows = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-            out = self._attention(rows, key, value, attn_mask, dropout_p, False, scale)
-            return out.flatten(1, 2).unsqueeze(2)
         groups_stay = enable_gqa and not self._expands
         kernel = self._kernel or self._chosen(query, attn_mask, dropout_p, grouped=groups_stay)
         if kernel == "math":

@@ -1,4 +1,4 @@
-"""The memory of a recipe's training step and evaluation, and of generation with a model."""
+"""The memory of a recipe's training step and evaluation."""
 
 from __future__ import annotations
 
@@ -173,11 +173,6 @@ def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe],
 def trace_memory(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
     """Run a `training_job` in this process."""
     return run_jobs([training_job(recipe, target)])[0]
-
-
-def predict_evaluation(recipe: ResolvedRecipe, target: Target | None = None) -> MemoryPrediction:
-    """Run an `evaluation_job` in this process."""
-    return run_jobs([evaluation_job(recipe, target)])[0]
 
 
 def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPrediction:

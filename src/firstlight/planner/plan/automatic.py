@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware, free_memory_bytes
+from firstlight.hardware.fresh_process import ask
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import STATE, copies_of, engine_of
@@ -32,7 +31,7 @@ from firstlight.planner.plan.search import (
 from firstlight.planner.speed.timed import BUSY_TOKENS
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.forecast import Forecast
-from firstlight.training.micro_batch_trials import Trial, ask_module, try_rows
+from firstlight.training.micro_batch_trials import Trial, try_rows
 
 #: Changes that are tried for advice, in this order: each saves memory of activations or logits.
 _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")
@@ -138,22 +137,16 @@ def _with(parts: Mapping[str, int], **more: int) -> PhasePeak:
     return PhasePeak(sum(found.values()), found)
 
 
-def main() -> int:
-    """Read a request from stdin; write the forecast, advice or plan to stdout as JSON."""
-    request = json.loads(sys.stdin.read())
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """The forecast, advice or plan that is asked for; see `hardware.fresh_process`."""
     hardware = find_hardware(request["device"])
-    found: Any
     if request["what"] == "plan":
-        found = _plan(parse_recipe(request["recipe"]), hardware, request["init_from"])
-    else:
-        recipe = parse_resolved_recipe(request["recipe"])
-        if request["what"] == "forecast":
-            forecast = forecast_run(recipe, hardware, request["processes"])
-            found = None if forecast is None else dataclasses.asdict(forecast)
-        else:
-            found = advice(recipe, hardware, request["processes"])
-    os.write(1, f"{json.dumps(found)}\n".encode())
-    return 0
+        return _plan(parse_recipe(request["recipe"]), hardware, request["init_from"])
+    recipe = parse_resolved_recipe(request["recipe"])
+    if request["what"] == "forecast":
+        forecast = forecast_run(recipe, hardware, request["processes"])
+        return {"answer": None if forecast is None else dataclasses.asdict(forecast)}
+    return {"answer": advice(recipe, hardware, request["processes"])}
 
 
 def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
@@ -208,7 +201,7 @@ def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str
     try:
         planned = planned_recipe(recipe, hardware, told.append, init_from)
     except FirstlightError as error:
-        return {"told": told, "error": str(error)}
+        return {"told": told, "problem": str(error)}
     return {"told": told, "recipe": planned.model_dump(mode="json")}
 
 
@@ -231,16 +224,13 @@ def planned_elsewhere(
         "device": str(hardware.device),
         "init_from": init_from,
     }
-    done = ask_module("firstlight.planner.plan.automatic", request)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise TrainingError(f"--plan auto failed: {lines[-1]}")
-    # Libraries may print as well: the answer is the last line.
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = ask("firstlight.planner.plan.automatic", request, os.environ)
+    if "error" in found:
+        raise TrainingError(f"--plan auto failed: {found['error']['message']}")
     for line in found["told"]:
         tell(line)
-    if "error" in found:
-        raise ConfigError(found["error"])
+    if "problem" in found:
+        raise ConfigError(found["problem"])
     return parse_recipe(found["recipe"])
 
 
@@ -327,7 +317,3 @@ def _cut(recipe: ResolvedRecipe, machine: Machine, size: int) -> ResolvedRecipe:
     if recipe.batch.global_batch_tokens is None:
         batch["gradient_accumulation_steps"] = sequences_per_step(recipe, machine) // size
     return recipe.with_keys("batch", **batch)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

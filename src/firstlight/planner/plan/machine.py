@@ -28,7 +28,7 @@ from firstlight.planner.memory.kernels import Target, cuda_target, this_cpu
 from firstlight.planner.memory.ranks import copies_of
 from firstlight.planner.speed.gpu import measured_gpu
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_resolved_recipe
-from firstlight.recipe.deepspeed import with_deepspeed_file
+from firstlight.recipe.load import with_deepspeed_file
 from firstlight.recipe.resolve import (
     AutoPrecision,
     Facts,

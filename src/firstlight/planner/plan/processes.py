@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import logging
 import multiprocessing
 import multiprocessing.reduction
 import os
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from firstlight.errors import TrainingError
+from firstlight.hardware import fresh_process
 
 if TYPE_CHECKING:
     from firstlight.hardware.device import Hardware
@@ -41,7 +40,7 @@ _COUNT = 2
 _ENDING_SECONDS = 1.0
 
 #: Modules that are imported by the process from which workers are forked.
-PRELOADED = ["firstlight.planner.plan.preloaded"]
+PRELOADED = ["torch._dynamo", "firstlight.planner.memory.recipe"]
 
 _KILLED = (
     "a process that traced the model was killed, most likely for want of memory: end other "
@@ -180,6 +179,8 @@ def _work(end: Connection) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     gc.disable()
+    # Collections then neither visit the imported objects nor copy their pages.
+    gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         while True:
             function, arguments = end.recv()
@@ -202,7 +203,8 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-_COMMAND = [sys.executable, "-P", "-m", "firstlight.planner.plan.automatic"]
+#: The module that the process that predicts runs.
+_PREDICTING = "firstlight.planner.plan.automatic"
 
 #: Most seconds that a run waits for a forecast.
 _MOST_SECONDS = 90.0
@@ -213,23 +215,19 @@ class RunForecaster:
     context manager; the process ends at its end."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._processes: list[subprocess.Popen[str]] = []
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> RunForecaster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._stack.close()
 
     def start(self) -> None:
         """Start the process before it gets a request, so that it has imported torch by then."""
-        self._process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",
+        self._processes = self._stack.enter_context(
+            fresh_process.started(_PREDICTING, [os.environ])
         )
 
     def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
@@ -265,33 +263,16 @@ class RunForecaster:
         }
         # The run's other processes wait for this one, and consider it dead after their timeout.
         patience = min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2)
-        if self._process is None:
+        if not self._processes:
             self.start()
-        assert self._process is not None
         try:
-            said, _ = self._process.communicate(json.dumps(request), timeout=patience)
-            code = self._process.returncode
-        except subprocess.TimeoutExpired:
-            raise TrainingError(
-                f"the process that predicts took more than {patience:.0f} s"
-            ) from None
+            (found,) = fresh_process.results_of(self._processes, request, patience)
         finally:
-            self._end()
-        if code != 0:
-            raise TrainingError(f"the process that predicts {_ending(code)}")
-        # Libraries may print as well: the answer is the last line.
-        return json.loads(said.splitlines()[-1])
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # what was to be written has no reader now
-                    pipe.close()
-        process.wait()
+            self._processes = []
+            self._stack.close()
+        if "error" in found:
+            raise TrainingError(f"the process that predicts failed: {found['error']['message']}")
+        return found["answer"]
 
 
 def _ending(code: int) -> str:

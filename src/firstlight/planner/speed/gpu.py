@@ -33,14 +33,14 @@ import math
 import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from firstlight.errors import InputError
-from firstlight.files.atomic import read_json, write_json
+from firstlight.files.atomic import read_json
 from firstlight.files.cache import cache_folder
 from firstlight.hardware.gpus import GPU, GPUS
 from firstlight.models.blockwise import blocks_of
@@ -543,7 +543,7 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
 
 def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
     """The measurements of a GPU's type; None if there are none."""
-    return _all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
+    return all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
 
 
 def assumed_shares(gpu: GPU) -> Shares:
@@ -577,19 +577,6 @@ def shares_for(gpu: GPU) -> Shares:
     return shares_of(found.constants, max(found.error, _LEAST_ERROR), found.source)
 
 
-def save_measured(path: Path, name: str, measured: MeasuredGpu) -> None:
-    """Write the measurements of a GPU type into a file, besides those of other types that it has. A
-    file that is missing, damaged or of another format is made anew.
-
-    Raises:
-        StorageError: a file system error prevents writing.
-    """
-    gpus = {key: asdict(value) for key, value in read_measured(path).items()}
-    write_json(path, {"format": FORMAT, "gpus": {**gpus, name: asdict(measured)}})
-    # So that the next prediction of this process uses the new file.
-    _all_measured.cache_clear()
-
-
 def read_measured(path: Path) -> dict[str, MeasuredGpu]:
     """The measurements of a file by GPU name; {} if it is missing, damaged or of another format."""
     try:
@@ -602,7 +589,8 @@ def read_measured(path: Path) -> dict[str, MeasuredGpu]:
 
 
 @functools.cache
-def _all_measured(own: Path) -> dict[str, MeasuredGpu]:
+def all_measured(own: Path) -> dict[str, MeasuredGpu]:
+    """The measurements of the package, and those of a file of this machine, which come first."""
     return read_measured(PACKAGED) | read_measured(own)
 
 
