@@ -1060,8 +1060,8 @@ MUTANTS = [
     Mutant(
         "lengths of texts on the host",
         "firstlight/generation/batch.py",
-        "lengths_B = torch.tensor(lengths, device=self._device)",
-        "lengths_B = torch.tensor(lengths)",
+        "lengths_B = torch.tensor([*lengths, *[0] * spare], device=self._device)",
+        "lengths_B = torch.tensor([*lengths, *[0] * spare])",
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
     ),
     Mutant(
