@@ -836,6 +836,23 @@ MUTANTS = [
         (_FAKE_STEPS + "documents_are_masked_by_what_takes_masks",),
     ),
     Mutant(
+        "cuDNN's attention for texts that grow",
+        "firstlight/methods/attention.py",
+        "cuda.enable_cudnn_sdp(False)",
+        "cuda.enable_cudnn_sdp(True)",
+        (
+            "tests/gpu/test_fake_generation.py::"
+            "test_texts_that_join_and_leave_a_batch_stay_on_the_gpu",
+        ),
+    ),
+    Mutant(
+        "scores of grouped queries in memory",
+        "firstlight/models/ops.py",
+        "if not _takes_groups(q_BHTD, options):",
+        "if False:",
+        ("tests/gpu/test_fake_families.py::test_no_scores_of_grouped_queries_are_kept",),
+    ),
+    Mutant(
         "one kernel of attention for another",
         "firstlight/methods/attention.py",
         '"efficient": SDPBackend.EFFICIENT_ATTENTION',

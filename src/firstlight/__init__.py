@@ -13,7 +13,8 @@ does all steps from a folder of texts to a trained model. The single steps are:
     print(firstlight.generate("runs/recipe", "Once upon a time").text)
 
 A name is imported when it is first used, so that `import firstlight` itself is fast. It sets the
-environment variable GOMP_SPINCOUNT, which torch's threads read when torch is imported.
+environment variables GOMP_SPINCOUNT and, with an NVIDIA GPU, PYTORCH_ALLOC_CONF, which torch reads
+when it is imported.
 """
 
 from __future__ import annotations
@@ -94,12 +95,14 @@ __all__ = sorted(_MODULES)
 
 # Threads that spin as long as torch's own default make a step ten times slower beside other busy
 # programs.
-importlib.import_module("firstlight.hardware.environment").set_at_import()
+_environment = importlib.import_module("firstlight.hardware.environment")
+_environment.set_at_import()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'firstlight' has no attribute '{name}'")
+    _environment.require_fork()
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -697,10 +697,11 @@ def test_weights_that_are_no_numbers_end_a_run_at_its_tasks(
         train(recipe)
 
 
-def test_attention_without_masks_is_put_back_after_the_tasks(
+def test_attention_without_masks_is_put_back_after_samples_and_tasks(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels of GPUs that take no mask can't go on from a stored context."""
+    """Kernels of GPUs that take no mask can't go on from a stored context, and cuDNN plans each
+    length of a sample text."""
     chosen: list[str] = []
     monkeypatch.setattr(
         "firstlight.training.validation.choose_attention", lambda _, way: chosen.append(way)
@@ -708,8 +709,9 @@ def test_attention_without_masks_is_put_back_after_the_tasks(
     recipe = with_tasks(recipe, file)
     recipe["model"]["attn_pdrop"] = 0.0
     recipe["efficiency"] = {"attention": "flash"}
+    recipe["evaluation"]["sample_prompts"] = ["a"]
     train(recipe)
-    assert chosen == ["sdpa", "flash"] * 2
+    assert chosen == ["sdpa", "flash"] * 4
 
 
 def test_the_hubs_name_is_that_of_the_harness() -> None:

@@ -65,7 +65,6 @@ _OWN = (
 
 #: Values that code reads from tensors without memory: small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
-_FLASH_OR_CUDNN, _MOST_HEAD_SIZE = (torch.float16, torch.bfloat16), 256
 
 
 class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -162,6 +161,8 @@ def _is_composite(func: Any) -> bool:
 
 
 _PLAIN_ATTENTION = F.scaled_dot_product_attention
+#: From this version on, the memory-efficient kernel takes grouped queries.
+TORCH_TAKES_GROUPS = torch.__version__ >= "2.14"
 
 
 def _attention(
@@ -188,8 +189,8 @@ def _attention(
         raise RuntimeError("Expected query, key, and value to have the same dtype")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise RuntimeError("The number of heads must match")
-    kernel = _kernel(query, key, attn_mask, dropout_p)
     learns = torch.is_grad_enabled() and query.requires_grad
+    kernel = _kernel(query, key, attn_mask, dropout_p, is_causal=is_causal, learns=learns)
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:
@@ -212,18 +213,43 @@ def _attention(
     return found[0]
 
 
-def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> str:
+def _kernel(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    *,
+    is_causal: bool,
+    learns: bool,
+) -> str:
+    """The first kernel in torch's order that takes these tensors (`select_sdp_backend`)."""
     cuda: Any = torch.backends.cuda
-    half, grouped = query.dtype in _FLASH_OR_CUDNN, query.shape[1] != key.shape[1]
-    small = query.shape[-1] <= _MOST_HEAD_SIZE
-    if cuda.flash_sdp_enabled() and half and mask is None and small:
-        return "flash"
-    if cuda.mem_efficient_sdp_enabled() and not grouped:
-        return "efficient"
-    if cuda.math_sdp_enabled():
-        return "math"
-    if cuda.cudnn_sdp_enabled() and half and small and mask is None and not dropout:
-        return "cudnn"
+    capability = torch.cuda.get_device_capability()
+    is_ampere, size = capability >= (8, 0), query.shape[-1]
+    half = query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and is_ampere)
+    grouped, square = query.shape[1] != key.shape[1], query.shape[2] == key.shape[2]
+    usable = {
+        "cudnn": cuda.cudnn_sdp_enabled()
+        and (half and is_ampere and size <= 128 and size % 8 == 0 and key.shape[2] > 1)
+        and (16 * dropout).is_integer()
+        and not (dropout and query.shape[2] == 1)
+        and not torch.are_deterministic_algorithms_enabled(),
+        "flash": cuda.flash_sdp_enabled()
+        and (half and is_ampere and size <= 256 and mask is None and (square or not is_causal))
+        and not (learns and capability in ((8, 6), (8, 9)) and 192 < size <= 224),
+        "efficient": cuda.mem_efficient_sdp_enabled()
+        and (half or query.dtype == torch.float32)
+        and size % (8 if half else 4 if is_ampere else 1) == 0
+        and (not grouped or TORCH_TAKES_GROUPS),
+        "math": cuda.math_sdp_enabled(),
+    }
+    order = ["flash", "efficient", "math", "cudnn"]
+    # `check_prefer_cudnn_attention`, with a cuDNN of 9.15.1 or later.
+    if capability[0] in (9, 10):
+        order = ["cudnn", "flash", "efficient", "math"]
+    for name in order:
+        if usable[name]:
+            return name
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
@@ -254,11 +280,13 @@ def _layouts(tensors: list[Tensor]) -> list[tuple[str, torch.dtype, tuple[int, .
 
 
 @contextlib.contextmanager
-def fake_cuda(devices: int = 1) -> Iterator[tuple[FakeCuda, Asked]]:
-    """Inside, tensors are fake, and there is a fake GPU."""
+def fake_cuda(
+    devices: int = 1, capability: tuple[int, int] = (9, 0)
+) -> Iterator[tuple[FakeCuda, Asked]]:
+    """Inside, tensors are fake, and there is a fake GPU of a compute capability."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        torch_cuda(devices) as asked,
+        torch_cuda(devices, capability) as asked,
         tables_put_back(),
         FakeTensorMode(allow_non_fake_inputs=True),
         FakeCuda() as cuda,

@@ -94,8 +94,10 @@ class Asked:
 
 
 @contextlib.contextmanager
-def torch_cuda(devices: int = 1) -> Iterator[Asked]:
-    """Inside, `torch.cuda` answers for so many H100s that do nothing."""
+def torch_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterator[Asked]:
+    """Inside, `torch.cuda` answers for so many H100s that do nothing, with another compute
+    capability if one is given."""
+    gpu = SimpleNamespace(**{**vars(H100), "major": capability[0], "minor": capability[1]})
     asked = Asked(states=[torch.full((16,), i, dtype=torch.uint8) for i in range(devices)])
 
     def note(name: str, result: Any = None) -> Any:
@@ -138,8 +140,8 @@ def torch_cuda(devices: int = 1) -> Iterator[Asked]:
         "_exchange_device": exchange,
         # Another function: torch's compiler has a rule for each of the two.
         "_maybe_exchange_device": lambda index: exchange(index),
-        "get_device_capability": lambda device=None: (H100.major, H100.minor),
-        "get_device_properties": lambda device=None: H100,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: gpu,
         "get_device_name": lambda device=None: H100.name,
         "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": note("synchronize"),
@@ -159,4 +161,5 @@ def torch_cuda(devices: int = 1) -> Iterator[Asked]:
         )
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
+        patch.setattr(torch.version, "cuda", "13.0")
         yield asked

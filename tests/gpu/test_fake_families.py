@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from firstlight.generation.batch import BatchDecoder
+from firstlight.methods.attention import able_backends
 from firstlight.models import FAMILIES, build_model
 
 from .fake_cuda import fake_cuda
 from .no_gpu import hardware, needs_no_gpu
-from .test_fake_steps import TOKENS, recipe_of, require_on_gpu, steps
+from .test_fake_steps import TOKENS, batch_of, program_of, recipe_of, require_on_gpu, steps
 from .usual import usual_config
 
 pytestmark = [pytest.mark.gpu, needs_no_gpu]
+
+#: What an attention of torch by two products calls, and none of its fused kernels.
+MATH = ("_scaled_dot_product_attention_math", "_safe_softmax")
 
 
 @pytest.mark.parametrize(
@@ -52,3 +56,47 @@ def test_texts_of_each_family_stay_on_the_gpu(family: str) -> None:
         assert decoder.step([9]).shape == (1, config.vocab_size)
         assert cuda.calls
         assert not cuda.on_host(), cuda.on_host()[0]
+
+
+#: Families with grouped queries that torch's fused kernels can compute.
+GROUPED = [
+    family
+    for family in FAMILIES
+    if (config := usual_config(family)).num_key_value_heads < config.num_attention_heads
+    and able_backends(config) is None
+]
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [((7, 5), "fp16"), ((8, 6), "bf16"), ((8, 6), "fp32"), ((9, 0), "bf16")],
+)
+@pytest.mark.parametrize("family", GROUPED)
+def test_no_scores_of_grouped_queries_are_kept(
+    family: str, capability: tuple[int, int], precision: str
+) -> None:
+    """By torch's "math" kernel: in training with and without masks, a prompt, texts that are
+    decoded together or alone, and a prompt whose beginning is in the cache."""
+    config = usual_config(family)
+    with fake_cuda(capability=capability) as (cuda, _):
+        for documents in (False, True):
+            recipe = recipe_of(
+                config.model_dump() | {"max_position_embeddings": TOKENS},
+                efficiency__precision=precision,
+                efficiency__attention="sdpa",
+                data__document_masking=documents,
+            )
+            program = program_of(recipe)
+            program.loss_sum(*batch_of(recipe).to(hardware().device).inputs).backward()  # type: ignore[no-untyped-call]
+            assert not cuda.named(*MATH), (documents, cuda.named(*MATH)[0])
+        with torch.inference_mode():
+            dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+            model = build_model(config).to(dtype[precision]).to(hardware().device).eval()
+            decoder = BatchDecoder(model, 3, TOKENS // 2, reuse_prefixes=True)
+            cuda.calls.clear()
+            decoder.add([1, 2, 3])
+            decoder.step([4])
+            decoder.add([1, 2, 3, 5, 6])
+            decoder.step([7, 8])
+        assert cuda.calls
+        assert not cuda.named(*MATH), cuda.named(*MATH)[0]

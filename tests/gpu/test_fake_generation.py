@@ -10,6 +10,7 @@ import torch
 
 from firstlight.evaluation.scores import TokenPair, likelihoods
 from firstlight.generation.batch import BatchDecoder, CompiledStep, _settings
+from firstlight.generation.beams import _Beam, beam_search
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import logprobs_of
 from firstlight.generation.few_rows import quantize_int8, use_few_rows
@@ -41,7 +42,9 @@ def model_on_gpu(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) ->
 
 
 def nothing_on_host(cuda: FakeCuda) -> bool:
+    """True if operators ran, all of them on the GPU, and none of them plans for each length."""
     assert not cuda.on_host(), cuda.on_host()[0]
+    assert not cuda.named("_scaled_dot_product_cudnn_attention")
     return bool(cuda.calls)
 
 
@@ -64,11 +67,14 @@ def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str, int8: bo
         decoder.remove(0)
         assert decoder.step([4, 4]).dtype == torch.bfloat16
         assert nothing_on_host(cuda)
-        # Attention by two products (bmm), which grouped queries behind a mask take, is in fp32.
-        products = cuda.named("mm", "addmm")
+        products = cuda.named("mm", "addmm", "bmm")
         assert {dtype for call in products for _, dtype, _ in call.inputs} == {torch.bfloat16}
         # torch has it for GPUs, too: but written for a CPU's few rows.
         assert not cuda.named("_weight_int8pack_mm")
+        decoder.remove(0)
+        # The host puts the prompts together and sends them once.
+        assert decoder.add_many([[1, 2, 3], [4, 5, 6, 7]]).shape == (2, vocab)
+        assert not cuda.named("_scaled_dot_product_cudnn_attention")
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -128,6 +134,23 @@ def test_the_likelihood_of_continuations_is_computed_on_the_gpu(
         cuda.calls.clear()
         assert len(likelihoods(model, pairs, batch_size=4)) == 3
         assert nothing_on_host(cuda)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_beams_are_searched_without_plans_for_each_length(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.generation.beams._next_beams", _first_beam)
+    with fake_cuda() as (cuda, _):
+        model = model_on_gpu(FAMILIES[family])
+        cuda.calls.clear()
+        config = SamplingConfig(max_new_tokens=3, beams=2)
+        assert beam_search(model, [1, 2, 3], config, ()) == ([7, 7, 7], "length")
+        assert nothing_on_host(cuda)
+
+
+def _first_beam(beams: Any, *_: Any, **__: Any) -> Any:
+    return [_Beam([*beams[0].token_ids, 7], 0.0)], [0]
 
 
 @pytest.mark.parametrize("way", ["auto", "sequential"])

@@ -47,6 +47,7 @@ def test_an_evaluation_runs_on_the_gpu(data: Path, masked: bool) -> None:
         )
         assert found.rows == found.total_rows > 4
         assert not cuda.on_host(), cuda.on_host()[0]
+        assert not cuda.named("_scaled_dot_product_cudnn_attention")
         assert {d for c in cuda.named("mm", "addmm") for _, d, _ in c.inputs} == {torch.bfloat16}
 
 

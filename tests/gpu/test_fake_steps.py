@@ -137,7 +137,7 @@ def test_a_step_waits_for_the_gpu_as_often_whatever_its_micro_batches(micro_batc
 
 
 ATTENTION = {
-    "sdpa": "_scaled_dot_product_flash_attention",
+    "sdpa": "_scaled_dot_product_cudnn_attention",
     "flash": "_scaled_dot_product_flash_attention",
     "efficient": "_scaled_dot_product_efficient_attention",
     "cudnn": "_scaled_dot_product_cudnn_attention",
@@ -357,3 +357,22 @@ def test_weights_of_4_bits_stay_on_the_gpu(model: dict[str, Any], precision: str
         assert {c.outputs[0][1] for c in linear} == {half}
         unpacked = cuda.named("dequantize_4bit")
         assert {c.outputs[0][1] for c in unpacked} == {half}
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [
+        ((10, 0), "cudnn"),
+        ((9, 0), "cudnn"),
+        ((8, 9), "flash"),
+        ((8, 0), "flash"),
+        ((7, 5), "efficient"),
+    ],
+)
+def test_a_training_step_takes_the_first_kernel_in_torchs_order(
+    capability: tuple[int, int], kernel: str
+) -> None:
+    recipe = recipe_of(GPT2, efficiency__precision="fp16")
+    with fake_cuda(capability=capability) as (cuda, _):
+        steps(cuda, recipe)
+        assert len(cuda.named(f"_scaled_dot_product_{kernel}_attention")) == 2

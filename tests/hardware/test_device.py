@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import psutil
@@ -109,6 +110,47 @@ def test_auto_is_the_gpu_where_there_is_one() -> None:
     assert (found.name, found.memory_bytes, found.bf16) == ("NVIDIA Test", 80 << 30, True)
     assert found.capability == (8, 6)
     assert find_hardware("cuda:0").device == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch_list", "index"),
+    [
+        ((8, 6), "sm_75 sm_80 sm_90", None),  # a later minor version
+        ((9, 0), "sm_80 sm_90a", None),
+        ((12, 0), "sm_80 compute_90", None),  # PTX
+        ((7, 5), "sm_70", None),
+        ((9, 4), "gfx942", None),  # ROCm
+        ((9, 0), "", None),
+        ((6, 1), "sm_75 sm_80 sm_90 sm_100 compute_120", "cu126"),
+        ((7, 0), "sm_75 sm_80", "cu126"),
+        ((7, 0), "sm_72 sm_80", "cu126"),  # an earlier minor version
+        ((12, 0), "sm_80 sm_90", "cu130"),
+        ((9, 1), "sm_80 sm_90a", "cu130"),
+        ((12, 0), "sm_80 compute_90a", "cu130"),
+    ],
+)
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_is_refused_if_torch_has_no_code_for_it(
+    capability: tuple[int, int],
+    arch_list: str,
+    index: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(name="Test", total_memory=1, major=capability[0], minor=capability[1])
+
+    def properties(_: torch.device) -> SimpleNamespace:
+        name = "Found GPU0 Test which is of cuda capability 6.1."
+        warnings.warn(f"\n    {name}\n    Minimum", stacklevel=1)
+        return gpu
+
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    monkeypatch.setattr("torch.cuda.get_arch_list", arch_list.split)
+    if index is None:
+        assert find_hardware().capability == capability
+        return
+    with pytest.raises(ConfigError, match=f"no code for Test .*whl/{index}, or choose") as raised:
+        find_hardware()
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.usefixtures("one_gpu")

@@ -19,7 +19,7 @@ _SPIN, _BY_IMPORT = "GOMP_SPINCOUNT", "FIRSTLIGHT_SPINCOUNT"
 
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (_SPIN, _BY_IMPORT):
+    for name in (_SPIN, _BY_IMPORT, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
 
@@ -47,6 +47,76 @@ def test_import_of_firstlight_sets_the_spin_count_unless_the_user_has(
     given: Mapping[str, str], spin: str
 ) -> None:
     assert after_import("import firstlight", given) == [spin, "False"]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["dev/nvidiactl"], True),
+        (["dev/nvidiactl", "proc/driver/nvidia/capabilities/gpu0/mig/config"], True),
+        ([], False),
+        (["dev/dxg"], False),  # WSL2
+        (["dev/kfd"], False),  # ROCm
+        (["dev/nvidiactl", "dev/nvmap"], False),
+        (["dev/nvidiactl", "etc/nv_tegra_release"], False),
+        (["dev/nvidiactl", "proc/driver/nvidia/capabilities/gpu0/mig/gi3/access"], False),
+    ],
+)
+def test_expandable_segments_need_a_whole_gpu_of_linux(
+    files: list[str], expected: bool, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert environment.takes_expandable_segments(tmp_path) is expected
+
+
+@pytest.mark.parametrize(
+    ("given", "imported", "able", "expected"),
+    [
+        ({}, False, True, "expandable_segments:True"),
+        ({}, False, False, None),
+        ({}, True, True, None),  # torch has read the variable
+        ({"PYTORCH_ALLOC_CONF": ""}, False, True, ""),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, False, True, None),
+        ({_SPIN: "7"}, False, True, "expandable_segments:True"),
+    ],
+)
+def test_import_turns_expandable_segments_on_unless_the_user_has_set_the_allocator(
+    given: dict[str, str],
+    imported: bool,
+    able: bool,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "takes_expandable_segments", lambda: able)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "torch", sys)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    environment.set_at_import()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "begin"),
+    [
+        ("import firstlight.cli.main", "firstlight: error: firstlight needs Linux or macOS"),
+        ("import firstlight; firstlight.train", "ImportError: firstlight needs Linux or macOS"),
+    ],
+)
+def test_windows_is_told_of_wsl2_at_the_start(code: str, begin: str) -> None:
+    command = [sys.executable, "-c", f"import os; del os.fork; {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, last.startswith(begin), "install it in WSL2" in last) == (
+        1,
+        True,
+        True,
+    )
+    # The command line's error is one line.
+    assert last == done.stderr.strip() or begin.startswith("ImportError")
 
 
 def test_spin_count_after_import_of_torch_is_left_to_each_call(

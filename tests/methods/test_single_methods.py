@@ -19,7 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
 from firstlight.methods import EfficiencyConfig, apply_methods, loss_function, same_bits
-from firstlight.methods.attention import choose_attention, flex_mask, resolve_attention
+from firstlight.methods.attention import (
+    choose_attention,
+    flex_mask,
+    resolve_attention,
+    varying_lengths,
+)
 from firstlight.methods.compilation import keep_results, require_compiler, uses_cuda_graphs
 from firstlight.methods.memory import (
     _DROPOUT_AT,
@@ -46,7 +51,9 @@ from firstlight.models import (
 from firstlight.models.llama import LlamaAttention
 from firstlight.models.ops import (
     AttentionOptions,
+    _grouped_attention,
     attention,
+    causal_mask,
     dense_mask,
     document_positions,
     head_loss,
@@ -130,6 +137,30 @@ def test_plain_attention_is_attention(
     options = AttentionOptions(mask)
     expected = attention(q, k, v, options)
     torch.testing.assert_close(plain_attention(q, k, v, options), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize(("new", "total"), [(1, 1), (1, 9), (5, 5), (5, 9)])
+@pytest.mark.parametrize("kind", ["causal", "one mask", "a mask for each row"])
+def test_grouped_attention_as_on_a_gpu_without_kernels_for_groups_is_plain_attention(
+    groups: int, new: int, total: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firstlight.models.ops._takes_groups", lambda *_: False)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, length, 4, dtype=torch.float64, generator=generator)
+        for heads, length in ((3 * groups, new), (3, total), (3, total))
+    )
+    mask = causal_mask(new, total, q.device)
+    if kind == "a mask for each row":
+        seen = torch.rand(2, 1, new, total, generator=generator) < 0.5
+        mask = mask & (seen | torch.eye(new, total).bool().roll(total - new, -1))
+    options = AttentionOptions(None if kind == "causal" else mask, scale=0.3)
+    # `attention` itself makes the mask of tokens that continue a text.
+    asked = options if total == new or new == 1 else options._replace(mask=mask)
+    found = _grouped_attention(q, k, v, asked)
+    assert found.shape == (2, 3 * groups, new, 4)
+    torch.testing.assert_close(found, plain_attention(q, k, v, options))
 
 
 def test_positions_start_anew_in_each_document() -> None:
@@ -531,6 +562,19 @@ def test_matmul_precision_is_set_in_the_context_and_restored_after_it() -> None:
         assert config.products == products
     with pytest.raises(ValidationError, match="tf32 is matmul_precision high, not medium"):
         EfficiencyConfig(precision="tf32", matmul_precision="medium")
+
+
+def test_cudnn_attention_is_back_after_the_last_of_overlapping_contexts() -> None:
+    cuda: Any = torch.backends.cuda
+    assert cuda.cudnn_sdp_enabled()
+    first, second = varying_lengths(), varying_lengths()
+    first.__enter__()
+    second.__enter__()
+    # As in two threads: the first to begin is the first to end.
+    first.__exit__(None, None, None)
+    assert not cuda.cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert cuda.cudnn_sdp_enabled()
 
 
 def test_only_two_modes_and_one_backend_on_a_gpu_record_cuda_graphs() -> None:

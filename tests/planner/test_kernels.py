@@ -280,10 +280,12 @@ def test_eight_bit_updates_are_unpacked_on_a_cpu_and_not_on_a_gpu() -> None:
 # What a GPU keeps
 
 
-def kept_by(function: Any, target: Target, dtype: torch.dtype = torch.float32) -> int:
+def kept_by(
+    function: Any, target: Target, dtype: torch.dtype = torch.float32, *, expands: bool = False
+) -> int:
     """Bytes that autograd keeps of a function of [2, 4, 128, 64], beside its input."""
     tracer = Tracer()
-    with fake_tensors(), tracer, CudaKernels(target):
+    with fake_tensors(), tracer, CudaKernels(target, expands=expands):
         x = torch.empty(2, 4, 128, 64, dtype=dtype, requires_grad=True)
         tracer.mark([x], "weights")
         with tracer.forward_pass():
@@ -333,6 +335,26 @@ def test_grouped_heads_without_flash_repeat_keys_or_hold_the_scores() -> None:
 
     assert kept_by(grouped, _A100) > 4 * _SCORES
     assert kept_by(grouped, _A100, torch.bfloat16) < 4 * _SCORES
+    # firstlight's models repeat the keys instead: those, the values, the output, and the sums.
+    kept = kept_by(grouped, _A100, expands=True)
+    assert 0 <= kept - (3 * 4 * _NUMBERS + 4 * 2 * 4 * 128) <= 64
+
+
+@pytest.mark.parametrize(("capability", "version"), [((9, 0), (2, 11)), ((10, 0), (2, 13))])
+def test_hopper_and_blackwell_take_cudnn_for_masked_groups(
+    capability: tuple[int, int], version: tuple[int, int]
+) -> None:
+    def grouped(x: Tensor) -> Tensor:
+        few, mask = x[:, :2], torch.ones(128, 128, dtype=torch.bool)
+        return F.scaled_dot_product_attention(x, few, few, attn_mask=mask, enable_gqa=True)
+
+    target = cuda_target("H100", capability, torch_version=version)
+    kept = kept_by(grouped, target, torch.bfloat16)
+    # The output, a sum for each query, the mask as numbers, and two numbers of the generator.
+    assert 0 <= kept - (2 * _NUMBERS + 4 * 2 * 4 * 128 + 2 * 128 * 128) <= 64
+    assert kept_by(grouped, _A100, torch.bfloat16) > 4 * _SCORES
+    before = cuda_target("H100", capability, torch_version=(2, 10))
+    assert kept_by(grouped, before, torch.bfloat16) > 4 * _SCORES
 
 
 @pytest.mark.parametrize("heads", [4, 2])

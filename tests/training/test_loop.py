@@ -208,6 +208,26 @@ def test_on_step_sees_what_is_logged_when_it_is_logged(recipe: dict[str, Any]) -
     assert len(seen) == 12
 
 
+@pytest.mark.parametrize("frozen_before", [0, 5])
+def test_objects_of_the_first_step_are_not_searched_for_garbage_until_the_run_ends(
+    recipe: dict[str, Any], frozen_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    class Collector:
+        def get_freeze_count(self) -> int:
+            return frozen_before
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: called.append(name)
+
+    monkeypatch.setattr("firstlight.training.loop.gc", Collector())
+    recipe = changed(recipe, schedule={"max_steps": 2})
+    train(recipe, on_step=lambda record: called.append(f"step {record['step']}"))
+    frozen, ended = (["collect", "freeze"], ["unfreeze"]) if not frozen_before else ([], [])
+    assert called == ["step 1", *frozen, "step 2", *ended]
+
+
 def test_a_run_folder_holds_what_the_documentation_says(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

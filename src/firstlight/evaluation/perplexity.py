@@ -36,6 +36,7 @@ from firstlight.hardware.device import find_hardware
 from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel, load_model
 from firstlight.methods import LossFunction
+from firstlight.methods.attention import varying_lengths
 from firstlight.models import Model
 from firstlight.models.ops import document_positions
 from firstlight.parallel import gather_objects
@@ -268,6 +269,7 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
 # Not inference_mode: if this is a run's first forward pass, FSDP2 allocates tensors in it that
 # training uses afterwards.
 @torch.no_grad()
+@varying_lengths()
 def losses_of_rows(
     loss_sum: LossFunction,
     dataset: TokenDataset,
@@ -567,6 +569,7 @@ def evaluate_by_position(
 
 
 @torch.no_grad()
+@varying_lengths()
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

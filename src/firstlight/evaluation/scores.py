@@ -21,6 +21,7 @@ from firstlight.data.loader import IGNORE_INDEX
 from firstlight.errors import ModelError
 from firstlight.lora.loading import LoadedModel
 from firstlight.methods import LossFunction
+from firstlight.methods.attention import varying_lengths
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
 
@@ -112,6 +113,7 @@ def encode_choices(
 
 
 @torch.inference_mode()
+@varying_lengths()
 def likelihoods(
     model: Model,
     pairs: Sequence[TokenPair],

@@ -19,6 +19,7 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.few_rows import lay_out, ready_to_compile
 from firstlight.generation.llama_step import llama_step
 from firstlight.methods import can_compile
+from firstlight.methods.attention import varying_lengths
 from firstlight.models import KVCache, Model, RaggedCache
 from firstlight.models.rope import DynamicRope, LongRope
 
@@ -102,6 +103,7 @@ class BatchDecoder:
         return len(self.lengths)
 
     @torch.inference_mode()
+    @varying_lengths()
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -144,6 +146,7 @@ class BatchDecoder:
         return logits_V
 
     @torch.inference_mode()
+    @varying_lengths()
     def add_many(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Append several prompts as the last sequences, in their order; return the logits [N, V] of
         their next tokens. Neighbouring prompts of similar lengths are computed in one pass, padded
@@ -219,6 +222,7 @@ class BatchDecoder:
         return first is not None and len(token_ids) >= first
 
     @torch.inference_mode()
+    @varying_lengths()
     def step(self, token_ids: Sequence[int]) -> Tensor:
         """Append one token to each sequence; return the logits [B, V] of the tokens after them.
 
@@ -265,6 +269,7 @@ class BatchDecoder:
         return self._ragged(input_ids_B[:, None], lengths_B, min(reach, self.max_tokens))[:count]
 
     @torch.inference_mode()
+    @varying_lengths()
     def warm_up(self) -> None:
         """With `compile`, compile the step now, for one sequence and for several. Call it before
         the first sequence is added; without `compile` it does nothing."""

@@ -14,6 +14,7 @@ from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Generation
 from firstlight.generation.sampling import penalize, require_biased_tokens, shift
 from firstlight.lora.loading import LoadedModel
+from firstlight.methods.attention import varying_lengths
 from firstlight.models import Model
 from firstlight.tokenizer import TextStream
 
@@ -55,6 +56,7 @@ def search(
 
 
 @torch.inference_mode()
+@varying_lengths()
 def beam_search(
     model: Model,
     prompt_ids: Sequence[int],

@@ -14,6 +14,7 @@ import re
 import resource
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,8 @@ def find_hardware(device: str = "auto") -> Hardware:
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
 
     Raises:
-        ConfigError: the device is unknown or not present.
+        ConfigError: the device is unknown or not present, or the installed torch has no code for
+            it.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,7 +66,11 @@ def find_hardware(device: str = "auto") -> Hardware:
     if chosen.type == "cuda":
         if not torch.cuda.is_available() or (chosen.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device '{device}' is not present on this machine")
-        properties = torch.cuda.get_device_properties(chosen)
+        with warnings.catch_warnings():
+            # torch's own words about a GPU that it has no code for are two paragraphs.
+            warnings.filterwarnings("ignore", r"\s*.* cuda capability", UserWarning)
+            properties = torch.cuda.get_device_properties(chosen)
+        _require_code(properties)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         # ROCm's version numbers are not CUDA's compute capabilities.
         capability = None if torch.version.hip else (properties.major, properties.minor)
@@ -79,6 +85,32 @@ def find_hardware(device: str = "auto") -> Hardware:
     if chosen.type != "cpu":
         raise ConfigError(f"device '{device}' is not supported: use auto, cpu, cuda or mps")
     return Hardware(chosen, _cpu_name(), memory, bf16=bool(_cpu_flags() & _BF16_CPU_FLAGS))
+
+
+def _require_code(properties: Any) -> None:
+    """Refuse a CUDA GPU that the installed torch has no code for: it would fail at the first
+    operator, with "no kernel image is available".
+
+    Raises:
+        ConfigError: names the index that has a torch for this GPU.
+    """
+    capability, built_for = (properties.major, properties.minor), []
+    for arch in torch.cuda.get_arch_list():
+        # Such as sm_80 (machine code, for later minor versions too), sm_90a (for one version alone)
+        # and compute_90 (PTX, which the driver compiles for all later GPUs). ROCm's are gfx942.
+        if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch):
+            code = int(found[2]), int(found[3])
+            built_for.append(code)
+            runs = capability == code if found[4] == "a" else capability >= code
+            if runs and (found[1] == "compute" or capability[0] == code[0]):
+                return
+    if built_for:
+        index = "cu126" if capability < min(built_for) else "cu130"
+        raise ConfigError(
+            f"torch {torch.__version__} has no code for {properties.name} (compute capability "
+            f"{capability[0]}.{capability[1]}): pip install --force-reinstall torch --index-url "
+            f"https://download.pytorch.org/whl/{index}, or choose the device cpu"
+        )
 
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:

@@ -42,18 +42,53 @@ TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 #: torch was imported before. Commands have set their own value, and are without it.
 _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 
+#: Environment variables with options of torch's allocator for GPUs; the second is the older name.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 #: Held by the outermost of nested `sharing_cores`.
 _SHARING = threading.Lock()
 
 
+def require_fork() -> None:
+    """Refuse a system without `os.fork`, which also lacks other modules that firstlight needs.
+
+    Raises:
+        ImportError: this is Windows.
+    """
+    if not hasattr(os, "fork"):
+        raise ImportError(
+            "firstlight needs Linux or macOS: on Windows, install it in WSL2, where NVIDIA GPUs "
+            "work too (https://learn.microsoft.com/windows/wsl/install)"
+        )
+
+
 def set_at_import() -> None:
     """Set the variables of `import firstlight`, unless torch has been imported."""
+    is_set = any(name in os.environ for name in _ALLOCATOR)
+    if not is_set and "torch" not in sys.modules and takes_expandable_segments():
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     if "GOMP_SPINCOUNT" in os.environ:
         return
     if "torch" in sys.modules:
         os.environ[_BY_IMPORT] = ""
     else:
         _set_spin(SHORT_SPIN)
+
+
+def takes_expandable_segments(root: Path = Path("/")) -> bool:
+    """True if torch's allocator can use segments that grow, so that freed GPU memory of one size
+    serves a tensor of another.
+
+    They are virtual memory of NVIDIA's driver for Linux. WSL2, which has another driver, failed at
+    the first tensor (pytorch issue 192330), as did Jetson boards (unsloth-zoo pull request 1235);
+    parts of a GPU (MIG) failed where memory ran out (vllm pull request 42467).
+
+    Args:
+        root: the folder that has /dev and /proc.
+    """
+    is_jetson = (root / "dev/nvmap").exists() or (root / "etc/nv_tegra_release").exists()
+    is_part = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
+    return (root / "dev/nvidiactl").exists() and not is_jetson and not is_part
 
 
 def set_for_command(variables: Mapping[str, str]) -> None:

@@ -5,8 +5,10 @@ Shape letters as in `models/ops.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -175,6 +177,31 @@ def _by_kernel(
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     with sdpa_kernel(backend):
         return attention(q_BHTD, k_BKSD, v_BKSD, options)
+
+
+#: Settings to restore, one for each `varying_lengths` that is entered. The setting is the process's
+#: and several threads may generate: whichever of them ends last restores the first.
+_BEFORE: list[bool] = []
+_CHANGING = threading.Lock()
+
+
+@contextlib.contextmanager
+def varying_lengths() -> Iterator[None]:
+    """Context, or decorator of a function, for texts whose lengths change from call to call.
+
+    Inside, torch chooses among all kernels but cuDNN's, which it prefers on Hopper and Blackwell.
+    cuDNN plans each new shape on the host for tens of milliseconds, and decoding has a new shape at
+    each token. Training has rows of one length and plans once.
+    """
+    cuda: Any = torch.backends.cuda
+    with _CHANGING:
+        _BEFORE.append(cuda.cudnn_sdp_enabled())
+        cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        with _CHANGING:
+            cuda.enable_cudnn_sdp(_BEFORE.pop())
 
 
 def flex_mask(

@@ -102,21 +102,64 @@ def attention(
     """
     assert options.softcap is None, "torch's fused kernels have no cap of scores"
     assert options.sinks is None, "torch's fused kernels have no sinks"
-    mask = options.mask
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     # With `is_causal`, torch's first query sees only the first key, which is right only if T is S.
-    if mask is None and 1 < new < total:
-        mask = causal_mask(new, total, q_BHTD.device)
+    if options.mask is None and 1 < new < total:
+        options = options._replace(mask=causal_mask(new, total, q_BHTD.device))
+    if q_BHTD.is_cuda and q_BHTD.shape[1] != k_BKSD.shape[1]:
+        return _grouped_attention(q_BHTD, k_BKSD, v_BKSD, options)
+    return _fused_attention(q_BHTD, k_BKSD, v_BKSD, options, is_causal=new > 1)
+
+
+def _fused_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions, *, is_causal: bool
+) -> Tensor:
     return F.scaled_dot_product_attention(
         q_BHTD,
         k_BKSD,
         v_BKSD,
-        attn_mask=mask,
+        attn_mask=options.mask,
         dropout_p=options.dropout,
-        is_causal=mask is None and new > 1,
+        is_causal=is_causal and options.mask is None,
         scale=options.scale,
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
     )
+
+
+def _grouped_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
+) -> Tensor:
+    """`attention` for grouped queries on a GPU, by a kernel that keeps no T x S scores.
+
+    Where no such kernel takes groups, torch would fall back to its "math" kernel.
+    """
+    if q_BHTD.shape[2] == 1:
+        # The G queries of a group see the same keys: they become G rows of one head.
+        q_BKGD = q_BHTD.reshape(len(q_BHTD), k_BKSD.shape[1], -1, q_BHTD.shape[3])
+        out_BKGD = _fused_attention(q_BKGD, k_BKSD, v_BKSD, options, is_causal=False)
+        return out_BKGD.flatten(1, 2).unsqueeze(2)
+    if not _takes_groups(q_BHTD, options):
+        k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
+    return _fused_attention(q_BHTD, k_BKSD, v_BKSD, options, is_causal=True)
+
+
+def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
+    """True if torch's choice for these queries is a kernel that takes grouped queries: flash
+    attention or, with a mask, cuDNN's (`select_sdp_backend` in torch's sdp_utils.cpp). The
+    memory-efficient kernel takes groups from torch 2.14 on, which no test has run on a GPU."""
+    gpu, size = torch.cuda.get_device_properties(q_BHTD.device), q_BHTD.shape[-1]
+    if product_dtype(q_BHTD) not in (torch.float16, torch.bfloat16) or gpu.major < 8:
+        return False
+    if options.mask is None:
+        return size <= 256
+    # With cuDNN 9.15.1 or later, which comes with torch's wheels for CUDA 13. (torch.compile can't
+    # trace a call for the version.)
+    cuda_version = int((torch.version.cuda or "0").partition(".")[0])
+    prefers_cudnn = gpu.major in (9, 10) and cuda_version >= 13
+    # Without gradients, texts may have any length: see `methods.attention.varying_lengths`.
+    is_training = torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
+    fits = size <= 128 and size % 8 == 0 and not options.dropout
+    return prefers_cudnn and is_training and fits
 
 
 def plain_attention(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,9 @@ def train(
         _reported_if_diverged(run),
     ):
         begin_run(run, forecaster, comparison)
-        training_loop(run, checkpoints, stopping, _watched(run, comparison, on_step))
+        with _frozen_objects() as freeze:
+            show = _watched(run, comparison, on_step, freeze)
+            training_loop(run, checkpoints, stopping, show)
         checkpoints.finish()
         wait_for_main(engine, run.write_budget)
         write_average(run)
@@ -263,11 +266,40 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     return recipe
 
 
+@contextlib.contextmanager
+def _frozen_objects() -> Iterator[Callable[[], None]]:
+    """Context in which Python's garbage collector leaves alone the objects that exist when the
+    yielded function is first called.
+
+    After the first step, hundreds of thousands of objects (modules, the model, compiled code) stay
+    until the end of the run. A full collection would look through them again and again, while a GPU
+    waits. Objects that the caller has frozen stay frozen, and then nothing is changed.
+    """
+    is_callers = gc.get_freeze_count() > 0
+    is_frozen = False
+
+    def freeze() -> None:
+        nonlocal is_frozen
+        if not is_callers and not is_frozen:
+            gc.collect()  # so that no garbage is kept
+            gc.freeze()
+            is_frozen = True
+
+    try:
+        yield freeze
+    finally:
+        if is_frozen:
+            gc.unfreeze()
+
+
 def _watched(
-    run: Run, comparison: ForecastComparison, on_step: Callable[[Mapping[str, Any]], None] | None
+    run: Run,
+    comparison: ForecastComparison,
+    on_step: Callable[[Mapping[str, Any]], None] | None,
+    freeze: Callable[[], None],
 ) -> Callable[[Mapping[str, Any]], None]:
     """The function that gives each step's metrics to the progress view, to the comparison with the
-    forecast, and to `on_step`."""
+    forecast, and to `on_step`. After a step it calls `freeze`, see `_frozen_objects`."""
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
@@ -276,6 +308,7 @@ def _watched(
         comparison.add(record)
         if on_step is not None and run.engine.is_main:
             on_step(record)
+        freeze()
 
     return watch
 

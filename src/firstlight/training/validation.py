@@ -62,7 +62,7 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         and run.budget is not None
         and prompts
     ):
-        # The first generation of a process on a GPU took 7 s longer, for loading kernels. The
+        # The first text of a process also takes the time of first allocations and imports. The
         # times of the evaluations, by which the steps are decided, must not contain that.
         with run.times.part("first text"):
             _sample(run, prompts[0], 2, check)
@@ -99,7 +99,7 @@ def _sample(run: Run, prompt: str, tokens: int, check: Callable[[], None]) -> st
     sampling = SamplingConfig(tokens, run.recipe.evaluation.temperature, top_k=50, seed=0)
     loaded, text = _loaded(program.model, run.tokenizer, run.folder), ""
     try:
-        with autocast(program.hardware.device, program.dtype):
+        with autocast(program.hardware.device, program.dtype), _any_attention(program):
             # After training on conversations, a prompt is a message to be answered; a blank one is
             # continued as text.
             if run.dataset.has_examples and prompt.strip():
@@ -181,7 +181,7 @@ def _score(run: Run, check: Callable[[], None]) -> None:
     texts = 4 * run.recipe.batch.rows
     for task in run.tasks:
         try:
-            with autocast(program.hardware.device, program.dtype), _masked_attention(program):
+            with autocast(program.hardware.device, program.dtype), _any_attention(program):
                 scores = task.evaluate(loaded, batch_size=texts, on_texts=lambda *_: check())
         except ModelError as error:
             raise DivergedError(f"{error}; {DIVERGED_REMEDY}") from None
@@ -308,9 +308,10 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
 
 
 @contextlib.contextmanager
-def _masked_attention(program: TrainingProgram) -> Iterator[None]:
-    """Context in which attention supports a mask, which texts that continue from a cached context
-    need, and which the flash and cudnn kernels do not support."""
+def _any_attention(program: TrainingProgram) -> Iterator[None]:
+    """Context in which attention supports texts of any length, for which cuDNN would make plans
+    (`varying_lengths`), and the masks of texts that continue from a cached context, which the flash
+    and cudnn backends do not support."""
     way = program.recipe.efficiency.attention
     if way not in ("flash", "cudnn"):
         yield

@@ -77,7 +77,8 @@ def plan_module(
     make = _make_optimizer(optimizer)
     _require_valid(precision, gradient_accumulation_steps, zero_grad)
     target, tracer = target or this_cpu(), Tracer()
-    with fake_tensors(), tracer, optimizer_phases(tracer), kernels_of(target):
+    kernels = kernels_of(target, expands=False)
+    with fake_tensors(), tracer, optimizer_phases(tracer), kernels:
         fake, arguments = _fake_copy(model), _fake_values(batch)
         mark_weights(fake, tracer)
         tracer.mark(_tensors(arguments), "activations")

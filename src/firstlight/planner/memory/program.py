@@ -111,24 +111,32 @@ class _SoftmaxKeepingInput(torch.autograd.Function):
 class CudaKernels(TorchFunctionMode):
     """Function mode in which functions on CPU tensors run as on a CUDA GPU.
 
-    - `scaled_dot_product_attention` is flash attention, which keeps queries, keys, values, output
-      and the log-sum-exp of each query. If that can't be used, it is the memory-efficient kernel,
-      which keeps the same; if neither can, two products and a softmax, which keep all scores.
+    - `scaled_dot_product_attention` is the first kernel in torch's order that can be used: cuDNN's
+      on Hopper and data-centre Blackwell, flash attention, or the memory-efficient kernel, which
+      all keep queries, keys, values, output and the log-sum-exp of each query; or else two products
+      and a softmax, which keep all scores.
     - `dropout` keeps a mask of one byte an element, not a factor of the element's dtype.
     - autocast computes norms, softmax and losses in fp32.
 
     Args:
         target: a CUDA device.
         kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None chooses as torch.
+        expands: True for firstlight's models, which expand the keys of grouped queries where
+            torch's kernels do not take groups (`models.ops`).
     """
 
-    def __init__(self, target: Target, kernel: str | None = None) -> None:
+    def __init__(self, target: Target, kernel: str | None = None, *, expands: bool = False) -> None:
         super().__init__()
         self._target, self._kernel = target, kernel
+        self._expands = expands
         # Read here, because in code that torch.compile traces this would break the graph.
         cuda: Any = torch.backends.cuda
         self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
         self._has_efficient = cuda.mem_efficient_sdp_enabled()
+        # `check_prefer_cudnn_attention` in torch's sdp_utils.cpp; the cuDNN of these wheels is 9.15
+        # or later.
+        prefers_cudnn = target.capability[0] in (9, 10) and target.torch_version >= (2, 11)
+        self._has_cudnn = cuda.cudnn_sdp_enabled() and prefers_cudnn
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -170,8 +178,9 @@ class CudaKernels(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             half = torch.get_autocast_dtype("cpu")
             query, key, value = (x.to(half) for x in (query, key, value))
-        kernel = self._kernel or self._chosen(query, attn_mask, enable_gqa)
         grouped = query.shape[1] != key.shape[1]
+        groups_stay = enable_gqa and not self._expands
+        kernel = self._kernel or self._chosen(query, attn_mask, dropout_p, grouped=groups_stay)
         if kernel == "math":
             groups = query.shape[1] // key.shape[1]
             if grouped:
@@ -179,41 +188,52 @@ class CudaKernels(TorchFunctionMode):
             return _math_attention(
                 query, key, value, attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale
             )
-        # cuDNN's kernel keeps what flash attention keeps.
-        if kernel in ("flash", "cudnn"):
+        # Without a mask, cuDNN's kernel keeps what flash attention keeps.
+        if kernel == "flash" or (kernel == "cudnn" and attn_mask is None):
             flash = _aten._scaled_dot_product_flash_attention
             found: tuple[Tensor, ...] = flash(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )
             return found[0]
-        if grouped:
-            groups = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         # The kernel keeps the logarithms of its sums only where a backward pass will ask for them.
         learns = torch.is_grad_enabled() and query.requires_grad
         bias = _bias(attn_mask, query, key)
+        if kernel == "cudnn":
+            cudnn = _aten._scaled_dot_product_cudnn_attention
+            found = cudnn(query, key, value, bias, learns, dropout_p, is_causal, False, scale=scale)
+            return found[0]
+        if grouped:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         efficient = _aten._scaled_dot_product_efficient_attention
         found = efficient(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)
         return found[0]
 
-    def _chosen(self, query: Tensor, mask: Tensor | None, grouped: bool) -> str:
-        """torch's choice (sdp_utils.cpp). Flash attention needs half precision, no mask, heads of
-        at most 256, and compute capability 8.0. The memory-efficient kernel does not take
-        `enable_gqa`, and needs capability 8.0 for bf16."""
+    def _chosen(self, query: Tensor, mask: Tensor | None, dropout: float, *, grouped: bool) -> str:
+        """torch's choice (sdp_utils.cpp). cuDNN and flash attention need half precision and compute
+        capability 8.0. cuDNN needs heads of a multiple of 8, at most 128, and dropout in steps of
+        1/16; flash no mask and heads of at most 256. The memory-efficient kernel does not take
+        `enable_gqa` before torch 2.14, and needs capability 8.0 for bf16."""
         half = query.dtype in (torch.float16, torch.bfloat16)
+        heads_fit = query.shape[-1] <= 128 and query.shape[-1] % 8 == 0
+        if self._has_cudnn and half and heads_fit and float(16 * dropout).is_integer():
+            return "cudnn"
         if self._has_flash and half and mask is None and query.shape[-1] <= 256:
             return "flash"
         bf16_missing = query.dtype == torch.bfloat16 and self._target.capability < (8, 0)
-        if self._has_efficient and not grouped and not bf16_missing:
+        takes_groups = not grouped or self._target.torch_version >= (2, 14)
+        if self._has_efficient and takes_groups and not bf16_missing:
             return "efficient"
         return "math"
 
 
 def kernels_of(
-    target: Target, kernel: str | None = None
+    target: Target, kernel: str | None = None, *, expands: bool = True
 ) -> contextlib.AbstractContextManager[object]:
     """`CudaKernels` for a CUDA device; no change for a CPU."""
-    return CudaKernels(target, kernel) if target.kind == "cuda" else contextlib.nullcontext()
+    if target.kind != "cuda":
+        return contextlib.nullcontext()
+    return CudaKernels(target, kernel, expands=expands)
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
