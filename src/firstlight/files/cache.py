@@ -1,8 +1,8 @@
 """The cache on this machine, and its locks.
 
 The cache is $FIRSTLIGHT_CACHE, otherwise $XDG_CACHE_HOME/firstlight, otherwise ~/.cache/firstlight.
-Corpora from URLs are kept in it (`data/remote.py`); models from the hub are in that of
-huggingface_hub (`weights/hub.py`).
+Corpora from URLs (`data/remote.py`) and compiled kernels are kept in it; models from the hub are in
+that of huggingface_hub (`weights/hub.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Fine-tunes an existing model on conversations or texts: the plan and its run.
+"""Fine-tunes an existing model on conversations or texts: the plan, with adapters or all weights,
+and its run.
 
 Conversations are prepared in the cache, as for any recipe with `data.files`; texts are prepared in
 the run folder with the model's own tokenizer.

@@ -1,4 +1,5 @@
-"""Capabilities of the machine: device, number formats, peak rates, memory.
+"""Finds the machine's device, and refuses a GPU that the installed torch has no code for; its
+number formats, peak rates and memory.
 
 Peak rates are never guessed: they are measured on every CPU, and on a GPU that is not in the table.
 """

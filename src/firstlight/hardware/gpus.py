@@ -2,7 +2,7 @@
 
 Rates are dense (without sparsity) and for accumulation in fp32, which on GeForce cards has half of
 the advertised rate. Memory is what the driver reports, which is up to a tenth less than the name
-says where error correction takes a part.
+says where error correction takes a part. This machine's GPU is found in `device.py`.
 
 Apple's GPUs share their memory with the CPU. Apple states bandwidths and, for M1 and M2, fp32 rates
 (apple.com/newsroom, support.apple.com/specs); those of M3 and M4 are cores x 256 x clock. fp16 has

@@ -1,7 +1,7 @@
 """The facts of the dense Llama-like families, which share `LlamaConfig`.
 
-A family whose layers differ from Llama's also has a class in `llama_variants.py`. Mixtures of
-experts are in `mixtral.py`.
+A new family is an entry of `DENSE`. One whose layers differ from Llama's also has a class in
+`llama_variants.py`. Mixtures of experts are in `mixtral.py`.
 """
 
 from __future__ import annotations

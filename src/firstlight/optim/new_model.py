@@ -1,4 +1,4 @@
-"""Initial weights, optimizer and schedule of a new model: the settings with the lowest validation
+"""Default initial weights, optimizer and schedule of a new model: those with the lowest validation
 loss after the same tokens in `python -m benchmarks learning` (docs/learning.md). They assume norms
 on queries and keys and an untied head.
 

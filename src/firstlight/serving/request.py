@@ -1,8 +1,8 @@
 """Requests: their bodies, with OpenAI's fields and additional ones, and the encoder that makes the
-token sequences to continue from them.
+token sequences to continue from them. Their limits are in `config.py`.
 
 A field is implemented, or refused by name. Only fields that do not change an answer are accepted
-without effect. The limits are in `config.py`; `service.py` limits the queue and the time.
+without effect.
 """
 
 from __future__ import annotations
