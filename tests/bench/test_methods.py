@@ -849,10 +849,11 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
 
 _INTERPRETER = """\
 #!/bin/sh
-case "$*" in
+request=$(cat)
+case "$request" in
   *'"precision": "bf16"'*) kill -9 $$ ;;
   *'"attention": "sdpa"'*) echo $$ > {fifo}; exec sleep 1000 ;;
-  *) exec {python} "$@" ;;
+  *) printf %s "$request" | {python} "$@" ;;
 esac
 """
 
