@@ -84,6 +84,13 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_inside = False
         self.supports_higher_order_operators = True
 
+    @contextlib.contextmanager
+    def recording(self, *_: object, **__: object) -> Iterator[None]:
+        """`torch.cuda.graph`, while which nothing may be read."""
+        reads = self.reads
+        yield
+        assert self.reads == reads, "a value of the GPU was read while a graph was recorded"
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Whether torch's compiler may ignore this mode."""
@@ -293,12 +300,22 @@ def fake_cuda(
     ):
         patch.setattr(torch.utils, "swap_tensors", _swapped)
         patch.setattr(F, "scaled_dot_product_attention", _attention)
+        patch.setattr(torch.cuda, "CUDAGraph", _Graph)
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        patch.setattr(torch.cuda, "graph", cuda.recording)
         assert LIBRARY is not None
         LIBRARY.pretend_gpu(1)
         try:
             yield cuda, asked
         finally:
             LIBRARY.pretend_gpu(0)
+
+
+class _Graph:
+    """A CUDA graph whose tensors have no values."""
+
+    def replay(self) -> None:
+        """Do nothing."""
 
 
 def _swapped(one: Any, other: Any) -> None:
