@@ -29,6 +29,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "norms of queries and keys": {"model_type": "qwen3"},
     "a window": {"model_type": "mistral", "sliding_window": 7},
     "wide heads": {"head_dim": 80},
+    "heads wider than the cache": {"model_type": "qwen3", "hidden_size": 32, "head_dim": 256},
     "an odd width": {"hidden_size": 68, "head_dim": 16, "intermediate_size": 101},
     "an own head": {"tie_word_embeddings": False},
     "biases everywhere": {"attention_bias": True, "mlp_bias": True},
@@ -124,8 +125,33 @@ def test_a_nan_stays_one() -> None:
     assert decoder.step([3]).isnan().all()
 
 
+def test_a_default_dtype_of_torch_changes_nothing() -> None:
+    model = _model(torch.float32)
+    use_few_rows(model)
+    expected, _ = _logits(model, IDS, 5)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found, _ = _logits(model, IDS, 5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+def test_an_id_beyond_the_vocabulary_is_an_error() -> None:
+    model = _model(torch.float32)
+    use_few_rows(model)
+    decoder = BatchDecoder(model, 1, 64)
+    decoder.add(IDS[:5])
+    with pytest.raises(IndexError, match="no token 67"):
+        decoder.step([67])
+
+
 def _hooked(model: Model) -> None:
     model.layers[1].register_forward_hook(lambda *_: None)
+
+
+def _hooked_itself(model: Model) -> None:
+    model.register_forward_pre_hook(lambda *_: None)
 
 
 def _another_class(model: Model) -> None:
@@ -144,7 +170,9 @@ def _mixed_dtypes(model: Model) -> None:
     model.final_norm.to(torch.float64)
 
 
-@pytest.mark.parametrize("change", [_hooked, _another_class, _another_attention, _mixed_dtypes])
+@pytest.mark.parametrize(
+    "change", [_hooked, _hooked_itself, _another_class, _another_attention, _mixed_dtypes]
+)
 def test_a_changed_model_is_left_to_its_own_operations(change: Callable[[Model], None]) -> None:
     model = _model(torch.float32)
     use_few_rows(model)

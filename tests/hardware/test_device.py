@@ -139,8 +139,9 @@ def test_a_gpu_is_refused_if_torch_has_no_code_for_it(
     gpu = SimpleNamespace(name="Test", total_memory=1, major=capability[0], minor=capability[1])
 
     def properties(_: torch.device) -> SimpleNamespace:
-        name = "Found GPU0 Test which is of cuda capability 6.1."
-        warnings.warn(f"\n    {name}\n    Minimum", stacklevel=1)
+        for kind in ("cuda capability", "compute capability (CC)"):  # before and from torch 2.13 on
+            name = f"Found GPU0 Test which is of {kind} 6.1."
+            warnings.warn(f"\n    {name}\n    Minimum", stacklevel=1)
         return gpu
 
     monkeypatch.setattr("torch.cuda.get_device_properties", properties)

@@ -72,6 +72,27 @@ def test_expandable_segments_need_a_whole_gpu_of_linux(
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A40-48C", False),
+        ("GRID T4-8Q", False),
+        ("NVIDIA A100-SXM4-80GB", True),
+        ("Tesla V100-PCIE-16GB", True),
+        ("NVIDIA GeForce RTX 4090", True),
+    ],
+)
+def test_expandable_segments_need_a_gpu_that_is_not_virtual(
+    name: str, expected: bool, tmp_path: Path
+) -> None:
+    information = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
+    information.parent.mkdir(parents=True)
+    information.write_text(f"Model: \t\t {name}\nIRQ:   \t\t 145\n")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert environment.takes_expandable_segments(tmp_path) is expected
+
+
+@pytest.mark.parametrize(
     ("given", "imported", "able", "expected"),
     [
         ({}, False, True, "expandable_segments:True"),

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
-from firstlight.generation.few_rows import lay_out, ready_to_compile
+from firstlight.generation.few_rows import (
+    FewRowsLinear,
+    Int8Linear,
+    lay_out,
+    ready_to_compile,
+)
 from firstlight.generation.llama_step import llama_step
 from firstlight.methods import can_compile
 from firstlight.methods.attention import varying_lengths
@@ -415,9 +420,13 @@ class _Recorded:
 
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
-    """True if decoding steps can be CUDA graphs: nothing in a step is read by the CPU."""
+    """True if decoding steps can be CUDA graphs: nothing in a step is done or read by the CPU."""
+    # A model in training may have an engine's hooks, which exchange weights between processes, and
+    # recording takes memory that the next training step needs.
+    is_for_generation = isinstance(model.lm_head, FewRowsLinear | Int8Linear)
     # Without a grouped kernel for experts, the CPU reads the number of rows of each expert.
-    return device.type == "cuda" and not model.config.expert_count and not cache.has_states
+    is_on_gpu = device.type == "cuda" and not model.config.expert_count and not cache.has_states
+    return is_for_generation and is_on_gpu
 
 
 def _ladder(number: int) -> int:

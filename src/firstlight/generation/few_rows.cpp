@@ -202,7 +202,7 @@ struct Work {
     y = next(m.heads * m.head_dim), inner = next(m.inner);
     for (int t = 0; t <= thread; t++) {
       normed = next(m.hidden), head = next(m.head_dim), key = next(m.head_dim);
-      scores = next(m.max_tokens);
+      scores = next(std::max(m.max_tokens, m.head_dim));
     }
   }
 };

@@ -140,7 +140,7 @@ def _few_rows_linear(
 ) -> Tensor:
     o_size, k_size = weight.shape
     rows = x.float().contiguous()
-    out = torch.empty(*x.shape[:-1], o_size, dtype=x.dtype)
+    out = torch.empty(*x.shape[:-1], o_size, dtype=x.dtype, device="cpu")
     _products()[weight.dtype](
         weight.data_ptr(),
         0 if scale is None else scale.data_ptr(),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from firstlight.generation.few_rows import ROW_MULTIPLE, FewRowsLinear, Int8Linear, steps
 from firstlight.models import KVCache, Llama, Model
 from firstlight.models.llama import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
-from firstlight.models.ops import attention
+from firstlight.models.ops import Embedding, attention
 
 #: Sizes that the kernel takes: a head has whole vectors, of up to 16 numbers.
 _HEAD_MULTIPLE = 16
@@ -64,7 +64,7 @@ class LlamaStep:
         config = model.config
         final_norm: Any = model.final_norm
         self._model, self._cache = model, cache  # whose memory the pointers are to
-        self._dtype = model.embedding.weight.dtype
+        self._dtype, self._rows = model.embedding.weight.dtype, len(model.embedding.weight)
         self._kernel = steps()[_weight(model.lm_head).dtype]
         layers = (_Layer * config.num_hidden_layers)()
         layer: Any
@@ -85,9 +85,11 @@ class LlamaStep:
         threads, width = torch.get_num_threads(), config.num_attention_heads * config.head_dim
         shared = 2 * width + config.hidden_size + config.intermediate_size
         shared += 2 * config.num_key_value_heads * config.head_dim
-        each = config.hidden_size + 2 * config.head_dim + cache.max_tokens
+        each = config.hidden_size + 2 * config.head_dim
+        each += max(cache.max_tokens, config.head_dim)
         # Each of the 10 buffers is padded.
-        self._work = torch.zeros(shared + threads * each + 10 * (threads + 1) * ROW_MULTIPLE)
+        size = shared + threads * each + 10 * (threads + 1) * ROW_MULTIPLE
+        self._work = torch.zeros(size, dtype=torch.float32, device="cpu")
         self._llama = _Llama(
             layers=layers,
             head=_pointers(model.lm_head),
@@ -114,11 +116,17 @@ class LlamaStep:
         Args:
             token_id: the new token.
             length: tokens of the sequence before it.
+
+        Raises:
+            IndexError: there is no such token.
         """
-        ((cos, sin),) = self._model.rotary.tables(torch.tensor([length]), length + 1)
+        if not 0 <= token_id < self._rows:
+            raise IndexError(f"there is no token {token_id}")
+        position = torch.tensor([length], device="cpu")
+        ((cos, sin),) = self._model.rotary.tables(position, length + 1)
         # As rounded as in `LlamaAttention.rotate`.
         cos, sin = (table.to(self._dtype).float() for table in (cos, sin))
-        logits = torch.empty(1, self._llama.vocab, dtype=self._dtype)
+        logits = torch.empty(1, self._llama.vocab, dtype=self._dtype, device="cpu")
         self._kernel(
             ctypes.byref(self._llama),
             cos.data_ptr(),
@@ -151,6 +159,7 @@ def _is_plain(model: Model) -> TypeGuard[Llama]:
     dtype = model.embedding.weight.dtype
     classes = (LlamaBlock, LlamaAttention, LlamaMLP, RMSNorm, FewRowsLinear, Int8Linear)
     modules = [*model.layers.modules(), model.final_norm, model.lm_head]
+    hooks = [(one._forward_hooks, one._forward_pre_hooks) for one in model.modules()]
     tensors = [
         *model.parameters(),
         *(buffer for module in modules for buffer in module.buffers(recurse=False)),
@@ -161,7 +170,8 @@ def _is_plain(model: Model) -> TypeGuard[Llama]:
         and config.rotary_dim == config.head_dim
         and config.rope_local_base_freq is None
         and all(type(module) in (*classes, nn.ModuleList) for module in modules)
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        and type(model.embedding) is Embedding
+        and not any(map(any, hooks))
         and all(
             module.attend is attention and module.rope == 0
             for module in modules

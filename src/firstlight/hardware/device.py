@@ -69,7 +69,7 @@ def find_hardware(device: str = "auto") -> Hardware:
             raise ConfigError(f"device '{device}' is not present on this machine")
         with warnings.catch_warnings():
             # torch's own words about a GPU that it has no code for are two paragraphs.
-            warnings.filterwarnings("ignore", r"\s*.* cuda capability", UserWarning)
+            warnings.filterwarnings("ignore", r"\s*Found GPU.* capability", UserWarning)
             properties = torch.cuda.get_device_properties(chosen)
         _require_code(properties)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -45,6 +46,9 @@ _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 #: Environment variables with options of torch's allocator for GPUs; the second is the older name.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
+#: Freed GPU memory of one size serves a tensor of another; see `takes_expandable_segments`.
+EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
 #: Held by the outermost of nested `sharing_cores`.
 _SHARING = threading.Lock()
 
@@ -66,7 +70,7 @@ def set_at_import() -> None:
     """Set the variables of `import firstlight`, unless torch has been imported."""
     is_set = any(name in os.environ for name in _ALLOCATOR)
     if not is_set and "torch" not in sys.modules and takes_expandable_segments():
-        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+        os.environ.update(EXPANDABLE_SEGMENTS)
     if "GOMP_SPINCOUNT" in os.environ:
         return
     if "torch" in sys.modules:
@@ -81,14 +85,21 @@ def takes_expandable_segments(root: Path = Path("/")) -> bool:
 
     They are virtual memory of NVIDIA's driver for Linux. WSL2, which has another driver, failed at
     the first tensor (pytorch issue 192330), as did Jetson boards (unsloth-zoo pull request 1235);
-    parts of a GPU (MIG) failed where memory ran out (vllm pull request 42467).
+    parts of a GPU (MIG) failed where memory ran out (vllm pull request 42467), and virtual GPUs
+    such as "NVIDIA A40-48C" at the first tensor (xgboost issue 12217).
 
     Args:
         root: the folder that has /dev and /proc.
     """
     is_jetson = (root / "dev/nvmap").exists() or (root / "etc/nv_tegra_release").exists()
     is_part = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
-    return (root / "dev/nvidiactl").exists() and not is_jetson and not is_part
+    models = ""
+    for information in (root / "proc/driver/nvidia/gpus").glob("*/information"):
+        with contextlib.suppress(OSError):
+            models += information.read_text(errors="replace")
+    is_virtual = re.search(r"Model:.*(GRID|-\d+[ABCQ]\b)", models) is not None
+    is_whole = not (is_jetson or is_part or is_virtual)
+    return (root / "dev/nvidiactl").exists() and is_whole
 
 
 def set_for_command(variables: Mapping[str, str]) -> None:

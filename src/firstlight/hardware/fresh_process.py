@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from firstlight.errors import FirstlightError
-from firstlight.hardware.environment import TRAINING
+from firstlight.hardware.environment import EXPANDABLE_SEGMENTS, TRAINING
 
 #: The request of a process that reads it from stdin.
 _FROM_STDIN = "-"
@@ -43,7 +43,8 @@ def training_environment() -> dict[str, str]:
 
 def plain_environment() -> dict[str, str]:
     """The environment variables of this process without those that firstlight has set."""
-    return {k: v for k, v in os.environ.items() if TRAINING.get(k) != v}
+    own = TRAINING | EXPANDABLE_SEGMENTS
+    return {k: v for k, v in os.environ.items() if own.get(k) != v}
 
 
 def ask(
