@@ -109,8 +109,6 @@ def ready_tasks(
             file = text.partition(",")[2]
             found.append(_hellaswag(Path(file).expanduser() if file else None, loaded, items))
         else:
-            from firstlight.evaluation.tasks import ready_harness
-
             found.append(ready_harness(several, items=items, task_folder=task_folder))
     return found
 
