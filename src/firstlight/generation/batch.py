@@ -421,12 +421,12 @@ class _Recorded:
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
     """True if decoding steps can be CUDA graphs: nothing in a step is done or read by the CPU."""
+    # Without a grouped kernel for experts, the CPU reads the number of rows of each expert.
+    if device.type != "cuda" or model.config.expert_count or cache.has_states:
+        return False
     # A model in training may have an engine's hooks, which exchange weights between processes, and
     # recording takes memory that the next training step needs.
-    is_for_generation = isinstance(model.lm_head, FewRowsLinear | Int8Linear)
-    # Without a grouped kernel for experts, the CPU reads the number of rows of each expert.
-    is_on_gpu = device.type == "cuda" and not model.config.expert_count and not cache.has_states
-    return is_for_generation and is_on_gpu
+    return isinstance(model.lm_head, FewRowsLinear | Int8Linear)
 
 
 def _ladder(number: int) -> int:
