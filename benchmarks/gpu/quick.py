@@ -50,7 +50,7 @@ _SECONDS = 530.0
 #: An item is stopped after this multiple of its expected seconds, and a minute.
 _MOST_EXCESS = 2.0
 
-#: Keys of a row that are no columns of its table.
+#: Keys of a row that are not columns of its table.
 _NO_COLUMNS = ("row", "kernels")
 
 

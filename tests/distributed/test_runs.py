@@ -236,7 +236,7 @@ def _require_elastic(
 
 
 def _train_until(recipe: Any, processes: int, stop: int, **options: Any) -> list[dict[str, Any]]:
-    """Go on from the newest checkpoint, and stop the run after a step."""
+    """Continue from the newest checkpoint, and stop the run after a step."""
     lines = _train(recipe, processes, resume=True, until=stop, **options)
     assert lines[-1]["step"] == stop
     return lines

@@ -700,7 +700,7 @@ def test_weights_that_are_no_numbers_end_a_run_at_its_tasks(
 def test_attention_without_masks_is_put_back_after_samples_and_tasks(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels of GPUs that take no mask can't go on from a stored context, and cuDNN plans each
+    """Kernels of GPUs that take no mask can't continue from a stored context, and cuDNN plans each
     length of a sample text."""
     chosen: list[str] = []
     monkeypatch.setattr(

@@ -17,7 +17,7 @@ from firstlight.methods import can_compile
 from firstlight.models import LlamaConfig, Model, empty_model
 
 pytestmark = pytest.mark.skipif(
-    not can_compile(torch.device("cpu")), reason="there is no C++ compiler"
+    not can_compile(torch.device("cpu")), reason="no C++ compiler was found"
 )
 
 #: What differs from the usual model below.
@@ -142,7 +142,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error() -> None:
     use_few_rows(model)
     decoder = BatchDecoder(model, 1, 64)
     decoder.add(IDS[:5])
-    with pytest.raises(IndexError, match="no token 67"):
+    with pytest.raises(IndexError, match="token id 67 is outside the 67"):
         decoder.step([67])
 
 

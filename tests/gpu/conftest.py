@@ -6,9 +6,9 @@ Several processes share one GPU: a test that fills its memory sets a limit of it
 (`torch.cuda.set_per_process_memory_fraction`).
 FIRSTLIGHT_TEST_LOG=FILE has each outcome appended to a file as soon as it is known.
 
-`--record FILE` runs only what has not passed with the present source by that file, failed and new
-tests first, and writes each outcome into it; `--all` runs what has passed, too. `--within SECONDS`
-begins no test after that time: the next call goes on.
+`--record FILE` runs only the tests that, according to that file, have not passed with the present
+source, failed and new ones first, and writes each outcome into it; `--all` runs all. `--within
+SECONDS` starts no test after that time, and the next call continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _START = time.monotonic()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the record."""
     group = parser.getgroup("tests on a GPU")
-    group.addoption("--record", type=Path, metavar="FILE", help="run what has not passed by FILE")
+    group.addoption("--record", type=Path, metavar="FILE", help="run what has not passed yet")
     group.addoption("--all", action="store_true", help="run what has passed by --record, too")
     group.addoption("--within", type=float, metavar="SECONDS", help="begin no test later")
 

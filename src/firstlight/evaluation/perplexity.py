@@ -77,7 +77,8 @@ def load_for_evaluation(
             newest.
 
     Raises:
-        ConfigError: the device does not exist, or `best` is True and `checkpoint` is no run folder.
+        ConfigError: the device does not exist, or `best` is True and `checkpoint` is not a run
+            folder.
         ModelError, CheckpointError: the model can't be used.
     """
     hardware = find_hardware(device)

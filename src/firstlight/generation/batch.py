@@ -65,7 +65,7 @@ class BatchDecoder:
         lengths: tokens of each sequence so far.
         cache: keys and values of all sequences.
         pass_tokens: greatest number of tokens, padding included, of prompts that `add_many`
-            computes together: as many as keep the device busy.
+            computes together. Fewer would leave a part of the device idle.
 
     Raises:
         ConfigError: the model can't be compiled on this machine.
@@ -163,7 +163,7 @@ class BatchDecoder:
         Raises:
             ConfigError, ModelError: see `require_prompt`; no prompt was added.
         """
-        assert len(self) + len(prompts) <= self.max_sequences, "there is no room for the sequences"
+        assert len(self) + len(prompts) <= self.max_sequences, "more sequences than rows"
         for prompt_ids in prompts:
             require_prompt(self.model, prompt_ids)
         parts: list[Tensor] = []

@@ -118,10 +118,10 @@ class LlamaStep:
             length: tokens of the sequence before it.
 
         Raises:
-            IndexError: there is no such token.
+            IndexError: the id is outside the embedding.
         """
         if not 0 <= token_id < self._rows:
-            raise IndexError(f"there is no token {token_id}")
+            raise IndexError(f"token id {token_id} is outside the {self._rows} of the embedding")
         position = torch.tensor([length], device="cpu")
         ((cos, sin),) = self._model.rotary.tables(position, length + 1)
         # As rounded as in `LlamaAttention.rotate`.

@@ -307,7 +307,7 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
     Args:
         manifest: the corpus' manifest.
-        own_val: True if the validation split has inputs of its own (`--val-input`).
+        own_val: True if the validation split has its own inputs (`--val-input`).
     """
     options = []
     if manifest["version"] == shards.LABELLED_VERSION:
