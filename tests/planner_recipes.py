@@ -1,4 +1,4 @@
-"""Tiny recipes to plan, and their real steps."""
+"""Tiny recipes to plan, and their real steps; a GPU to plan for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from plain_recipe import plain_recipe
 
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware
+from firstlight.hardware.gpus import find_gpu
 from firstlight.models import empty_model
 from firstlight.planner.memory.kernels import Target
 from firstlight.planner.memory.prediction import MemoryPrediction
@@ -22,6 +23,15 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
+H200 = find_gpu("H200")
+#: A GPU's constants as they might be measured.
+CONSTANTS = {
+    "products": 0.72,
+    "attention": 0.44,
+    "bandwidth": 0.88,
+    "launch_seconds": 5e-6,
+    "fused_traffic": 2.2,
+}
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 512,

@@ -6,20 +6,11 @@ import pytest
 import torch
 
 from benchmarks.planner_constants import TimedStep, fit_constants, relative_errors
-from firstlight.hardware.gpus import find_gpu
 from firstlight.planner.memory.kernels import Layout, Operator, OperatorCount, bytes_of
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, shares_of
 from firstlight.planner.speed.throughput import Workload, predict_speed
-
-H200 = find_gpu("H200")
-CONSTANTS = {
-    "products": 0.72,
-    "attention": 0.44,
-    "bandwidth": 0.88,
-    "launch_seconds": 5e-6,
-    "fused_traffic": 2.2,
-}
+from planner_recipes import CONSTANTS, H200
 
 
 def _mm(m: int, k: int, n: int, phase: str = "forward") -> Operator:

@@ -31,15 +31,8 @@ from firstlight.planner.speed.throughput import (
     predict_speed,
     workload_of,
 )
+from planner_recipes import CONSTANTS, H200
 
-H200 = find_gpu("H200")
-CONSTANTS = {
-    "products": 0.72,
-    "attention": 0.44,
-    "bandwidth": 0.88,
-    "launch_seconds": 5e-6,
-    "fused_traffic": 2.2,
-}
 MEASURED = MeasuredGpu(CONSTANTS, 0.08, 11, 20, "2.11.0", 640 * 2**20)
 
 #: Layers, hidden_size, heads and sequence length of GPT-2 models by their number of parameters.
