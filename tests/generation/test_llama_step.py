@@ -131,10 +131,33 @@ def test_a_default_dtype_of_torch_changes_nothing() -> None:
     expected, _ = _logits(model, IDS, 5)
     torch.set_default_dtype(torch.bfloat16)
     try:
+        step = llama_step(model, model.make_cache(1, 64, torch.float32))
+        assert step is not None
+        assert step._work.dtype == torch.float32
         found, _ = _logits(model, IDS, 5)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["an odd width", "heads wider than the cache"])
+def test_nothing_is_written_beyond_the_buffer(
+    name: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(torch.float32, **PLAIN[name])
+    use_few_rows(model)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    step = llama_step(model, model.make_cache(1, 8, torch.float32))
+    assert step is not None
+    size = step._work.numel()
+    larger = torch.zeros(size + 4096)
+    larger[size:] = 7
+    step._llama.work = larger.data_ptr()
+    for length, token in enumerate(IDS[:8]):
+        step(token, length)
+    assert larger[:size].any()
+    assert (larger[size:] == 7).all()
 
 
 def test_an_id_beyond_the_vocabulary_is_an_error() -> None:

@@ -251,6 +251,19 @@ def test_a_prompt_that_the_decoder_refuses_fails_alone() -> None:
         assert len(decoder) == 0
 
 
+def test_a_prompt_that_fails_after_others_joined_with_it_fails_alone() -> None:
+    decoder = WatchedDecoder(4)
+    with scheduling(decoder) as (scheduler, collected):
+        # Prompts that are scored join one by one: the first is there when the second fails.
+        good, bad = (new_sequence(prompt_logprobs=0) for _ in range(2))
+        bad.text.prompt_ids[0] = 10**6
+        scheduler.submit([good, bad])
+        collected.wait(good, bad)
+        assert isinstance(collected.updates[bad][-1].error, ModelError)
+        assert collected.updates[good][-1].finish_reason == "length"
+        assert (scheduler.running, len(decoder)) == (0, 0)
+
+
 def test_a_step_that_fails_ends_its_texts_and_not_the_scheduler() -> None:
     decoder = WatchedDecoder(2)
 

@@ -83,12 +83,12 @@ class LlamaStep:
             own.values = cache.values[number].data_ptr()
             own.window = config.attention_spec(number).window or 0
         threads, width = torch.get_num_threads(), config.num_attention_heads * config.head_dim
-        shared = 2 * width + config.hidden_size + config.intermediate_size
-        shared += 2 * config.num_key_value_heads * config.head_dim
-        each = config.hidden_size + 2 * config.head_dim
-        each += max(cache.max_tokens, config.head_dim)
-        # Each of the 10 buffers is padded.
-        size = shared + threads * each + 10 * (threads + 1) * ROW_MULTIPLE
+        keys = config.num_key_value_heads * config.head_dim
+        # The buffers of `Work` in few_rows.cpp: of all threads, and of each.
+        shared = (config.hidden_size, width, keys, keys, width, config.intermediate_size)
+        scores = max(cache.max_tokens, config.head_dim)
+        each = (config.hidden_size, config.head_dim, config.head_dim, scores)
+        size = sum(map(_padded, shared)) + threads * sum(map(_padded, each))
         self._work = torch.zeros(size, dtype=torch.float32, device="cpu")
         self._llama = _Llama(
             layers=layers,
@@ -184,6 +184,10 @@ def _is_plain(model: Model) -> TypeGuard[Llama]:
         and len({_weight(module).dtype for module in linear}) == 1
         and _weight(model.lm_head).dtype in steps()
     )
+
+
+def _padded(size: int) -> int:
+    return -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _weight(layer: nn.Linear | Int8Linear) -> Tensor:
