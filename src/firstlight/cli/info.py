@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.options import best_option, path_option
-from firstlight.cli.output import say_findings, show_rows, show_table, with_json
+from firstlight.cli.output import end_with, say_findings, show, show_rows, show_table, with_json
 from firstlight.console import human_bytes, say
 from firstlight.errors import ConfigError
 
@@ -22,11 +23,20 @@ if TYPE_CHECKING:
 @click.command("info")
 @click.argument("checkpoint", required=False)
 @best_option
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Compare a small training step and generation on each device with fp64 on the CPU.",
+)
 @with_json
-def info_command(checkpoint: str | None, best: bool, as_json: bool) -> dict[str, Any]:
+def info_command(checkpoint: str | None, best: bool, check: bool, as_json: bool) -> dict[str, Any]:
     """Describe a model (CHECKPOINT), or without an argument this machine."""
     if checkpoint is None and best:
         raise ConfigError("--best is for a run folder: name one")
+    if checkpoint is not None and check:
+        raise ConfigError("--check is for this machine: leave the model out")
+    if check:
+        return _check()
     if checkpoint is None:
         return _machine()
     from firstlight.checkpoint.selection import read_model_folder
@@ -76,6 +86,27 @@ def _machine() -> dict[str, Any]:
         ]
     )
     return result
+
+
+def _check() -> dict[str, Any]:
+    from firstlight.training.device_check import check_machine
+
+    checks = check_machine(say)
+    passed = [check for check in checks if check.problem is None]
+    show_rows(
+        (
+            f"{check.device} ({check.name}) in {check.precision}",
+            f"passed: loss {check.loss:.1g} nats and weights {check.weights:.1g} of their movement "
+            "from fp64",
+        )
+        for check in passed
+    )
+    for check in checks:
+        if check.problem is not None:
+            show(check.problem)
+    if len(passed) < len(checks):
+        end_with(1)
+    return {"checks": [dataclasses.asdict(check) for check in checks]}
 
 
 def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
