@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.options import best_option, path_option
-from firstlight.cli.output import end_with, say_findings, show, show_rows, show_table, with_json
+from firstlight.cli.output import end_with, say_findings, show_rows, show_table, with_json
 from firstlight.console import human_bytes, say
 from firstlight.errors import ConfigError
 
@@ -35,10 +34,8 @@ def info_command(checkpoint: str | None, best: bool, check: bool, as_json: bool)
         raise ConfigError("--best is for a run folder: name one")
     if checkpoint is not None and check:
         raise ConfigError("--check is for this machine: leave the model out")
-    if check:
-        return _check()
     if checkpoint is None:
-        return _machine()
+        return _machine(check=check)
     from firstlight.checkpoint.selection import read_model_folder
 
     result, config = read_model_folder(checkpoint, _model, best=best)
@@ -46,7 +43,7 @@ def info_command(checkpoint: str | None, best: bool, check: bool, as_json: bool)
     return result
 
 
-def _machine() -> dict[str, Any]:
+def _machine(*, check: bool) -> dict[str, Any]:
     import torch
 
     from firstlight.hardware.device import GpuMonitor, find_hardware, measured_matmul_flops
@@ -72,6 +69,13 @@ def _machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+    checks: list[dict[str, Any]] = []
+    if check:
+        from firstlight.training.device_check import check_machine
+
+        checks = result["checks"] = check_machine(say)
+    if any(one["problem"] for one in checks):
+        end_with(1)
     speeds = ", ".join(f"{name} {rate / 1e12:.2f} TFLOP/s" for name, rate in rates.items())
     show_rows(
         [
@@ -83,30 +87,13 @@ def _machine() -> dict[str, Any]:
             ("matrix products", f"{speeds} (measured now)"),
             ("torch", torch.__version__),
             ("python", f"{platform.python_version()} on {platform.platform()}"),
+            *(
+                (f"{one['device']} in {one['precision']}", one["problem"] or "passed")
+                for one in checks
+            ),
         ]
     )
     return result
-
-
-def _check() -> dict[str, Any]:
-    from firstlight.training.device_check import check_machine
-
-    checks = check_machine(say)
-    passed = [check for check in checks if check.problem is None]
-    show_rows(
-        (
-            f"{check.device} ({check.name}) in {check.precision}",
-            f"passed: loss {check.loss:.1g} nats and weights {check.weights:.1g} of their movement "
-            "from fp64",
-        )
-        for check in passed
-    )
-    for check in checks:
-        if check.problem is not None:
-            show(check.problem)
-    if len(passed) < len(checks):
-        end_with(1)
-    return {"checks": [dataclasses.asdict(check) for check in checks]}
 
 
 def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:

@@ -114,17 +114,6 @@ def _require_code(properties: Any) -> None:
         )
 
 
-def driver_version(device: torch.device) -> str:
-    """The version of NVIDIA's driver for a CUDA GPU; elsewhere, and in WSL2, that of the system's
-    kernel, with which the drivers of other GPUs come."""
-    path = Path("/proc/driver/nvidia/version")
-    if device.type == "cuda" and path.exists():
-        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", path.read_text(errors="replace"))
-        if found is not None:
-            return found[1]
-    return platform.release()
-
-
 def machine_facts(hardware: Hardware) -> dict[str, Any]:
     """Facts of this machine that are part of every result."""
     return {

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
-import math
-import re
+import hashlib
+import platform
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,85 +26,48 @@ from firstlight.errors import ConfigError, FirstlightError, StorageError, first_
 from firstlight.files.atomic import remove_file, write_json
 from firstlight.files.cache import cache_folder
 from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.config import SamplingConfig
 from firstlight.generation.few_rows import use_few_rows
-from firstlight.generation.sampling import filter_probabilities, sample_rows
-from firstlight.hardware.device import Hardware, driver_version, find_hardware
+from firstlight.hardware.device import Hardware, find_hardware
 from firstlight.methods import matmul_precision
 from firstlight.methods.attention import choose_attention
 from firstlight.methods.precision import BOUNDS, dtype_of, weights_distance
-from firstlight.models import Model, empty_model
-from firstlight.models.ops import IGNORE_INDEX
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.recipe.resolve import facts_here
 from firstlight.training.guard import DivergedError
+from firstlight.training.micro_batch_trials import trial_program
 from firstlight.training.program import TrainingProgram
 
-#: Rows of the step and the generation, tokens of a row, and tokens of the vocabulary.
-_ROWS, _TOKENS, _VOCABULARY = 4, 48, 320
-
-#: Standard deviation of the weights.
-_STD = 0.03
-
-#: Kernels that take no mask, without which texts of different lengths can't be decoded together.
-_WITHOUT_MASKS = ("flash", "cudnn", "flex")
-
-#: The models: heads of 64, for which GPUs have fused kernels.
+#: Sizes of the models: heads of 64, for which GPUs have fused kernels.
 _SIZES: dict[str, Any] = {
-    "vocab_size": _VOCABULARY,
+    "vocab_size": 320,
     "hidden_size": 128,
-    "intermediate_size": 192,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "max_position_embeddings": 64,
 }
 _MODELS: list[dict[str, Any]] = [
     {**_SIZES, "model_type": "gpt2"},
     {**_SIZES, "model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": False},
 ]
 
+#: Tokens of a row.
+_TOKENS = 48
 
-@dataclass(frozen=True)
-class DeviceCheck:
-    """The result of a check.
+
+class CheckedKeys(NamedTuple):
+    """Keys of the recipe's `efficiency` section with which a device is checked.
 
     Attributes:
-        device, name: torch's and the maker's name of the device.
-        precision, attention: values of the recipe's `efficiency` section that were checked.
-        loss: greatest difference of a loss from fp64, in nats; None if the device has not passed.
-        weights: greatest `weights_distance` of a parameter from fp64; None likewise.
-        problem: what is wrong and what to do, in one line; None if the device has passed.
+        precision: "fp32", "bf16" or "fp16".
+        attention: see `EfficiencyConfig`.
     """
-
-    device: str
-    name: str
-    precision: str
-    attention: str
-    loss: float | None
-    weights: float | None
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class CheckedKeys:
-    """Keys of the recipe's `efficiency` section with which a check computes."""
 
     precision: str
     attention: str = "sdpa"
-    loss_chunk_tokens: int = _TOKENS // 2
 
 
-#: Other values of keys, to be tried on a device that computes wrongly.
-_WAYS_AROUND: list[dict[str, Any]] = [
-    {"attention": "blockwise"},
-    {"attention": "plain"},
-    {"loss_chunk_tokens": 0},
-    {"precision": "fp32"},
-]
-
-
-def check_machine(tell: Callable[[str], None]) -> list[DeviceCheck]:
-    """Check the CPU and each GPU of this machine, in fp32 and in the precision of "auto".
+def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The results of `check_device` for the CPU and each GPU of this machine, in fp32 and in the
+    precision of "auto".
 
     Args:
         tell: called with a message before each check.
@@ -131,169 +92,125 @@ def require_checked_device(
     which the reference is computed, are not checked.
 
     Raises:
-        ConfigError: the GPU computes wrongly.
+        ConfigError: the GPU computes wrong values.
     """
-    if hardware.device.type == "cpu" or not recipe.run.check_device:
+    dtype = dtype_of(recipe.efficiency.precision)
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    keys = CheckedKeys(precision, recipe.efficiency.attention)
+    is_cpu = hardware.device.type == "cpu"
+    if is_cpu or not recipe.run.check_device or _passed_file(hardware, keys).exists():
         return
-    config = recipe.efficiency
-    precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    chunk = CheckedKeys.loss_chunk_tokens if config.loss_chunk_tokens else 0
-    keys = CheckedKeys(precisions[dtype_of(config.precision)], config.attention, chunk)
-    if _passed_file(hardware, keys).exists():
-        return
-    tell(f"checking {hardware.name} once: a small step beside the CPU")
-    if (problem := check_device(hardware, keys).problem) is not None:
+    tell(f"comparing a small step on {hardware.device} ({hardware.name}) with the CPU, once")
+    if (problem := check_device(hardware, keys)["problem"]) is not None:
         raise ConfigError(f"{problem}; run.check_device: false trains nevertheless")
 
 
-def check_device(hardware: Hardware, keys: CheckedKeys) -> DeviceCheck:
-    """Check a device, and note in the cache that it has passed."""
-    device, problem = f"{hardware.device} ({hardware.name})", None
-    loss = weights = math.inf
+def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
+    """Check a device, and note in the cache that it has passed.
+
+    Returns:
+        JSON values: "device", "name", "precision", "attention"; "problem", what is wrong and what
+        to do in one line, or None if the device has passed.
+    """
+    fault = None
     try:
-        with contextlib.suppress(DivergedError):  # a loss that is not finite
-            loss, weights = _differences(hardware, keys)
+        if not _error(hardware, keys) <= 1:  # NaN is wrong, too
+            fault = f"computes wrong values in {keys.precision}: {_wrong_operation(hardware, keys)}"
     except (RuntimeError, FirstlightError) as error:
-        problem = f"{device} fails in {keys.precision}: {first_line(error)}"
-    else:
-        if not _are_near(loss, weights, keys):
-            what = _wrong_operation(hardware, keys) or (
-                f"a loss is off by {loss:.1g} nats and a weight by {weights:.2g} of its movement, "
-                "though no operation is wrong alone"
-            )
-            problem = (
-                f"{device} computes wrong values in {keys.precision}: {what}, compared with fp64 "
-                "on the CPU"
-            )
-    if problem is not None:
-        problem = f"{problem}: {_advice(hardware, keys)}"
-    result = DeviceCheck(
-        str(hardware.device),
-        hardware.name,
-        keys.precision,
-        keys.attention,
-        loss=loss if problem is None else None,
-        weights=weights if problem is None else None,
-        problem=problem,
-    )
-    path = _passed_file(hardware, keys)
+        fault = f"fails in {keys.precision}: {first_line(error)}"
+    problem = fault and f"{hardware.device} ({hardware.name}) {fault}: {_advice(hardware, keys)}"
+    device = {"device": str(hardware.device), "name": hardware.name}
+    result = {**device, **keys._asdict(), "problem": problem}
     # Without the file, the check is only repeated.
     with contextlib.suppress(StorageError):
         if problem is None:
-            write_json(path, dataclasses.asdict(result))
+            write_json(_passed_file(hardware, keys), result)
         else:
-            remove_file(path)
+            remove_file(_passed_file(hardware, keys))
     return result
-
-
-def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str | None:
-    """The first operation with wrong results, and how far they are off; None if there is none."""
-    bound = BOUNDS[keys.precision][1]
-    comparison = _Comparison(bound)
-    with contextlib.suppress(RuntimeError, FirstlightError):
-        _differences(hardware, keys, comparison)
-    if comparison.wrong is None:
-        return None
-    name, distance = comparison.wrong
-    return f"{name} is off by {distance:.1%} (bound {bound:.1%})"
-
-
-def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
-    """What to do with a device that computes wrongly: first a setting with which it passes."""
-    advice = []
-    for change in _WAYS_AROUND:
-        other = dataclasses.replace(keys, **change)
-        with contextlib.suppress(RuntimeError, FirstlightError):
-            if other != keys and _are_near(*_differences(hardware, other), other):
-                advice += [f"efficiency.{key}: {value}" for key, value in change.items()]
-                break
-    if hardware.device.type != "cpu":
-        advice.append("run.device: cpu")
-    return f"use {' or '.join([*advice, 'another version of torch'])}"
 
 
 def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
     """The file of the cache that exists if a device has passed."""
-    facts = (hardware.name, driver_version(hardware.device), torch.__version__)
-    name = "_".join(map(str, (*facts, *dataclasses.astuple(keys))))
-    name = re.sub(r"[^\w.+]+", "-", name)
-    return cache_folder() / "device-checks" / f"{name}.json"
+    nvidia = Path("/proc/driver/nvidia/version")
+    # Other drivers come with the system's kernel.
+    driver = nvidia.read_text() if nvidia.exists() else platform.release()
+    facts = "\n".join((hardware.name, driver, str(torch.__version__), *keys))
+    return cache_folder() / f"device-checks/{hashlib.sha256(facts.encode()).hexdigest()}.json"
 
 
-def _are_near(loss: float, weights: float, keys: CheckedKeys) -> bool:
-    most_loss, most_weights = BOUNDS[keys.precision]
-    return loss <= most_loss and weights <= most_weights  # False for NaN
+def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
+    """The first operation with a wrong result, and how far it is off."""
+    comparison = _Comparison(BOUNDS[keys.precision][1])
+    with contextlib.suppress(RuntimeError, FirstlightError):
+        _error(hardware, keys, comparison)
+    return comparison.wrong or "no operation alone, but the result of a step or of a generation"
 
 
-def _differences(
-    hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None
-) -> tuple[float, float]:
-    """The greatest difference of a loss from fp64 on the CPU, in nats, and the greatest
-    `weights_distance` of a tensor, of a training step and a generation of each model.
+def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
+    """What to do with a device that computes wrong values; first a setting with which it passes."""
+    ways = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
+    for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
+        other = keys._replace(**{key: value})
+        with contextlib.suppress(RuntimeError, FirstlightError):
+            if other != keys and _error(hardware, other) <= 1:
+                ways.insert(0, f"efficiency.{key}: {value}")
+                break
+    return f"use {' or '.join([*ways, 'another version of torch'])}"
+
+
+def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
+    """The greatest difference of a training step and a generation of each model from fp64 on the
+    CPU, as a multiple of its bound.
 
     Args:
         hardware: hardware of the device.
         keys: keys of the recipe.
         watching: the mode in which the device computes; None for none.
     """
-    losses, distances = [], []
+    most_loss, most_distance = BOUNDS[keys.precision]
+    errors = []
     for number in range(len(_MODELS)):
-        loss, moved = _train(*_drawn(number, keys), hardware, watching)
+        program, batch = _program(number, keys, hardware)
+        try:
+            with watching or contextlib.nullcontext():
+                loss, moved = _train(program, batch)
+        except DivergedError:  # a loss that is not finite
+            return float("inf")
         exact_loss, exact_moved = _train_exactly(number)
-        losses.append(abs(loss - exact_loss))
+        losses = [abs(loss - exact_loss), *_generate(program, batch.input_ids.cpu(), watching)]
+        errors += [loss / most_loss for loss in losses]
         for one, exact in zip(moved, exact_moved, strict=True):
-            distances.append(weights_distance([one], [exact], [torch.zeros(())]))
-        losses += _generation_differences(*_drawn(number, keys), hardware, watching)
+            errors.append(weights_distance([one], [exact], [torch.zeros(())]) / most_distance)
     # Not `max`, which may skip NaN.
-    return float(torch.tensor(losses).amax()), float(torch.tensor(distances).amax())
+    return float(torch.tensor(errors).amax())
 
 
-def _drawn(number: int, keys: CheckedKeys) -> tuple[ResolvedRecipe, Model]:
-    """A recipe for a model of `_MODELS`, and the model with random weights."""
-    efficiency = {**dataclasses.asdict(keys), "compile": False, "matmul_precision": "highest"}
-    recipe = parse_resolved_recipe(
-        {
-            "data": {"dir": "-", "seq_len": _TOKENS},
-            "model": _MODELS[number],
-            "batch": {"micro_batch_size": _ROWS // 2, "gradient_accumulation_steps": 2},
-            "efficiency": efficiency,
-            # With this eps, updates are proportional to gradients, so that both have the same
-            # relative error. With a small one, they have the signs of gradients, even of those
-            # that are nothing but rounding errors.
-            "optimizer": {"learning_rate": 1.0, "eps": 1.0, "weight_decay": 0.01},
-        }
-    )
-    model = empty_model(recipe.model)
-    generator = torch.Generator().manual_seed(number)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = parameter.dim() == 1 and name.endswith("weight")
-            parameter.normal_(float(is_norm), _STD, generator=generator)
-    return recipe, model
+def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
+    """The program of a model of `_MODELS`, and a batch."""
+    # With this eps, updates are proportional to gradients, so that both have the same relative
+    # error. With a small one, they have the signs of gradients, even of those that are nothing but
+    # rounding errors.
+    optimizer = {"learning_rate": 5.0, "eps": 1.0, "weight_decay": 0.01}
+    efficiency = {"matmul_precision": "highest", "compile": False, "loss_chunk_tokens": 24 * number}
+    values = {
+        "data": {"dir": "-", "seq_len": _TOKENS},
+        "model": _MODELS[number],
+        "batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+        "efficiency": {**efficiency, **keys._asdict()},
+        "optimizer": optimizer,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        program, batch = trial_program(parse_resolved_recipe(values), hardware)
+    return program, batch
 
 
-def _ids() -> Tensor:
-    """The tokens of the rows, int64 [rows, tokens + 1]."""
-    shape = (_ROWS, _TOKENS + 1)
-    return torch.randint(_VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
-
-
-def _train(
-    recipe: ResolvedRecipe, model: Model, hardware: Hardware, watching: _Comparison | None = None
-) -> tuple[float, list[Tensor]]:
-    """Loss of a step on a device, and [norm of the gradient, movement of each parameter] in fp64
-    on the CPU."""
-    before = [parameter.detach().double() for parameter in copy.deepcopy(model).parameters()]
-    program = TrainingProgram(recipe, model, hardware)
-    if program.scaler is not None:
-        program.scaler.scale = 2.0**8  # the initial scale may overflow
-    labels = _ids()[:, 1:].clone()
-    labels[:, :5] = IGNORE_INDEX
-    batch = Batch(_ids()[:, :-1].contiguous(), labels, int((labels != IGNORE_INDEX).sum()))
-    halves = [half.to(hardware.device) for half in batch.split(_ROWS // 2)]
-    with watching or contextlib.nullcontext():
-        result = program.step(halves, lr_scale=1.0)
-    after = [parameter.detach().cpu().double() for parameter in program.model.parameters()]
+def _train(program: TrainingProgram, batch: Batch) -> tuple[float, list[Tensor]]:
+    """Loss of a step, and [norm of the gradient, movement of each parameter], on the CPU."""
+    before = [parameter.detach().cpu().clone() for parameter in program.model.parameters()]
+    result = program.step([batch, batch], lr_scale=1.0)
+    after = [parameter.detach().cpu() for parameter in program.model.parameters()]
     moved = [new - old for new, old in zip(after, before, strict=True)]
     return result.loss, [torch.tensor(result.grad_norm), *moved]
 
@@ -301,46 +218,52 @@ def _train(
 @functools.cache
 def _train_exactly(number: int) -> tuple[float, list[Tensor]]:
     """`_train` in fp64 on the CPU."""
-    recipe, model = _drawn(number, CheckedKeys("fp32"))
-    return _train(recipe, model.double(), find_hardware("cpu"))
+    program, batch = _program(number, CheckedKeys("fp32"), find_hardware("cpu"))
+    program.model.double()
+    return _train(program, batch)
 
 
 @torch.no_grad()
-def _generation_differences(
-    recipe: ResolvedRecipe, model: Model, hardware: Hardware, watching: _Comparison | None
-) -> tuple[float, float]:
-    """Differences from fp64 on the CPU in a generation, in nats: the mean difference of the loss of
-    the next token, and the mean loss that is added by choosing other tokens as the likeliest."""
-    model = model.eval().to(dtype_of(recipe.efficiency.precision))
-    ids = _ids()
-    exact_RTV = copy.deepcopy(model).double()(ids[:, :-1]).log_softmax(-1)
-    if recipe.efficiency.attention not in _WITHOUT_MASKS:
-        choose_attention(model, recipe.efficiency.attention)
+def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | None) -> list[float]:
+    """Differences of a generation with the program's model from fp64 on the CPU, in nats: the mean
+    difference of the loss of the next token, and the mean loss that is added by choosing other
+    tokens as the likeliest.
+
+    Args:
+        program: program of the model, whose weights are rounded to the precision of the program.
+        ids: texts, int64 [2, tokens], on the CPU.
+        watching: see `_error`.
+    """
+    config = program.recipe.efficiency
+    model = program.model.eval().to(program.dtype)
+    exact = copy.deepcopy(model).cpu().double()
+    choose_attention(exact, "plain")
+    exact_RTV = exact(ids).log_softmax(-1)
+    # Texts of different lengths need a mask, which some kernels don't take.
+    takes_masks = config.attention not in ("flash", "cudnn", "flex")
+    choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
         # Otherwise torch would see no operation of recorded steps and of kernels for few rows.
         use_few_rows(model)
-    found: list[Tensor] = []
-    places: list[tuple[int, int]] = []
-    decoder = BatchDecoder(model.to(hardware.device), 2, _TOKENS)
-    with watching or contextlib.nullcontext(), matmul_precision(recipe.efficiency):
+    decoder = BatchDecoder(model, 2, _TOKENS)
+    with watching or contextlib.nullcontext(), matmul_precision(config):
         # Two texts of different lengths in one pass, then tokens of both, then tokens of one.
-        found.append(decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()]))
-        places += enumerate(decoder.lengths)
+        found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
+        places = [*enumerate(decoder.lengths)]  # row and number of tokens
         for count in (2, 2, 2, 1, 1, 1):
             if len(decoder) > count:
                 decoder.remove(1)
             found.append(decoder.step([int(ids[place]) for place in enumerate(decoder.lengths)]))
             places += enumerate(decoder.lengths)
         logits_NV = torch.cat(found)
-        probabilities_NV = filter_probabilities(logits_NV, SamplingConfig(temperature=1.0, top_k=0))
-        chosen = sample_rows(logits_NV, SamplingConfig(temperature=0.0), [])
-    differences, added = [], []
-    # `places` are rows and numbers of tokens, thus positions of the next token.
-    for place, p_V, choice in zip(places, probabilities_NV.cpu().double(), chosen, strict=True):
-        exact_V, next_id = exact_RTV[place[0], place[1] - 1], ids[place]
-        differences.append((p_V[next_id].log() - exact_V[next_id]).abs())
-        added.append(exact_V.max() - exact_V[choice] if choice is not None else math.nan)
-    return float(torch.tensor(differences).mean()), float(torch.tensor(added).mean())
+        found_NV = logits_NV.float().softmax(-1).cpu().double().log()
+        chosen_N1 = logits_NV.argmax(-1, keepdim=True).cpu()
+    rows_N, lengths_N = torch.tensor(places).T
+    exact_NV = exact_RTV[rows_N, lengths_N - 1]
+    next_N1 = ids[rows_N, lengths_N][:, None]
+    loss_N1 = found_NV.gather(1, next_N1) - exact_NV.gather(1, next_N1)
+    added_N1 = exact_NV.amax(1, keepdim=True) - exact_NV.gather(1, chosen_N1)
+    return [float(loss_N1.abs().mean()), float(added_N1.mean())]
 
 
 class _Comparison(TorchFunctionMode):
@@ -351,14 +274,15 @@ class _Comparison(TorchFunctionMode):
         bound: greatest distance of a right result from fp64, as a share of its L2 norm.
 
     Attributes:
-        wrong: name of the first operation with a wrong result, and the distance; None without one.
+        bound: the argument.
+        wrong: the first operation with a wrong result and the distance, in words; None without one.
     """
 
     def __init__(self, bound: float) -> None:
         super().__init__()
-        self._bound = bound
-        self.wrong: tuple[str, float] | None = None
-        self._compared: set[tuple[Any, ...]] = set()
+        self.bound = bound
+        self.wrong: str | None = None
+        self._compared: set[str] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -366,10 +290,14 @@ class _Comparison(TorchFunctionMode):
         """Run one operation, and compare it."""
         inputs = (args, kwargs or {})
         name = resolve_name(func) or getattr(func, "__name__", str(func))
-        # Attributes are no operations, and empty tensors have no values.
-        is_skipped = name.endswith(("__get__", "__set__")) or "empty" in name
-        if self.wrong is not None or is_skipped or not self._is_new(name, inputs):
+        leaves = tree_flatten(inputs)[0]
+        # Once for each layout: layers repeat their calls.
+        layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+        call = str((name, layouts))
+        has_values = any(t.is_floating_point() for t in _tensors(inputs)) and "empty" not in name
+        if self.wrong is not None or not has_values or call in self._compared:
             return func(*args, **inputs[1])
+        self._compared.add(call)
         own = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), inputs)
         exact = tree_map_only(Tensor, _exact, inputs)
         result = func(*args, **inputs[1])
@@ -378,42 +306,30 @@ class _Comparison(TorchFunctionMode):
             expected = func(*exact[0], **exact[1])
             # With the inputs, because the operation may have written to them.
             self._compare(name, (result, inputs), (expected, exact))
-            if not name.endswith("_"):
-                self._compare_backward(name, func, own, exact, expected)
+            # Repeated in place, it would write twice.
+            if not name.endswith("_") and (wanted := _tensors(expected, learns=True)):
+                roots = _tensors(func(*own[0], **own[1]), learns=True)
+                self._compare_backward(name, (own, roots), (exact, wanted))
         return result
 
-    def _is_new(self, name: str, inputs: Any) -> bool:
-        """True if an operation has floating-point inputs of layouts with which it was not compared
-        yet."""
-        if not any(t.is_floating_point() for t in _tensors(inputs)):
-            return False
-        call = (name, *(_layout(leaf) for leaf in tree_flatten(inputs)[0]))
-        is_new = call not in self._compared
-        self._compared.add(call)
-        return is_new
-
-    def _compare_backward(self, name: str, func: Any, own: Any, exact: Any, expected: Any) -> None:
-        wanted = _tensors(expected, learns=True)
-        if not wanted:
-            return
-        roots = _tensors(func(*own[0], **own[1]), learns=True)
-        generator = torch.Generator().manual_seed(0)
-        drawn = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in wanted]
-        own_drawn = [g.to(t.device, t.dtype) for g, t in zip(drawn, roots, strict=True)]
-        self._compare(
-            f"the backward pass of {name}",
-            torch.autograd.grad(roots, _tensors(own, learns=True), own_drawn, allow_unused=True),
-            torch.autograd.grad(wanted, _tensors(exact, learns=True), drawn, allow_unused=True),
-        )
+    def _compare_backward(self, name: str, *passes: tuple[Any, list[Tensor]]) -> None:
+        found = []
+        for inputs, roots in passes:
+            random = torch.Generator().manual_seed(0)
+            drawn = [torch.randn(root.shape, generator=random).to(root) for root in roots]
+            leaves = _tensors(inputs, learns=True)
+            found.append(torch.autograd.grad(roots, leaves, drawn, allow_unused=True))
+        self._compare(f"the backward pass of {name}", *found)
 
     def _compare(self, name: str, found: Any, expected: Any) -> None:
-        for one, exact in zip(_tensors(found), _tensors(expected), strict=True):
-            exact = exact.detach().cpu().double()
-            apart = torch.where(exact.isfinite(), one.detach().cpu().double() - exact, 0.0)
-            norm = float(exact.nan_to_num(0, 0, 0).norm())
-            distance = float(apart.norm()) / norm if norm else 0.0
-            if self.wrong is None and not distance <= self._bound:
-                self.wrong = (name, distance)
+        for pair in list(zip(_tensors(found), _tensors(expected), strict=True)):
+            # NaN and infinity count as 0, which is wrong, too, but where fp64 has them.
+            one, exact = (x.detach().cpu().double().nan_to_num(0, 0, 0) for x in pair)
+            distance = float((one - exact).norm() / exact.norm())
+            if self.wrong is None and distance > self.bound:
+                self.wrong = (
+                    f"{name} is {distance:.1%} off fp64 on the CPU (bound {self.bound:.1%})"
+                )
 
 
 def _tensors(values: Any, *, learns: bool = False) -> list[Tensor]:
@@ -422,16 +338,7 @@ def _tensors(values: Any, *, learns: bool = False) -> list[Tensor]:
     return [tensor for tensor in found if tensor.requires_grad or not learns]
 
 
-def _layout(leaf: Any) -> Any:
-    """Shape, strides, dtype and gradient of a tensor; another argument as text."""
-    if not isinstance(leaf, Tensor):
-        return str(leaf)
-    return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-
-
 def _exact(tensor: Tensor) -> Tensor:
     """A copy on the CPU, in fp64 if its values are floating-point numbers."""
-    copied = tensor.detach().cpu()
-    if not copied.is_floating_point():
-        return copied.clone()
-    return copied.to(torch.float64, copy=True).requires_grad_(tensor.requires_grad)
+    new = tensor.detach().cpu().clone()
+    return new.double().requires_grad_(tensor.requires_grad) if new.is_floating_point() else new
