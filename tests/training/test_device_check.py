@@ -125,7 +125,7 @@ def test_device_with_a_kernel_that_returns_nan_is_told_with_its_operation() -> N
 
 
 def test_device_without_a_kernel_is_told_with_the_error() -> None:
-    class Missing(WrongKernels):
+    class Missing(WrongKernels):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -148,7 +148,7 @@ def test_wrong_attention_kernel_is_told_with_attention_that_is_right() -> None:
 
 
 def test_wrong_kernel_in_bf16_is_told_with_a_precision_that_is_right() -> None:
-    class WrongInBf16(WrongKernels):
+    class WrongInBf16(WrongKernels):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

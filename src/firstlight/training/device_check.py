@@ -8,7 +8,6 @@ loss falls more slowly or is wrong, and nothing says why.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import platform
@@ -230,22 +229,22 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     tokens as the likeliest.
 
     Args:
-        program: program of the model, whose weights are rounded to the precision of the program.
+        program: program of the model, which is changed.
         ids: texts, int64 [2, tokens], on the CPU.
         watching: see `_error`.
     """
-    config = program.recipe.efficiency
-    model = program.model.eval().to(program.dtype)
-    exact = copy.deepcopy(model).cpu().double()
-    choose_attention(exact, "plain")
-    exact_RTV = exact(ids).log_softmax(-1)
+    config, model = program.recipe.efficiency, program.model.eval().cpu()
+    model.cast(torch.float64)
+    choose_attention(model, "plain")
+    exact_RTV = model(ids).log_softmax(-1)
+    model.cast(program.dtype)
     # Texts of different lengths need a mask, which some kernels don't take.
     takes_masks = config.attention not in ("flash", "cudnn", "flex")
     choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
         # Otherwise torch would see no operation of recorded steps and of kernels for few rows.
         use_few_rows(model)
-    decoder = BatchDecoder(model, 2, _TOKENS)
+    decoder = BatchDecoder(model.to(program.hardware.device), 2, _TOKENS)
     with watching or contextlib.nullcontext(), matmul_precision(config):
         # Two texts of different lengths in one pass, then tokens of both, then tokens of one.
         found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
