@@ -303,7 +303,7 @@ MEMORY_CASES = _cases("llama-3b", 2, 4096, _MEMORY)
 def ladder(bench: Bench, cases: Sequence[PlannerCase]) -> Iterator[Row]:
     """Time and memory of a step on each rung."""
     tiny = "tiny-gpt2" if cases[0].model.startswith("gpt2") else "tiny-llama"
-    dry = [replace(case, model=tiny, rows=1, tokens=32) for case in cases[:2]]
+    dry = [replace(case, model=tiny, rows=1, tokens=32) for case in cases[:1]]
     for case in bench.pick(cases, dry):
         (found,) = measure_steps(steps_request(bench, [case]))["cases"]
         yield case_row(found)

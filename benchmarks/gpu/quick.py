@@ -41,7 +41,7 @@ from benchmarks.gpu.calls import free_memory
 from benchmarks.gpu.items import Bench, Item, Row, in_words
 from benchmarks.options import GPUBench
 from benchmarks.pages import markdown_table
-from firstlight.bench.options import Result, require_known, require_positive
+from firstlight.bench.options import Result, require_known
 from firstlight.cli.output import show
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError
@@ -349,7 +349,8 @@ def bench_gpu(bench: GPUBench) -> Result:
         StorageError: a file system error.
     """
     begun = time.time()
-    require_positive(seconds=bench.seconds)
+    if bench.seconds <= 0:
+        raise ConfigError(f"--seconds {bench.seconds:g}: more than 0 are needed")
     require_known("device", [bench.device], ["cuda", "cpu"])
     # "D" stands for D-124m and D-1b.
     known = [name for item in ITEMS for name in (item.name, item.name.split("-")[0])]

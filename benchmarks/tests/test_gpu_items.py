@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import planner, quick
-from benchmarks.gpu.items import QLORA
+from benchmarks.gpu import items, planner, quick
+from benchmarks.gpu.items import QLORA, Bench
 from benchmarks.gpu.published import MEMORY_CASES, SPEED_CASES
 from benchmarks.models import PlannerCase, dry_grid, gpu_grid
 from benchmarks.planner_memory import predict_memory
@@ -37,6 +37,17 @@ def test_planner_grid_has_forty_configurations_of_memory_and_twenty_of_speed() -
     assert 8 <= sum(case.fitted for case in trained) <= len(trained) / 2
 
 
+def test_published_figures_are_of_items_and_configurations_that_exist() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu-h100"
+    lines = quick.known_lines(folder)
+    assert {line["item"] for line in lines} <= {item.name for item in quick.ITEMS}
+    measured = {
+        row["row"] for line in lines if line["item"].startswith("L-") for row in line["rows"]
+    }
+    assert len(measured) == 20
+    assert measured <= {case.name for case in gpu_grid()}
+
+
 def test_every_configuration_of_the_planner_grid_is_in_one_item(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -45,12 +56,12 @@ def test_every_configuration_of_the_planner_grid_is_in_one_item(
     def measured(request: dict[str, Any]) -> dict[str, Any]:
         return {"cases": [{**case, "reason": "not measured"} for case in request["cases"]]}
 
-    monkeypatch.setattr(quick.items, "measure_steps", measured)
+    monkeypatch.setattr(items, "measure_steps", measured)
     names = [
         row["row"]
         for item in quick.ITEMS
         if item.name.startswith("L-")
-        for row in item.rows(quick.Bench(hardware))
+        for row in item.rows(Bench(hardware))
     ]
     assert sorted(names) == sorted(case.name for case in gpu_grid())
 

@@ -281,7 +281,7 @@ def test_kernels_that_overlap_are_busy_once() -> None:
         (["--out", "a", "--report", "b"], "takes --out DIR to measure, --report DIR to print"),
         (["--out", "a", "--items", "A,G-egaer"], "item 'G-egaer' is unknown (did you mean 'G-eag"),
         (["--out", "a", "--device", "gpu"], "device 'gpu' is unknown"),
-        (["--out", "a", "--seconds", "0"], "seconds"),
+        (["--out", "a", "--seconds", "0"], "--seconds 0: more than 0 are needed"),
         (["--report", "missing"], "missing has no lines.jsonl"),
     ],
 )

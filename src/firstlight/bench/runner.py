@@ -44,6 +44,11 @@ class RowOutcome:
         else:
             self.runs.append(dict(found))
 
+    @property
+    def is_done(self) -> bool:
+        """True if a turn was tried."""
+        return bool(self.runs or self.problem)
+
     def values(self, key: str) -> list[float]:
         """The values of a key over all turns; lists of values are joined."""
         found: list[float] = []
