@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.generation import (
     Continue,
+    bytes_per_token,
     continue_with_generate,
     continue_with_sampling,
     timed_batch,
@@ -57,7 +58,11 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.hardware.fresh_process import last_words
 from firstlight.methods.attention import varying_lengths
 from firstlight.models import GPT2Config, Model
-from firstlight.models.accounting import meta_model, train_flops_per_token
+from firstlight.models.accounting import (
+    cache_bytes_per_token,
+    meta_model,
+    train_flops_per_token,
+)
 from firstlight.run_log.reader import read_json_lines
 
 # N: ceilings
@@ -139,6 +144,8 @@ def generation(bench: Bench, name: str) -> Iterator[Row]:
         "vocab_size": model.config.vocab_size,
     }
     longest = request["prompt_tokens"] + request["new_tokens"]
+    weights = bytes_per_token(model.config, "bfloat16") or 0
+    cached = cache_bytes_per_token(model.config, torch.bfloat16)
     programs: dict[str, Callable[[], Continue]] = {
         # `varying_lengths` as in `generate`.
         "firstlight": lambda: varying_lengths()(
@@ -149,17 +156,23 @@ def generation(bench: Bench, name: str) -> Iterator[Row]:
     for program, make in programs.items():
         made = functools.cache(make)
         for count in texts:
-            row = functools.partial(_continuation, request, count, made)
+            # The weights once, and the keys and values of all texts, at their mean length.
+            step_bytes = weights + count * (longest - request["new_tokens"] / 2) * cached
+            row = functools.partial(_continuation, request, count, made, step_bytes)
             yield attempt(f"{count} texts: {program}", row)
 
 
-def _continuation(request: dict[str, Any], texts: int, made: Callable[[], Continue]) -> Row:
+def _continuation(
+    request: dict[str, Any], texts: int, made: Callable[[], Continue], step_bytes: float
+) -> Row:
     found = timed_batch(request, texts, made())
     rate = statistics.median(found["tokens_per_second"])
     first = statistics.median(found["first_token_seconds"])
     later = texts * (request["new_tokens"] - 1)
     return {
         "tokens_per_s": round(rate, 1),
+        # What steps must read, beside which the memory's bandwidth is the limit.
+        "gb_per_s": round(step_bytes * rate / texts / 1e9, 1),
         "first_ms": round(1000 * first, 2),
         # With the time until the first tokens.
         "whole_tokens_per_s": round((later + texts) / (first + later / rate), 1),

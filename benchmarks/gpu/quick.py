@@ -21,8 +21,10 @@ import contextlib
 import datetime
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import signal
 import statistics
@@ -99,9 +101,17 @@ def facts(bench: Bench, commit: str) -> dict[str, Any]:
         "driver": driver_version() if on_gpu else "",
         "device": bench.hardware.name,
         "memory_bytes": bench.hardware.memory_bytes,
-        "host": f"{usable_cpus()} cores of {cpu}",
+        "host": f"{usable_cpus()} cores of {cpu}; {', '.join(_software())}",
         "dry": bench.dry,
     }
+
+
+def _software() -> Iterator[str]:
+    """The versions of what figures depend on, beside torch."""
+    yield f"Python {platform.python_version()}"
+    for name in ("triton", "transformers", "bitsandbytes", "torchao"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"{name} {importlib.metadata.version(name)}"
 
 
 def driver_version() -> str:

@@ -129,7 +129,7 @@ def _lines(device: str, *, dry: bool) -> list[dict[str, Any]]:
     shared = {"date": "2026-11-28", "torch": "2.13", "dry": dry}
     beside = {"row": "expandable_segments:True", "context_mib": 599}
     return [
-        {**shared, "item": "L-1", "device": "another", "rows": [{**rows[0], "ms": 9e9}]},
+        {**shared, "item": "L-1", "device": "another", "rows": [_row(dry_grid()[4])]},
         {**shared, "item": "J", "device": device, "rows": [beside]},
         {**shared, "item": "L-1", "device": device, "rows": [*rows, {"row": "x", "error": "y"}]},
     ]
