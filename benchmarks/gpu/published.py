@@ -333,7 +333,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     make_item("L-4", "The planner's configurations 22 to 28", 24, planner, 21),
     make_item("L-5", "The planner's configurations 29 to 35", 24, planner, 28),
-    make_item("L-6", "The planner's configurations 36 to 42", 12, planner, 35),
+    make_item("L-6", "The planner's configurations 36 to 38", 12, planner, 35),
     make_item("L-compiled", "The planner's compiled configurations", 200, planner, 0, rest=True),
     make_item("L-quantized", "The planner's quantized configurations", 12, planner, 7, rest=True),
     make_item("R-speed", "The ladder of speed: GPT-2 124M, 16 x 1,024", 120, ladder, SPEED_CASES),
