@@ -386,11 +386,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     continue_texts = build(request)
     found: dict[str, Any] = {"load_seconds": time.perf_counter() - start}
-    found["batches"] = [_batch(request, n, continue_texts) for n in request["batch_sizes"]]
+    found["batches"] = [timed_batch(request, n, continue_texts) for n in request["batch_sizes"]]
     return found | {"peak_bytes": peak_resident_bytes() - before}
 
 
-def _batch(request: dict[str, Any], size: int, continue_texts: Continue) -> dict[str, Any]:
+def timed_batch(request: Mapping[str, Any], size: int, continue_texts: Continue) -> dict[str, Any]:
+    """Time the continuations of `size` prompts: a batch of the result of `measure`."""
     generator = torch.Generator().manual_seed(size)
     shape = (size, request["prompt_tokens"])
     prompts = torch.randint(request["vocab_size"], shape, generator=generator).tolist()
