@@ -81,7 +81,7 @@ _FUNCTIONAL, _TENSOR = "torch.nn.functional", "torch.Tensor"
         ("aten::embedding_dense_backward", f"the backward pass of {_FUNCTIONAL}.embedding"),
         ("aten::native_layer_norm", f"{_FUNCTIONAL}.layer_norm"),
         ("aten::native_layer_norm_backward", f"the backward pass of {_FUNCTIONAL}.layer_norm"),
-        ("aten::rsqrt", f"{_FUNCTIONAL}.rms_norm"),
+        ("rms_norm", f"{_FUNCTIONAL}.rms_norm"),
         ("aten::addmm", "torch.addmm"),
         ("aten::mm", "the backward pass of torch.addmm"),
         ("aten::cos", f"{_TENSOR}.cos"),
@@ -109,9 +109,14 @@ def test_device_with_a_wrong_kernel_is_told_with_its_operation(
     kernel: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_check, "_advice", lambda *_: "advice")
-    fused = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    names = {"attention": fused, "attention_backward": f"{fused}_backward"}
-    with WrongKernels(names.get(kernel, kernel), factor=1.01):
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    kernels = {
+        "attention": (attention,),
+        "attention_backward": (f"{attention}_backward",),
+        # Some versions of torch have a kernel of their own.
+        "rms_norm": ("aten::rsqrt", "aten::_fused_rms_norm"),
+    }
+    with WrongKernels(*kernels.get(kernel, (kernel,))):
         problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
     assert f"computes wrong values in fp32: {operation} is " in problem
     assert problem.endswith("off fp64 on the CPU (bound 0.1%): advice")
