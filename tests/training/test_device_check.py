@@ -167,6 +167,13 @@ def test_wrong_kernel_in_bf16_is_told_with_a_precision_that_is_right() -> None:
     assert problem.endswith(": use efficiency.precision: fp32 or another version of torch")
 
 
+def test_wrong_index_in_bf16_is_told_with_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "_advice", lambda *_: "advice")
+    with WrongKernels("aten::argmax"):
+        problem = check_device(CPU, CheckedKeys("bf16"))["problem"]
+    assert "torch.Tensor.argmax is 100.0% off fp64 on the CPU (bound 5.0%)" in problem
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "plain", "blockwise"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_right_device_passes(precision: str, attention: str) -> None:
