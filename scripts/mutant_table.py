@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant(
         "cautious decay away from zero",
         "firstlight/optim/spec.py",
-        "(direction * parameter >= 0)",
-        "(direction * parameter <= 0)",
+        "decays = direction * parameter >= 0",
+        "decays = direction * parameter <= 0",
         (_MUON + "only_numbers_that_move_towards_zero_decay",),
     ),
     Mutant(
@@ -871,7 +871,7 @@ MUTANTS = [
         "firstlight/training/step.py",
         "else total + loss.detach()",
         "else total + float(loss)",
-        (_FAKE_STEPS + "a_step_waits_for_the_gpu_as_often_whatever_its_micro_batches",),
+        (_FAKE_STEPS + "a_step_waits_once_for_loss_and_norm_after_its_update",),
     ),
     Mutant(
         "loss of one micro-batch in a graph's memory",

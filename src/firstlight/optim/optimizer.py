@@ -21,9 +21,9 @@ from firstlight.optim.config import (
     parameter_groups,
     parameter_kinds,
 )
-from firstlight.optim.dtensors import full_tensor, is_sharded, shard_like
+from firstlight.optim.dtensors import full_tensor, is_sharded, own_shard, shard_like
 from firstlight.optim.muon import Muon
-from firstlight.optim.spec import Layout, OptimizerSpec, is_sharded_like
+from firstlight.optim.spec import ForeachOptimizer, Layout, OptimizerSpec, is_sharded_like
 
 
 class MasterWeights:
@@ -62,8 +62,10 @@ class MasterWeights:
     @torch.no_grad()
     def refill(self) -> None:
         """Set the parameters to their master weights, rounded to nearest."""
-        for name in self._low:
-            self.refill_one(name)
+        if self._low:
+            rounded = [own_shard(p, p) for p in self._low.values()]
+            masters = [own_shard(self._masters[name], self._masters[name]) for name in self._low]
+            torch._foreach_copy_(rounded, masters)
 
     @torch.no_grad()
     def refill_one(self, name: str) -> None:
@@ -220,6 +222,7 @@ class Optimizer:
             map(_reads_found_inf, self._torch_optimizers)
         )
         self._norms: dict[str, Tensor] = {}
+        self._divisor: Tensor | None = None
         if in_backward:
             for name, parameter in self.parameters.items():
                 self._update_in_backward(name, parameter)
@@ -282,7 +285,8 @@ class Optimizer:
         """Divide the gradients by `grad_scale`, then, if `clips`, scale them down to
         `max_grad_norm`.
 
-        Norm and gradients are the same as with torch's `clip_grad_norm_`.
+        Norm and gradients are the same as with torch's `clip_grad_norm_`. With `reads_found_inf`,
+        torch's kernels make both changes in `step`, for which they do not read the gradients twice.
 
         Args:
             grad_scale: factor by which the loss was multiplied.
@@ -313,7 +317,18 @@ class Optimizer:
         if not gradients or (limit == math.inf and grad_scale == 1):
             return norm
         if self.reads_found_inf:  # the host does not read the factor, for which it would wait
-            torch._foreach_mul_(gradients, factor / grad_scale)
+            factor = factor / grad_scale
+            self._divisor = factor.reciprocal()
+            rest = [
+                p.grad
+                for optimizer in self._torch_optimizers
+                if not _divides_gradients(optimizer)
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
+            if rest:
+                torch._foreach_mul_(rest, factor)
         elif (number := float(factor) / grad_scale) != 1:
             torch._foreach_mul_(gradients, number)
         return norm
@@ -330,14 +345,28 @@ class Optimizer:
         self.accumulate()
         for optimizer in self._torch_optimizers:
             if self.reads_found_inf:
-                # For torch's fused kernels, as torch.amp.GradScaler sets it.
+                # As torch.amp.GradScaler sets them for torch's fused kernels.
+                divisor = self._divisor if _divides_gradients(optimizer) else None
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+                optimizer.grad_scale = divisor  # type: ignore[attr-defined]
             optimizer.step()
         self._masters.refill()
+
+    def take_back_counts(self) -> None:
+        """Lower the counters of updates that the last `step` has raised on the host, because its
+        `found_inf` was 1. To be called before the gradients are freed."""
+        for optimizer in self._torch_optimizers:
+            if isinstance(optimizer, torch.optim.AdamW):
+                continue  # its kernel has not counted the update
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and "step" in optimizer.state[parameter]:
+                        optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
         """Free the gradients, and forget the norms that `in_backward` has taken."""
         self._norms.clear()
+        self._divisor = None
         for name, parameter in self.parameters.items():
             parameter.grad = None
             self._masters.updated[name].grad = None
@@ -471,19 +500,23 @@ class Optimizer:
 
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer reads `found_inf` on the GPU.
+    """True if an optimizer reads `found_inf` on the GPU: our own, and torch's fused AdamW.
 
     torch's fused SGD reads it as well, but leaves its momentum without a value if its first update
-    does not take place.
+    does not take place. The other optimizers of torch, and the 8-bit ones, do not read it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return (
-        isinstance(optimizer, torch.optim.AdamW)
-        and bool(optimizer.defaults["fused"])
-        # A hook, such as cautious weight decay's, changes parameters without reading it.
-        and not optimizer._optimizer_step_pre_hooks
-        and all(_runs_ahead(p) and not is_sharded(p) for p in parameters)
+    is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+    return (is_fused or isinstance(optimizer, Muon | ForeachOptimizer)) and all(
+        _runs_ahead(p) and not is_sharded(p) for p in parameters
     )
+
+
+def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """True if an optimizer that reads `found_inf` also divides gradients by its `grad_scale`."""
+    # A hook, such as cautious weight decay's, reads the gradients before they are divided.
+    is_torchs = isinstance(optimizer, torch.optim.AdamW)
+    return is_torchs and not optimizer._optimizer_step_pre_hooks
 
 
 def _runs_ahead(tensor: Tensor) -> bool:

@@ -63,7 +63,23 @@ def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
     return key != "second_moment" and tuple(shape) == tuple(parameter.shape)
 
 
-def decay_cautiously(parameter: Tensor, direction: Tensor, amount: float) -> None:
+def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: float) -> None:
+    """`average.lerp_(value, weight)`, which leaves every bit of `average` as it is if `skips`, bool
+    [], is true, even where `value` is not finite. None updates."""
+    if skips is None:
+        average.lerp_(value, weight)
+    else:
+        torch.where(skips, average, average.lerp(value, weight), out=average)
+
+
+def factor_unless(skips: Tensor | None, factor: float) -> float | Tensor:
+    """`factor`, or fp32 [] that is 1 if `skips`, bool [], is true."""
+    return factor if skips is None else torch.where(skips, 1.0, factor)
+
+
+def decay_cautiously(
+    parameter: Tensor, direction: Tensor, amount: float, skips: Tensor | None = None
+) -> None:
     """Apply weight decay to the numbers that the update moves towards zero too, and to no others
     (cautious weight decay; Chen et al. 2025, arXiv 2510.12402).
 
@@ -74,9 +90,13 @@ def decay_cautiously(parameter: Tensor, direction: Tensor, amount: float) -> Non
         direction: tensor of the parameter's shape; its signs are those of the update, which the
             step subtracts from the parameter.
         amount: learning rate times weight decay.
+        skips: bool [], true to change nothing; None to apply the decay.
     """
     if amount:
-        parameter.mul_(1 - amount * (direction * parameter >= 0))
+        decays = direction * parameter >= 0
+        if skips is not None:
+            decays &= ~skips
+        parameter.mul_(1 - amount * decays)
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
@@ -84,7 +104,18 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     A group with `foreach` is updated in one list, which takes few kernels but temporary copies as
     large as the group's parameters. Any other group is updated parameter by parameter.
+
+    Attributes:
+        found_inf: see `skips`.
     """
+
+    found_inf: Tensor | None = None
+
+    @property
+    def skips(self) -> Tensor | None:
+        """Bool [] on the parameters' device, true if `found_inf` is 1: the update then leaves all
+        parameters and moments as they are, but raises counters on the host. None updates."""
+        return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
