@@ -163,6 +163,35 @@ def test_adamw_clips_without_a_pass_over_the_gradients() -> None:
             assert len(update.inputs) % 5 == 2
 
 
+#: Operators that launch no kernel.
+VIEWS = ("alias", "detach", "expand", "lift_fresh", "scalar_tensor", "select", "slice", "t")
+VIEWS += ("transpose", "unbind", "unsqueeze", "view", "_unsafe_view")
+VIEWS += ("_record_function_enter_new", "_record_function_exit")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("adamw", 7), ("muon of new models", 250), ("lion", 75), ("adafactor", 420)]
+)
+def test_an_update_launches_no_more_kernels_than_its_limit(name: str, most: int) -> None:
+    """Of a model with two layers: 16 matrices in 4 sizes, and 5 vectors."""
+    with fake_cuda() as (cuda, _):
+        program = steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16", **SKIPPING[name]))
+        for parameter in program.optimizer.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        found_inf = torch.zeros((), device="cuda")
+        cuda.calls.clear()
+        program.optimizer.step(found_inf)
+        assert len([one for one in cuda.calls if one.name.split(".")[1] not in VIEWS]) <= most
+
+
+def test_small_parameters_are_updated_together_in_the_backward_pass() -> None:
+    model, keys = METHODS["update in the backward pass"]
+    with fake_cuda() as (cuda, _):
+        steps(cuda, recipe_of(model, efficiency__precision="bf16_params", **keys))
+        assert len(cuda.named("_fused_adamw_")) == 2  # with weight decay, and without
+        assert len(cuda.named("_foreach_copy_")) == 1
+
+
 ATTENTION = {
     "sdpa": "_scaled_dot_product_cudnn_attention",
     "flash": "_scaled_dot_product_flash_attention",

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,14 @@ from firstlight.optim.config import (
 )
 from firstlight.optim.dtensors import full_tensor, is_sharded, own_shard, shard_like
 from firstlight.optim.muon import Muon
-from firstlight.optim.spec import ForeachOptimizer, Layout, OptimizerSpec, is_sharded_like
+from firstlight.optim.spec import (
+    ForeachOptimizer,
+    Layout,
+    OptimizerSpec,
+    in_lists,
+    is_sharded_like,
+    list_values,
+)
 
 
 class MasterWeights:
@@ -60,18 +68,18 @@ class MasterWeights:
         self.refill()
 
     @torch.no_grad()
-    def refill(self) -> None:
-        """Set the parameters to their master weights, rounded to nearest."""
-        if self._low:
-            rounded = [own_shard(p, p) for p in self._low.values()]
-            masters = [own_shard(self._masters[name], self._masters[name]) for name in self._low]
-            torch._foreach_copy_(rounded, masters)
+    def refill(self, names: Collection[str] | None = None) -> None:
+        """Set the parameters to their master weights, rounded to nearest.
 
-    @torch.no_grad()
-    def refill_one(self, name: str) -> None:
-        """`refill` for one parameter; does nothing if it has no master weight."""
-        if name in self._low:
-            self._low[name].copy_(self._masters[name])
+        Args:
+            names: names of parameters, of which those without a master weight are left out; None
+                for all.
+        """
+        names = [name for name in (names or self._low) if name in self._low]
+        if names:
+            rounded = [own_shard(self._low[name], self._low[name]) for name in names]
+            masters = [own_shard(self._masters[name], self._masters[name]) for name in names]
+            torch._foreach_copy_(rounded, masters)
 
     def take_gradients(self) -> None:
         """Add the parameters' gradients to those of the master weights, in fp32, and free them."""
@@ -162,9 +170,10 @@ class Optimizer:
         model: model whose parameters with `requires_grad` are updated. Their names become the names
             of the state.
         config: the recipe's section.
-        in_backward: update each parameter in the backward pass, as soon as it has its gradient, and
-            free the gradient: 4 bytes a parameter less at the peak. A step can then have only one
-            backward pass, and `clip_gradients` reports a non-finite gradient after its update.
+        in_backward: update the parameters in the backward pass, as soon as those of a list have
+            their gradients (see `in_lists`), and free the gradients: 4 bytes a parameter less at
+            the peak. A step can then have only one backward pass, and `clip_gradients` reports a
+            non-finite gradient after its update.
         initial: fp32 values by parameter name, which become the master weights. A master weight
             without one starts from the model's own rounded value.
 
@@ -204,7 +213,14 @@ class Optimizer:
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
-        parts = [{name: p} for name, p in updated.items()] if in_backward else [updated]
+        parts = [updated]
+        if in_backward:
+            items, most = iter(updated.items()), max(map(list_values, updated.values()), default=0)
+            parts = [
+                dict(itertools.islice(items, len(some)))
+                for some in in_lists(updated.values(), most)
+            ]
+        self._list_of = {name: tuple(part) for part in parts for name in part}
         kinds = parameter_kinds(model)
         self._parts = [one for part in parts for one in make_optimizers(part, kinds, config)]
         self._peaks = [
@@ -305,6 +321,10 @@ class Optimizer:
                     "efficiency.optimizer_in_backward can't take scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
+            # Lists in which a parameter has no gradient are not complete.
+            for names in dict.fromkeys(self._list_of.values()):
+                if any(self._masters.updated[name].grad is not None for name in names):
+                    self._update_list(names)
             norms = [self._norms[name] for name in self.parameters if name in self._norms]
             return full_tensor(nn.utils.get_total_norm(norms))
         self.accumulate()
@@ -385,19 +405,26 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def _update(self, name: str) -> None:
-        """Update one parameter from its gradient, and free the gradient."""
+        """Take a parameter's gradient, with which its list may be complete."""
         if name in self._norms:
             raise ConfigError(
                 "efficiency.optimizer_in_backward makes an update in every backward pass: "
                 "set batch.gradient_accumulation_steps to 1"
             )
-        master, (_, optimizer, _) = self._masters.updated[name], self._part_of[name]
         self._masters.take_gradient(name)
-        assert master.grad is not None
-        self._norms[name] = torch.linalg.vector_norm(master.grad)
-        optimizer.step()
-        master.grad = None
-        self._masters.refill_one(name)
+        gradient = self._masters.updated[name].grad
+        assert gradient is not None
+        self._norms[name] = torch.linalg.vector_norm(gradient)
+        if all(one in self._norms for one in self._list_of[name]):
+            self._update_list(self._list_of[name])
+
+    def _update_list(self, names: tuple[str, ...]) -> None:
+        """Update the parameters of a list from their gradients, and free the gradients."""
+        for optimizer in dict.fromkeys(self._part_of[name][1] for name in names):
+            optimizer.step()
+        for name in names:
+            self._masters.updated[name].grad = None
+        self._masters.refill(names)
 
     # State
 

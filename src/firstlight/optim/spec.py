@@ -6,15 +6,18 @@ decay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from firstlight.section import Section
+
+_P = TypeVar("_P", bound=Tensor)
 
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 
@@ -95,15 +98,41 @@ def decay_cautiously(
     if amount:
         decays = direction * parameter >= 0
         if skips is not None:
-            decays &= ~skips
+            decays.masked_fill_(skips, False)
         parameter.mul_(1 - amount * decays)
+
+
+#: Greatest number of values of parameters that are updated together on a GPU, with temporary copies
+#: of up to 32 MiB. The update of a larger parameter keeps a GPU busy by itself.
+LIST_VALUES = 1 << 23
+
+
+def list_values(parameter: Tensor) -> int:
+    """`most_values` of `in_lists`: on a GPU, launching the update of a small parameter takes longer
+    than computing it; elsewhere, parameters are updated one by one."""
+    return LIST_VALUES if parameter.is_cuda else 0
+
+
+def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]:
+    """The parameters in lists, in their order. A list with more than one parameter has at most
+    `most_values` values."""
+    found: list[_P] = []
+    values = 0
+    for parameter in parameters:
+        values += parameter.numel()
+        if found and values > most_values:
+            yield found
+            found, values = [], parameter.numel()
+        found.append(parameter)
+    if found:
+        yield found
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
     """Base of optimizers whose update is written for lists of parameters.
 
     A group with `foreach` is updated in one list, which takes few kernels but temporary copies as
-    large as the group's parameters. Any other group is updated parameter by parameter.
+    large as the group's parameters. Any other group is updated by `in_lists`.
 
     Attributes:
         found_inf: see `skips`.
@@ -122,9 +151,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
         """Update the parameters that have a gradient."""
         for group in self.param_groups:
             found = [p for p in group["params"] if p.grad is not None]
-            for part in [found] if group["foreach"] else [[p] for p in found]:
-                if part:
-                    self.update(part, group)
+            most = math.inf if group["foreach"] or not found else list_values(found[0])
+            for part in in_lists(found, most):
+                self.update(part, group)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update one or more parameters of a group, of any shapes, which all have gradients."""

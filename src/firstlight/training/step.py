@@ -111,9 +111,10 @@ def train_step(
             numbers = torch.stack((loss.double(), norm.double()))
             # The same test as in `_update`, on the GPU.
             optimizer.step(found_inf=(~numbers.isfinite().all()).float())
-            result = StepResult(*numbers.tolist(), tokens)
+            mean, length = numbers.tolist()
         else:
-            result = StepResult(float(loss), float(norm), tokens)
+            mean, length = float(loss), float(norm)
+        result = StepResult(mean, length, tokens)
         return _update(optimizer, result, scaler, accepts, is_begun=is_begun)
     # Outside of the handler, in which the error's traceback keeps the passes' tensors in memory.
     optimizer.zero_grad()
