@@ -164,7 +164,16 @@ def test_adamw_clips_without_a_pass_over_the_gradients() -> None:
 
 
 #: Operators that launch no kernel.
-VIEWS = ("alias", "detach", "expand", "lift_fresh", "scalar_tensor", "select", "slice", "t")
+VIEWS: tuple[str, ...] = (
+    "alias",
+    "detach",
+    "expand",
+    "lift_fresh",
+    "scalar_tensor",
+    "select",
+    "slice",
+    "t",
+)
 VIEWS += ("transpose", "unbind", "unsqueeze", "view", "_unsafe_view")
 VIEWS += ("_record_function_enter_new", "_record_function_exit")
 

@@ -311,13 +311,14 @@ def _linear_cross_entropy(
             # The gradient of z^2 is 2 z p.
             grad_nV.mul_(1 + 2 * z_loss_coef * z_n1)
         grad_nV.scatter_add_(1, target_n1, -torch.ones_like(target_n1, dtype=loss.dtype))
-        grad_nV.mul_(valid_n[:, None])
         if softcap:
             grad_nV.mul_(slope_nV)
         low_nV = grad_nV.to(dtype)
-        grad_x_NC[part] = low_nV @ weight
+        # Tokens without a label have no gradient. Their rows are set to zero here, since a pass over
+        # the gradient of the logits would take much longer.
+        grad_x_NC[part] = (low_nV @ weight).mul_(valid_n[:, None])
         if learns:
-            grad_weight_VC += low_nV.T @ x_nC
+            grad_weight_VC += low_nV.T @ (x_nC * valid_n[:, None])
     return loss, grad_x_NC, grad_weight_VC
 
 
