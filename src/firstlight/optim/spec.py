@@ -40,9 +40,10 @@ class OptimizerKeys(Section):
     kernel for each operation over all parameters, with temporary copies as large as the parameters;
     "for-loop", parameter by parameter, the least memory without fused kernels and the slowest on
     GPUs. "auto" is fused where the device has it, else foreach. For Adafactor and Lion, which have
-    no fused kernel, it is for-loop, since foreach costs the memory that they save. Muon itself
-    updates small matrices of one size together with "foreach" and "fused", and with "auto" on a
-    GPU. All give the same numbers up to rounding."""
+    no fused kernel, it is for-loop, since foreach costs the memory that they save; on a GPU, small
+    parameters of up to 8 million values are still updated together. Muon itself updates small
+    matrices of one size together with "foreach" and "fused", and with "auto" on a GPU. All give the
+    same numbers up to rounding."""
     learning_rate: float = Field(1e-3, gt=0)
     """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
     `head_lr_multiple` and `vector_lr_multiple` give some of them a multiple of it."""
