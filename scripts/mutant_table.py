@@ -987,25 +987,24 @@ MUTANTS = [
         (_LATE + "a_run_stands_still_for_one_copy_of_its_state",),
     ),
     Mutant(
-        "activations on a stream of their own",
+        "activations used before they are copied back",
         "firstlight/methods/memory.py",
-        "        return tensor.device, kept.copy_(tensor, non_blocking=tensor.is_cuda)\n",
-        "        with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "            return tensor.device, kept.copy_(tensor, non_blocking=tensor.is_cuda)\n",
-        (_LATE + "what_the_forward_pass_keeps_is_page_locked_and_comes_back",),
+        "        torch.cuda.current_stream(self._device).wait_event(event)\n        self._drop",
+        "        self._drop",
+        (_LATE + "activations_are_copied_beside_the_computation_and_there_when_it_needs_them",),
     ),
     Mutant(
         "a wait for each activation",
         "firstlight/methods/memory.py",
-        'device="cpu", pin_memory=tensor.is_cuda',
+        'device="cpu", pin_memory=True',
         'device="cpu"',
         (_LATE + "what_the_forward_pass_keeps_is_page_locked_and_comes_back",),
     ),
     Mutant(
         "activations do not come back",
         "firstlight/methods/memory.py",
-        "return tensor.to(device, non_blocking=True)",
-        "return tensor",
+        "return _copies(packed.device).bring_back(packed)",
+        "return packed.kept",
         (_LATE + "what_the_forward_pass_keeps_is_page_locked_and_comes_back",),
     ),
     Mutant(

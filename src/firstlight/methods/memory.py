@@ -182,7 +182,7 @@ class _Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         #: In the order of the copies.
         self._leaving: deque[_Copy] = deque()
         self._arriving: deque[_Copy] = deque()
@@ -222,7 +222,8 @@ class _Copies:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
 
     def _drop(self, copies: deque[_Copy], most: int) -> None:
         """Drop the first tensors, so that at most `most` stay."""
