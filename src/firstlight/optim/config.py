@@ -246,7 +246,8 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     keep their rates. null takes all rates as they are."""
     max_grad_norm: float = Field(1.0, ge=0)
     """upper bound of the global L2 norm of the gradients, which are scaled down to it; 0 switches
-    clipping off. Costs reading all gradients once, and writing them once when they are scaled."""
+    clipping off. Costs reading all gradients once, and writing them once when they are scaled;
+    AdamW scales them in its update on a GPU."""
     clip_after_warmup: bool = False
     """true clips gradients only after the learning rate's warm-up; false clips in all steps."""
 

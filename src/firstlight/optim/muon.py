@@ -373,7 +373,7 @@ class Muon(torch.optim.Optimizer):
         else:
             own.mul_(factor_unless(self._skips, 1 - decay))
         if self._skips is not None:
-            direction = direction.masked_fill(self._skips, 0)
+            direction.masked_fill_(self._skips, 0)
         own.add_(direction, alpha=-group["lr"] * scale)
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
