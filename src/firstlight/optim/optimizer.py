@@ -22,7 +22,7 @@ from firstlight.optim.config import (
     parameter_groups,
     parameter_kinds,
 )
-from firstlight.optim.dtensors import full_tensor, is_sharded, own_shard, shard_like
+from firstlight.optim.dtensors import full_tensor, is_sharded, shard_like
 from firstlight.optim.muon import Muon
 from firstlight.optim.spec import (
     ForeachOptimizer,
@@ -77,9 +77,8 @@ class MasterWeights:
         """
         names = [name for name in (names or self._low) if name in self._low]
         if names:
-            rounded = [own_shard(self._low[name], self._low[name]) for name in names]
-            masters = [own_shard(self._masters[name], self._masters[name]) for name in names]
-            torch._foreach_copy_(rounded, masters)
+            rounded: list[Tensor] = [self._low[name] for name in names]
+            torch._foreach_copy_(rounded, [self._masters[name] for name in names])
 
     def take_gradients(self) -> None:
         """Add the parameters' gradients to those of the master weights, in fp32, and free them."""
