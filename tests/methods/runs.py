@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import TokenLoader, rows_to_batch
 from firstlight.hardware.device import Hardware
+from firstlight.methods.precision import weights_distance
 from firstlight.models import empty_model
 from firstlight.optim.schedule import Schedule
 from firstlight.recipe import ResolvedRecipe
@@ -185,14 +185,12 @@ def difference(run: Outcome, plain: Outcome) -> Difference:
     Rows that pad a vocabulary are in one run only, and must be as they were: zero.
     """
     assert run.weights.keys() == plain.weights.keys()
-    apart = travelled = 0.0
-    for name, expected in plain.weights.items():
-        found = run.weights[name]
-        assert not found[len(expected) :].any()
-        apart += float((found[: len(expected)] - expected).double().square().sum())
-        travelled += float((expected - plain.start[name]).double().square().sum())
+    names = list(plain.weights)
+    found = [run.weights[name][: len(plain.weights[name])] for name in names]
+    assert not any(run.weights[name][len(plain.weights[name]) :].any() for name in names)
     losses = [abs(a - b) for a, b in zip(run.losses, plain.losses, strict=True)]
-    return Difference(max(losses), math.sqrt(apart / travelled))
+    exact, start = ([values[name] for name in names] for values in (plain.weights, plain.start))
+    return Difference(max(losses), weights_distance(found, exact, start))
 
 
 def same_bits(run: Outcome, other: Outcome) -> bool:

@@ -14,6 +14,7 @@ from plain_recipe import plain_recipe
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
+from firstlight.methods.precision import BOUNDS
 from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 
@@ -76,7 +77,7 @@ def _optimizer(value: str, kind: Kind, rate: float, **more: Any) -> Switch:
 
 
 #: Bounds of loss and weights.
-_ROUNDING = (1e-5, 1e-3)
+_ROUNDING = BOUNDS["fp32"]
 #: Of fp8 computed in fp32 on a CPU: 0.005 nats, 6 %.
 _FP8 = (0.02, 0.2)
 
@@ -85,9 +86,11 @@ SWITCHES = [
     Switch("model", "gpt2", "mathematics"),
     _efficiency("precision", "fp32", "plain"),
     replace(_efficiency("precision", "tf32", "exact", precision="tf32"), on="cpu"),
-    _efficiency("precision", "bf16", "approximate", 0.01, 0.05, precision="bf16"),
-    _efficiency("precision", "bf16_params", "approximate", 0.01, 0.05, precision="bf16_params"),
-    _efficiency("precision", "fp16", "approximate", 0.001, 0.03, precision="fp16"),
+    _efficiency("precision", "bf16", "approximate", *BOUNDS["bf16"], precision="bf16"),
+    _efficiency(
+        "precision", "bf16_params", "approximate", *BOUNDS["bf16"], precision="bf16_params"
+    ),
+    _efficiency("precision", "fp16", "approximate", *BOUNDS["fp16"], precision="fp16"),
     _efficiency("attention", "sdpa", "plain"),
     _efficiency("attention", "plain", "rounding", *_ROUNDING, attention="plain"),
     _efficiency("attention", "blockwise", "rounding", *_ROUNDING, attention="blockwise"),
@@ -221,8 +224,7 @@ ON_CUDA = [
                 "attention",
                 f"{name}-bf16",
                 "approximate",
-                0.01,
-                0.05,
+                *BOUNDS["bf16"],
                 attention=name,
                 precision="bf16",
             )

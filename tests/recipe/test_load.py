@@ -245,8 +245,8 @@ def test_no_setting_is_infinite_or_no_number(value: float) -> None:
         ({"max_steps": 1}, "max_steps (did you mean 'schedule.max_steps'?)"),
         (
             {"run": {"zzz": 1}},
-            "run.zzz (known: deterministic, device, dir, max_minutes, seed, tracker_checkpoints, "
-            "trackers)",
+            "run.zzz (known: check_device, deterministic, device, dir, max_minutes, seed, "
+            "tracker_checkpoints, trackers)",
         ),
         (
             {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "factr": 2.0}}},

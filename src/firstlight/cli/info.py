@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from firstlight.cli.options import best_option, path_option
-from firstlight.cli.output import say_findings, show_rows, show_table, with_json
+from firstlight.cli.output import end_with, say_findings, show_rows, show_table, with_json
 from firstlight.console import human_bytes, say
 from firstlight.errors import ConfigError
 
@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 @click.command("info")
 @click.argument("checkpoint", required=False)
 @best_option
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Compare a small training step and generation on each device with fp64 on the CPU.",
+)
 @with_json
-def info_command(checkpoint: str | None, best: bool, as_json: bool) -> dict[str, Any]:
+def info_command(checkpoint: str | None, best: bool, check: bool, as_json: bool) -> dict[str, Any]:
     """Describe a model (CHECKPOINT), or without an argument this machine."""
     if checkpoint is None and best:
         raise ConfigError("--best is for a run folder: name one")
+    if checkpoint is not None and check:
+        raise ConfigError("--check is for this machine: leave the model out")
     if checkpoint is None:
-        return _machine()
+        return _machine(check=check)
     from firstlight.checkpoint.selection import read_model_folder
 
     result, config = read_model_folder(checkpoint, _model, best=best)
@@ -36,7 +43,7 @@ def info_command(checkpoint: str | None, best: bool, as_json: bool) -> dict[str,
     return result
 
 
-def _machine() -> dict[str, Any]:
+def _machine(*, check: bool) -> dict[str, Any]:
     import torch
 
     from firstlight.hardware.device import GpuMonitor, find_hardware, measured_matmul_flops
@@ -62,6 +69,13 @@ def _machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+    checks: list[dict[str, Any]] = []
+    if check:
+        from firstlight.training.device_check import check_machine
+
+        checks = result["checks"] = check_machine(say)
+    if any(one["problem"] for one in checks):
+        end_with(1)
     speeds = ", ".join(f"{name} {rate / 1e12:.2f} TFLOP/s" for name, rate in rates.items())
     show_rows(
         [
@@ -73,6 +87,10 @@ def _machine() -> dict[str, Any]:
             ("matrix products", f"{speeds} (measured now)"),
             ("torch", torch.__version__),
             ("python", f"{platform.python_version()} on {platform.platform()}"),
+            *(
+                (f"{one['device']} in {one['precision']}", one["problem"] or "passed")
+                for one in checks
+            ),
         ]
     )
     return result

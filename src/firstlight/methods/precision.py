@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster
@@ -18,6 +19,22 @@ from firstlight.models.accounting import matrix_shapes
 
 #: CUDA's compute capability from which there are fp8 matrix units.
 FP8_CAPABILITY = (8, 9)
+
+#: Bounds of docs/methods.md by precision: greatest difference of a loss from that of a more precise
+#: run, in nats, and greatest `weights_distance`. Sums in another order have those of fp32.
+BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
+
+
+def weights_distance(
+    found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
+) -> float:
+    """The L2 distance of trained weights from exact ones, as a share of the distance that training
+    moved the exact ones. Each argument has the same tensors [...] of a model, on the CPU."""
+    apart = moved = 0.0
+    for one, other, before in zip(found, exact, start, strict=True):
+        apart += float((one.double() - other.double()).square().sum())
+        moved += float((other.double() - before.double()).square().sum())
+    return math.sqrt(apart / moved)
 
 
 #: CUDA's compute capability from which there are fp16 matrix units.

@@ -34,6 +34,10 @@ class RunConfig(Section):
     device: str = "auto"
     """device to run on: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1",
     "mps"."""
+    check_device: bool = True
+    """true compares a GPU that has not passed `firstlight info --check` with the CPU before a run,
+    in a second or two, and refuses it if it computes wrongly. A GPU that has passed is compared
+    again with another driver or version of torch, precision or attention."""
     deterministic: bool = False
     """true computes bit-identical results each time on a CUDA GPU, so that a run that was stopped
     and resumed equals one that was not. It costs speed, above all in attention's backward pass. On

@@ -67,6 +67,7 @@ from firstlight.run_log.reader import sound_json_lines
 from firstlight.run_log.writer import RunLogs, SilentLogs, clear_file_names, json_line
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.datasets import open_splits
+from firstlight.training.device_check import require_checked_device
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.micro_batch_trials import largest_micro_batch
 from firstlight.training.preference import give_references
@@ -201,6 +202,7 @@ def _assembled(
         ),
     )
     resolved = _resolved(recipe, facts, engine, tell)
+    require_checked_device(resolved, hardware, tell)
     for note in ineffective(resolved, hardware):
         tell(f"note: {note}")
     model = first.model or new_model(resolved, engine, has_weights=start is not None)

@@ -1,0 +1,342 @@
+"""Check of a device: a small training step and a small generation on it, compared with fp64 on the
+CPU; if they differ, each of their operations, to name the wrong one.
+
+PyTorch has had kernels that return wrong numbers without an error, above all on Apple GPUs: the
+loss falls more slowly or is wrong, and nothing says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from firstlight.data.loader import Batch
+from firstlight.errors import ConfigError, FirstlightError, StorageError, first_line
+from firstlight.files.atomic import remove_file, write_json
+from firstlight.files.cache import cache_folder
+from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.few_rows import use_few_rows
+from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.methods import matmul_precision
+from firstlight.methods.attention import choose_attention
+from firstlight.methods.precision import BOUNDS, dtype_of, weights_distance
+from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
+from firstlight.recipe.resolve import facts_here
+from firstlight.training.guard import DivergedError
+from firstlight.training.micro_batch_trials import trial_program
+from firstlight.training.program import TrainingProgram
+
+#: Sizes of the models: heads of 64, for which GPUs have fused kernels.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_MODELS: list[dict[str, Any]] = [
+    {**_SIZES, "model_type": "gpt2"},
+    {**_SIZES, "model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": False},
+]
+
+
+class CheckedKeys(NamedTuple):
+    """Keys of the recipe's `efficiency` section with which a device is checked.
+
+    Attributes:
+        precision: "fp32", "bf16" or "fp16".
+        attention: see `EfficiencyConfig`.
+    """
+
+    precision: str
+    attention: str = "sdpa"
+
+
+def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The results of `check_device` for the CPU and each GPU of this machine, in fp32 and in the
+    precision of "auto".
+
+    Args:
+        tell: called with a message before each check.
+    """
+    names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    names += ["mps"] if torch.backends.mps.is_available() else []
+    results = []
+    for hardware in map(find_hardware, names):
+        device = hardware.device
+        for precision in dict.fromkeys(("fp32", facts_here(hardware).precision)):
+            tell(f"checking {device} in {precision}")
+            # CUDA graphs are recorded on the current GPU.
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                results.append(check_device(hardware, CheckedKeys(precision)))
+    return results
+
+
+def require_checked_device(
+    recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None]
+) -> None:
+    """Check the GPU of a run, unless it has passed before or `run.check_device` is false. CPUs, on
+    which the reference is computed, are not checked.
+
+    Raises:
+        ConfigError: the GPU computes wrong values.
+    """
+    dtype = dtype_of(recipe.efficiency.precision)
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    keys = CheckedKeys(precision, recipe.efficiency.attention)
+    is_cpu = hardware.device.type == "cpu"
+    if is_cpu or not recipe.run.check_device or _passed_file(hardware, keys).exists():
+        return
+    tell(f"comparing a small step on {hardware.device} ({hardware.name}) with the CPU, once")
+    if (problem := check_device(hardware, keys)["problem"]) is not None:
+        raise ConfigError(f"{problem}; run.check_device: false trains nevertheless")
+
+
+def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
+    """Check a device, and note in the cache that it has passed.
+
+    Returns:
+        JSON values: "device", "name", "precision", "attention"; "problem", what is wrong and what
+        to do in one line, or None if the device has passed.
+    """
+    fault = None
+    try:
+        if not _error(hardware, keys) <= 1:  # NaN is wrong, too
+            fault = f"computes wrong values in {keys.precision}: {_wrong_operation(hardware, keys)}"
+    except (RuntimeError, FirstlightError) as error:
+        fault = f"fails in {keys.precision}: {first_line(error)}"
+    problem = fault and f"{hardware.device} ({hardware.name}) {fault}: {_advice(hardware, keys)}"
+    device = {"device": str(hardware.device), "name": hardware.name}
+    result = {**device, **keys._asdict(), "problem": problem}
+    # Without the file, the check is only repeated.
+    with contextlib.suppress(StorageError):
+        if problem is None:
+            write_json(_passed_file(hardware, keys), result)
+        else:
+            remove_file(_passed_file(hardware, keys))
+    return result
+
+
+def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
+    """The file of the cache that exists if a device has passed."""
+    nvidia = Path("/proc/driver/nvidia/version")
+    # Other drivers come with the system's kernel.
+    driver = nvidia.read_text() if nvidia.exists() else platform.release()
+    facts = "\n".join((hardware.name, driver, str(torch.__version__), *keys))
+    return cache_folder() / f"device-checks/{hashlib.sha256(facts.encode()).hexdigest()}.json"
+
+
+def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
+    """The first operation with a wrong result, and how far it is off."""
+    comparison = _Comparison(BOUNDS[keys.precision][1])
+    with contextlib.suppress(RuntimeError, FirstlightError):
+        _error(hardware, keys, comparison)
+    return comparison.wrong or "no operation alone, but the result of a step or of a generation"
+
+
+def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
+    """What to do with a device that computes wrong values; first a setting with which it passes."""
+    ways = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
+    for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
+        other = keys._replace(**{key: value})
+        with contextlib.suppress(RuntimeError, FirstlightError):
+            if other != keys and _error(hardware, other) <= 1:
+                ways.insert(0, f"efficiency.{key}: {value}")
+                break
+    return f"use {' or '.join([*ways, 'another version of torch'])}"
+
+
+def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
+    """The greatest difference of a training step and a generation of each model from fp64 on the
+    CPU, as a multiple of its bound.
+
+    Args:
+        hardware: hardware of the device.
+        keys: keys of the recipe.
+        watching: the mode in which the device computes; None for none.
+    """
+    most_loss, most_distance = BOUNDS[keys.precision]
+    errors = []
+    for number in range(len(_MODELS)):
+        program, batch = _program(number, keys, hardware)
+        try:
+            with watching or contextlib.nullcontext():
+                loss, moved = _train(program, batch)
+        except DivergedError:  # a loss that is not finite
+            return float("inf")
+        exact_loss, exact_moved = _train_exactly(number)
+        losses = [abs(loss - exact_loss), *_generate(program, batch.input_ids.cpu(), watching)]
+        errors += [loss / most_loss for loss in losses]
+        for one, exact in zip(moved, exact_moved, strict=True):
+            errors.append(weights_distance([one], [exact], [torch.zeros(())]) / most_distance)
+    # Not `max`, which may skip NaN.
+    return float(torch.tensor(errors).amax())
+
+
+def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
+    """The program of a model of `_MODELS`, and a batch."""
+    # With this eps, updates are proportional to gradients, so that both have the same relative
+    # error. With a small one, they have the signs of gradients, even of those that are nothing but
+    # rounding errors.
+    optimizer = {"learning_rate": 5.0, "eps": 1.0, "weight_decay": 0.01}
+    efficiency = {"matmul_precision": "highest", "compile": False, "loss_chunk_tokens": 24 * number}
+    values = {
+        "data": {"dir": "-", "seq_len": 48},
+        "model": _MODELS[number],
+        "batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+        "efficiency": {**efficiency, **keys._asdict()},
+        "optimizer": optimizer,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        program, batch = trial_program(parse_resolved_recipe(values), hardware)
+    return program, batch
+
+
+def _train(program: TrainingProgram, batch: Batch) -> tuple[float, list[Tensor]]:
+    """Loss of a step, and [norm of the gradient, movement of each parameter], on the CPU."""
+    before = [parameter.detach().cpu().clone() for parameter in program.model.parameters()]
+    result = program.step([batch, batch], lr_scale=1.0)
+    after = [parameter.detach().cpu() for parameter in program.model.parameters()]
+    moved = [new - old for new, old in zip(after, before, strict=True)]
+    return result.loss, [torch.tensor(result.grad_norm), *moved]
+
+
+@functools.cache
+def _train_exactly(number: int) -> tuple[float, list[Tensor]]:
+    """`_train` in fp64 on the CPU."""
+    program, batch = _program(number, CheckedKeys("fp32"), find_hardware("cpu"))
+    program.model.double()
+    return _train(program, batch)
+
+
+@torch.no_grad()
+def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | None) -> list[float]:
+    """Differences of a generation with the program's model from fp64 on the CPU, in nats: the mean
+    difference of the loss of the next token, and the mean loss that is added by choosing other
+    tokens as the likeliest.
+
+    Args:
+        program: program of the model, which is changed.
+        ids: texts, int64 [2, tokens], on the CPU.
+        watching: see `_error`.
+    """
+    config, model = program.recipe.efficiency, program.model.eval().cpu()
+    model.cast(torch.float64)
+    choose_attention(model, "plain")
+    exact_RTV = model(ids).log_softmax(-1)
+    model.cast(program.dtype)
+    # Texts of different lengths need a mask, which some kernels don't take.
+    takes_masks = config.attention not in ("flash", "cudnn", "flex")
+    choose_attention(model, config.attention if takes_masks else "sdpa")
+    if watching is None:
+        # Otherwise torch would see no operation of recorded steps and of kernels for few rows.
+        use_few_rows(model)
+    decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
+    with watching or contextlib.nullcontext(), matmul_precision(config):
+        # Two texts of different lengths in one pass, then tokens of both, then tokens of one.
+        found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
+        places = [*enumerate(decoder.lengths)]  # row and number of tokens
+        for count in (2, 2, 2, 1, 1, 1):
+            if len(decoder) > count:
+                decoder.remove(1)
+            found.append(decoder.step([int(ids[place]) for place in enumerate(decoder.lengths)]))
+            places += enumerate(decoder.lengths)
+        logits_NV = torch.cat(found)
+        found_NV = logits_NV.float().softmax(-1).cpu().double().log()
+        chosen_N1 = logits_NV.argmax(-1, keepdim=True).cpu()
+    rows_N, lengths_N = torch.tensor(places).T
+    exact_NV = exact_RTV[rows_N, lengths_N - 1]
+    next_N1 = ids[rows_N, lengths_N][:, None]
+    loss_N1 = found_NV.gather(1, next_N1) - exact_NV.gather(1, next_N1)
+    added_N1 = exact_NV.amax(1, keepdim=True) - exact_NV.gather(1, chosen_N1)
+    return [float(loss_N1.abs().mean()), float(added_N1.mean())]
+
+
+class _Comparison(TorchFunctionMode):
+    """Mode in which each operation, and its backward pass with random gradients, is repeated in
+    fp64 on the CPU with the same inputs, until one has a wrong result.
+
+    Args:
+        bound: greatest distance of a right result from fp64, as a share of its L2 norm.
+
+    Attributes:
+        bound: the argument.
+        wrong: the first operation with a wrong result and the distance, in words; None without one.
+    """
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+        self.wrong: str | None = None
+        self._compared: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation, and compare it."""
+        inputs = (args, kwargs or {})
+        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        leaves = tree_flatten(inputs)[0]
+        # Once for each layout: layers repeat their calls.
+        layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+        call = str((name, layouts))
+        has_values = any(t.is_floating_point() for t in _tensors(inputs)) and "empty" not in name
+        if self.wrong is not None or not has_values or call in self._compared:
+            return func(*args, **inputs[1])
+        self._compared.add(call)
+        own = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), inputs)
+        exact = tree_map_only(Tensor, _exact, inputs)
+        result = func(*args, **inputs[1])
+        # Some operations can't be repeated on another device or in another dtype.
+        with contextlib.suppress(Exception):
+            expected = func(*exact[0], **exact[1])
+            # With the inputs, because the operation may have written to them.
+            self._compare(name, (result, inputs), (expected, exact))
+            # Repeated in place, it would write twice.
+            if not name.endswith("_") and (wanted := _tensors(expected, learns=True)):
+                roots = _tensors(func(*own[0], **own[1]), learns=True)
+                self._compare_backward(name, (own, roots), (exact, wanted))
+        return result
+
+    def _compare_backward(self, name: str, *passes: tuple[Any, list[Tensor]]) -> None:
+        found = []
+        for inputs, roots in passes:
+            random = torch.Generator().manual_seed(0)
+            drawn = [torch.randn(root.shape, generator=random).to(root) for root in roots]
+            leaves = _tensors(inputs, learns=True)
+            found.append(torch.autograd.grad(roots, leaves, drawn, allow_unused=True))
+        self._compare(f"the backward pass of {name}", *found)
+
+    def _compare(self, name: str, found: Any, expected: Any) -> None:
+        for pair in list(zip(_tensors(found), _tensors(expected), strict=True)):
+            # NaN and infinity count as 0, which is wrong, too, but where fp64 has them.
+            one, exact = (x.detach().cpu().double().nan_to_num(0, 0, 0) for x in pair)
+            if not pair[1].is_floating_point():
+                one = one.where(one == exact, 0)  # an index is right or wrong, never near
+            distance = float((one - exact).norm() / exact.norm())
+            if self.wrong is None and distance > self.bound:
+                self.wrong = (
+                    f"{name} is {distance:.1%} off fp64 on the CPU (bound {self.bound:.1%})"
+                )
+
+
+def _tensors(values: Any, *, learns: bool = False) -> list[Tensor]:
+    """The tensors in nested values; with `learns` those with gradients only."""
+    found = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
+    return [tensor for tensor in found if tensor.requires_grad or not learns]
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, in fp64 if its values are floating-point numbers."""
+    new = tensor.detach().cpu().clone()
+    return new.double().requires_grad_(tensor.requires_grad) if new.is_floating_point() else new
