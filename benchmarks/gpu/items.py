@@ -35,7 +35,7 @@ from firstlight.hardware.fresh_process import ask, training_environment
 from firstlight.methods.memory import chunked_head_loss
 from firstlight.models import Model
 from firstlight.models.accounting import train_flops_per_token
-from firstlight.models.ops import Embedding, for_each_query_head
+from firstlight.models.ops import for_each_query_head
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
@@ -616,16 +616,10 @@ def training_124m(bench: Bench) -> Iterator[Row]:
         yield attempt(name, functools.partial(training.row, step))
 
 
-def _in_bf16(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    return output.bfloat16()
-
-
 def bf16_stream(bench: Bench) -> Iterator[Row]:
-    """The same in bf16 between the layers: the embeddings' outputs are rounded."""
-    training = _Training(bench, "gpt2-124m", 32, 1024, _PADDED)
-    for module in training.program.model.modules():
-        if isinstance(module, Embedding):
-            module.register_forward_hook(_in_bf16)
+    """The same in bf16 between the layers."""
+    changes = {**_PADDED, "efficiency.bf16_residual": True}
+    training = _Training(bench, "gpt2-124m", 32, 1024, changes)
     yield attempt("bf16 between layers", training.row)
     late = functools.partial(training.step_read_late, "grad_scale")
     yield attempt("bf16 between layers, read late, grad_scale", lambda: training.row(late))

@@ -163,6 +163,11 @@ def test_models_without_stages_are_refused(config: Any, said: str) -> None:
     [
         ("efficiency", {"precision": "bf16_params"}, "precision bf16_params .* use bf16"),
         ("efficiency", {"loss_chunk_tokens": 8}, "loss_chunk_tokens is not for .* set it to 0"),
+        (
+            "efficiency",
+            {"precision": "bf16", "bf16_residual": True},
+            "bf16_residual is not for distributed.pipeline: set it to false",
+        ),
         ("efficiency", {"optimizer_in_backward": True}, "optimizer_in_backward .* switch it off"),
         ("efficiency", {"compile": True}, "efficiency.compile is not for .* set it to false"),
         ("optimizer", {"name": "adafactor"}, "adafactor is not for .* adamw, lion, muon or sgd"),

@@ -4,7 +4,9 @@
 
 torch.compile's whole pipeline runs on fake CUDA tensors, inductor's kernels do nothing, and triton
 compiles each of them for compute capability 9.0, with the assembler that comes with it. The one
-line on stdout is a JSON object: each kernel's architecture and the bytes of its machine code.
+line on stdout is a JSON object: "kernels", each kernel's architecture and the bytes of its machine
+code; "buffers", how often compiled code allocates a tensor of a shape and a dtype in a step;
+and "breaks", the reasons why a step is not one graph.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +35,15 @@ from .fake_cuda import fake_cuda
 from .no_gpu import H100, torch_cuda
 from .test_fake_steps import GPT2, LLAMA, MIXTRAL, recipe_of, steps
 
+#: Sizes with which no weight has as many numbers as the residual stream or the logits.
+_ODD = {"hidden_size": 96, "max_position_embeddings": 128}
+_RESIDUAL = {"efficiency__bf16_residual": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt2": (GPT2, {}),
     "llama in regions": (LLAMA, {"efficiency__compile_regional": True}),
     "mixtral": (MIXTRAL, {}),
+    "gpt2 bf16 residual": (GPT2 | _ODD, _RESIDUAL),
+    "llama bf16 residual": (LLAMA | _ODD, _RESIDUAL),
     "documents": (LLAMA, {"data__document_masking": True, "efficiency__attention": "flex"}),
 }
 
@@ -44,16 +52,21 @@ def main(case: str) -> None:
     """Write what a case's kernels come to."""
     model, keys = CASES[case]
     recipe = recipe_of(model, efficiency__precision="bf16", efficiency__compile=True, **keys)
-    with _code_for_gpus() as sources, fake_cuda() as (cuda, _):
+    with _code_for_gpus() as (sources, buffers), fake_cuda() as (cuda, _):
         steps(cuda, recipe)
     with torch_cuda():
-        found = {name: _machine_code(name, source) for name, source in sources.items()}
+        kernels = {name: _machine_code(name, source) for name, source in sources.items()}
+    # `steps` are two.
+    counts = [(*buffer, count / 2) for buffer, count in buffers.items()]
+    breaks = list(torch._dynamo.utils.counters["graph_break"])
+    found = {"kernels": kernels, "buffers": counts, "breaks": breaks}
     os.write(1, (json.dumps(found) + "\n").encode())
 
 
 @contextlib.contextmanager
-def _code_for_gpus() -> Iterator[dict[str, str]]:
-    """Inside, inductor writes code for an H100, which does nothing; yields its kernels."""
+def _code_for_gpus() -> Iterator[tuple[dict[str, str], Counter[tuple[tuple[int, ...], str]]]]:
+    """Inside, inductor writes code for an H100, which does nothing; yields its kernels, and how
+    often the code allocates a tensor of a shape and a dtype."""
     triton: Any = importlib.import_module("triton")
     # What triton asks a driver for, which no machine without a GPU has.
     driver = SimpleNamespace(
@@ -63,6 +76,11 @@ def _code_for_gpus() -> Iterator[dict[str, str]]:
     )
     triton.runtime.driver.set_active(driver)
     sources: dict[str, str] = {}
+    buffers: Counter[tuple[tuple[int, ...], str]] = Counter()
+
+    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        buffers[tuple(size), str(dtype).removeprefix("torch.")] += 1
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
     def note(_: Any, name: str, source: str, **_options: Any) -> Any:
         sources[name] = source
@@ -80,7 +98,7 @@ def _code_for_gpus() -> Iterator[dict[str, str]]:
     library._cuda_getCurrentRawStream = lambda index: 0
     properties = staticmethod(lambda device=None: H100)
     with (
-        replaced(library._dynamo.guards, "_empty_strided_cuda", _empty_strided),
+        replaced(library._dynamo.guards, "_empty_strided_cuda", allocate),
         replaced(library._dynamo.guards, "_reinterpret_tensor", _reinterpret),
         replaced(async_compile.AsyncCompile, "triton", note),
         replaced(triton_helpers, "set_driver_to_gpu", lambda: None),
@@ -88,16 +106,12 @@ def _code_for_gpus() -> Iterator[dict[str, str]]:
         replaced(CudaInterface, "current_device", staticmethod(lambda: 0)),
         inductor_config.patch(options),
     ):
-        yield sources
+        yield sources, buffers
 
 
 def _target() -> Any:
     backends: Any = importlib.import_module("triton.backends.compiler")
     return backends.GPUTarget("cuda", 90, 32)
-
-
-def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:

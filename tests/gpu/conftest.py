@@ -25,6 +25,7 @@ import torch
 
 from firstlight.data.prepare import prepare
 from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.methods import precision
 from firstlight.tokenizer import train_tokenizer
 
 from .record import Record, first_things_first
@@ -176,6 +177,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str
     folder = tmp_path_factory.mktemp("rows") / "data"
     prepare([corpus], train_tokenizer(texts, 300), folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _fp8_in_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of tests are smaller than those for which fp8 is worth its casts."""
+    monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 1)
 
 
 @pytest.fixture(autouse=True)

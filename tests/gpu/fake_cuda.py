@@ -241,25 +241,29 @@ def _kernel(
     learns: bool,
 ) -> str:
     """The first kernel in torch's order that takes these tensors (`select_sdp_backend`)."""
-    cuda: Any = torch.backends.cuda
+    enabled = _enabled_kernels()
     capability = torch.cuda.get_device_capability()
     is_ampere, size = capability >= (8, 0), query.shape[-1]
     half = query.dtype == torch.float16 or (query.dtype == torch.bfloat16 and is_ampere)
     grouped, square = query.shape[1] != key.shape[1], query.shape[2] == key.shape[2]
     usable = {
-        "cudnn": cuda.cudnn_sdp_enabled()
+        "cudnn": enabled["cudnn"]
         and (half and is_ampere and size <= 128 and size % 8 == 0 and key.shape[2] > 1)
         and (16 * dropout).is_integer()
         and not (dropout and query.shape[2] == 1)
         and not torch.are_deterministic_algorithms_enabled(),
-        "flash": cuda.flash_sdp_enabled()
+        "flash": enabled["flash"]
         and (half and is_ampere and size <= 256 and mask is None and (square or not is_causal))
-        and not (learns and capability in ((8, 6), (8, 9)) and 192 < size <= 224),
-        "efficient": cuda.mem_efficient_sdp_enabled()
+        and not (
+            learns
+            and ((8, 6) <= capability <= (8, 9) or capability[0] == 12)
+            and (192 < size <= 224 or (size > 224 and dropout > 0))
+        ),
+        "efficient": enabled["efficient"]
         and (half or query.dtype == torch.float32)
         and size % (8 if half else 4 if is_ampere else 1) == 0
         and (not grouped or TORCH_TAKES_GROUPS),
-        "math": cuda.math_sdp_enabled(),
+        "math": enabled["math"],
     }
     order = ["flash", "efficient", "math", "cudnn"]
     # `check_prefer_cudnn_attention`, with a cuDNN of 9.15.1 or later.
@@ -269,6 +273,19 @@ def _kernel(
         if usable[name]:
             return name
     raise RuntimeError("No available kernel. Aborting execution.")
+
+
+# torch.compile can't trace these calls, of which torch's own choice has none.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _enabled_kernels() -> dict[str, bool]:
+    """Whether torch may take each kernel."""
+    cuda: Any = torch.backends.cuda
+    return {
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
 
 
 def _require_one_device(func: Any, tensors: list[Tensor]) -> None:

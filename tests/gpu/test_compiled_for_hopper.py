@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +42,33 @@ pytestmark = [
 def test_each_kernel_of_a_step_compiles_for_compute_capability_9(
     case: str, parts: tuple[str, ...]
 ) -> None:
+    kernels = _compiled(case)["kernels"]
+    assert {architecture for architecture, _ in kernels.values()} == {"sm_90a"}
+    assert all(size > 1000 for _, size in kernels.values())
+    for part in parts:
+        assert any(part in name for name in kernels), (part, sorted(kernels))
+
+
+@pytest.mark.parametrize(("family", "wide"), [("gpt2", 1), ("llama", 0)])
+def test_bf16_residual_compiled_leaves_no_fp32_buffer_of_the_stream_or_the_logits(
+    family: str, wide: int
+) -> None:
+    """But the gradient that both of GPT-2's embeddings add up, once per step."""
+    found = _compiled(f"{family} bf16 residual")
+    assert found["breaks"] == []
+    sizes: Counter[int] = Counter()
+    for shape, dtype, count in found["buffers"]:
+        if dtype == "float32":
+            sizes[math.prod(shape)] += count
+    tokens, width, vocabulary = 2 * 128, 96, {"gpt2": 500, "llama": 512}[family]
+    assert sizes[tokens * width] == wide
+    assert sizes[tokens * vocabulary] == 0
+    # Gradients of the weights are in fp32.
+    assert sizes[width * vocabulary] > 0
+
+
+def _compiled(case: str) -> dict[str, Any]:
+    """The driver's answer for a case."""
     tests = Path(__file__).resolve().parents[1]
     paths = os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
@@ -49,8 +79,5 @@ def test_each_kernel_of_a_step_compiles_for_compute_capability_9(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    kernels = json.loads(done.stdout.splitlines()[-1])
-    assert {architecture for architecture, _ in kernels.values()} == {"sm_90a"}
-    assert all(size > 1000 for _, size in kernels.values())
-    for part in parts:
-        assert any(part in name for name in kernels), (part, sorted(kernels))
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

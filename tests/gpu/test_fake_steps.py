@@ -128,6 +128,19 @@ def test_a_step_runs_on_the_gpu_in_its_precision(model: dict[str, Any], precisio
         assert moments == {torch.float32}
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_bf16_residual_is_added_and_normalised_without_fp32_copies(residual: bool) -> None:
+    recipe = recipe_of(GPT2, efficiency__precision="bf16", efficiency__bf16_residual=residual)
+    stream, kept = (ROWS, TOKENS, 64), torch.bfloat16 if residual else torch.float32
+    with fake_cuda() as (cuda, _):
+        require_on_gpu(cuda, steps(cuda, recipe))
+        norms = [c.inputs[0] for c in cuda.named("native_layer_norm")]
+        assert norms == [("cuda", kept, stream)] * 5
+        sums = [c.outputs[0][1] for c in cuda.named("add") if c.outputs[0][2] == stream]
+        # The sum of the two embeddings is fp32; each layer adds to the stream twice.
+        assert sums[:5] == [torch.float32, *[kept] * 4]
+
+
 #: Keys of optimizers whose update skips a step without the host.
 SKIPPING: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -324,6 +337,7 @@ LIBRARIES: dict[str, tuple[str, dict[str, Any]]] = {
     "8-bit": ("bitsandbytes.optim", {"optimizer__name": "adamw8bit"}),
     "paged": ("bitsandbytes.optim", {"optimizer__name": "paged_adamw8bit"}),
     "fp8": ("torchao.float8", {"efficiency__precision": "fp8"}),
+    "fp8 of gpt2": ("torchao.float8", {"efficiency__precision": "fp8"}),
 }
 
 
@@ -337,13 +351,19 @@ def test_what_libraries_compute_stays_on_the_gpu(method: str) -> None:
     with quiet_import():
         importlib.import_module(module)
     with fake_cuda() as (cuda, _):
-        program = steps(cuda, recipe_of(LLAMA, **keys))
+        model = GPT2 if method == "fp8 of gpt2" else LLAMA
+        program = steps(cuda, recipe_of(model, **keys))
         require_on_gpu(cuda, program)
         moments = program.optimizer.state_shards()
         dtypes = {t.dtype for n, t in moments.items() if n.endswith((".state1", ".exp_avg"))}
         kinds = [type(m).__name__ for m in program.model.modules()]
         if method == "fp8":
             assert kinds.count("Float8Linear") == 2 * 7
+        elif method == "fp8 of gpt2":
+            # torchao's tensors in fp8 have the dtype of the weight, which autocast casts in the
+            # forward pass: those of the products for the gradients of four inputs in each layer.
+            weights = [c.inputs[1] for c in cuda.named("mm") if c.inputs[1][1] == torch.float32]
+            assert len(weights) == 2 * 4
         else:
             assert torch.uint8 in dtypes
 

@@ -88,6 +88,14 @@ SWITCHES = [
     replace(_efficiency("precision", "tf32", "exact", precision="tf32"), on="cpu"),
     _efficiency("precision", "bf16", "approximate", *BOUNDS["bf16"], precision="bf16"),
     _efficiency(
+        "precision",
+        "bf16_residual",
+        "approximate",
+        *BOUNDS["bf16"],
+        precision="bf16",
+        bf16_residual=True,
+    ),
+    _efficiency(
         "precision", "bf16_params", "approximate", *BOUNDS["bf16"], precision="bf16_params"
     ),
     _efficiency("precision", "fp16", "approximate", *BOUNDS["fp16"], precision="fp16"),

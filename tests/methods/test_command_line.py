@@ -25,6 +25,7 @@ _VALUES: dict[str, Any] = {
     "batch.divide_micro_batch": True,
     "batch.global_batch_tokens": 256,
     "efficiency.matmul_precision": "medium",
+    "efficiency.bf16_residual": True,
     "efficiency.activation_memory_budget": 0.5,
     "efficiency.activation_offload": True,
     "efficiency.loss_chunk_tokens": 24,
@@ -57,6 +58,7 @@ _BESIDE: dict[str, dict[str, Any]] = {
         for n in ("inductor", "cudagraphs", "aot_eager", "eager")
     },
     "efficiency.matmul_precision": {"efficiency.precision": "fp32"},
+    "efficiency.bf16_residual": {"efficiency.precision": "bf16"},
     **{
         f"efficiency.compile_mode: {n}": _COMPILED
         for n in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

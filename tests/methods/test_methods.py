@@ -48,7 +48,7 @@ pytestmark = [
 _MODELS = ("llama", "gpt2")
 _COMPARED = [s for s in [*SWITCHES, *ALONE] if s.kind not in ("plain", "mathematics")]
 #: Precisions whose products round otherwise once torch.compile has put them together.
-_FEWER_BITS = {"bf16", "bf16_params", "fp16"}
+_FEWER_BITS = {"bf16", "bf16_residual", "bf16_params", "fp16"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -140,13 +140,24 @@ REFUSALS = {
         {**_NAMED_GPU, "efficiency.compile": True},
         GPU,
     ),
-    "fp8-gpt2": Refusal(
+    "fp8-small-layers": Refusal(
         _precision("fp8"),
-        {"model.model_type": "gpt2"},
-        [_BF16, {"model.model_type": "llama"}],
         {},
+        [_BF16],
+        {"model.hidden_size": 1024},
         GPU,
+        alone={"model.intermediate_size": 4096},
     ),
+    **{
+        f"bf16-residual-{precision}": Refusal(
+            {"efficiency.bf16_residual": True},
+            _precision(precision),
+            [_BF16, {"efficiency.bf16_residual": False}],
+            {},
+            alone=_BF16,
+        )
+        for precision in ("fp32", "tf32", "fp16")
+    },
     **{
         f"{name}-{what}": _on_gpu(
             name,
@@ -390,6 +401,18 @@ def test_a_paged_optimizer_on_a_cpu_is_refused_with_its_like() -> None:
             ["matmul_precision is for products of fp32 tensors"],
         ),
         ({"efficiency.precision": "fp32", "efficiency.matmul_precision": "medium"}, GPU, []),
+        (
+            {**_precision("bf16_params"), "efficiency.bf16_residual": True},
+            GPU,
+            ["bf16_residual does nothing with efficiency.precision bf16_params"],
+        ),
+        ({**_BF16, "efficiency.bf16_residual": True}, GPU, []),
+        (
+            {**_precision("fp8"), "efficiency.compile": False},
+            GPU,
+            ["fp8 is slower than bf16 without torch.compile"],
+        ),
+        ({**_precision("fp8"), "efficiency.compile": True}, GPU, []),
         (_HEAD_KEYS, GPU, []),
         (
             {**_HEAD_KEYS, **_TIED},

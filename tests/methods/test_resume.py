@@ -18,6 +18,7 @@ from firstlight.weights.stored import WEIGHTS_NAME
 _CASES: dict[str, dict[str, dict[str, Any]]] = {
     "fp16": {"efficiency": {"precision": "fp16"}},
     "bf16_params": {"efficiency": {"precision": "bf16_params"}},
+    "bf16_residual": {"efficiency": {"precision": "bf16", "bf16_residual": True}},
     "adamw8bit": {
         "efficiency": {"precision": "fp32"},
         "optimizer": {"name": "adamw8bit", "eight_bit_library": "bitsandbytes"},

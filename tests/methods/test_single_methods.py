@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
-from firstlight.methods import EfficiencyConfig, apply_methods, loss_function, same_bits
+from firstlight.methods import EfficiencyConfig, apply_methods, loss_function, precision, same_bits
 from firstlight.methods.attention import (
     choose_attention,
     flex_mask,
@@ -36,19 +37,23 @@ from firstlight.methods.memory import (
 )
 from firstlight.methods.precision import (
     convert_to_fp8,
+    fp8_layers,
     matmul_precision,
     require_fp8,
     resolve_precision,
 )
 from firstlight.models import (
+    FAMILIES,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
     Model,
+    MoEConfig,
     empty_model,
     ops,
 )
-from firstlight.models.llama import LlamaAttention
+from firstlight.models.gpt2 import Conv1D
+from firstlight.models.llama import LlamaAttention, RMSNorm
 from firstlight.models.ops import (
     AttentionOptions,
     _grouped_attention,
@@ -65,6 +70,7 @@ from firstlight.parallel.engine_choice import make_engine
 from firstlight.parallel.sharding import TensorParallelEngine
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
+from gpu.usual import usual_config
 
 CPU = find_hardware("cpu")
 
@@ -161,6 +167,37 @@ def test_grouped_attention_as_on_a_gpu_without_kernels_for_groups_is_plain_atten
     found = _grouped_attention(q, k, v, asked)
     assert found.shape == (2, 3 * groups, new, 4)
     torch.testing.assert_close(found, plain_attention(q, k, v, options))
+
+
+def test_grouped_queries_go_only_to_kernels_that_are_enabled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hopper = SimpleNamespace(major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: hopper)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    q = torch.empty(1, 4, 8, 64, dtype=torch.bfloat16)
+    causal, masked = AttentionOptions(), AttentionOptions(torch.ones(8, 8, dtype=torch.bool))
+
+    def taken() -> tuple[bool, bool]:
+        return ops._takes_groups(q, causal), ops._takes_groups(q, masked)
+
+    assert taken() == (True, True)
+    with varying_lengths():
+        assert taken() == (True, False)
+    cuda: Any = torch.backends.cuda
+    cuda.enable_flash_sdp(False)
+    try:
+        # cuDNN takes both.
+        assert taken() == (True, True)
+        with varying_lengths():
+            assert taken() == (False, False)
+    finally:
+        cuda.enable_flash_sdp(True)
+    monkeypatch.setattr(ops, "_CUDNN_IS_LAST", True)
+    assert taken() == (True, False)
+    monkeypatch.setattr(ops, "_CUDNN_IS_LAST", False)
+    hopper.major = 8
+    assert taken() == (True, False)
 
 
 def test_positions_start_anew_in_each_document() -> None:
@@ -592,13 +629,81 @@ def test_fp8_is_refused_without_its_matrix_units() -> None:
         require_fp8(CPU, small_model())
 
 
-def test_fp8_converts_the_layers_but_not_the_head() -> None:
-    pytest.importorskip("torchao")
-    model = small_model()
-    convert_to_fp8(model)
-    converted = {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
-    assert "lm_head" not in converted
-    assert len(converted) == 2 * 7
+def test_fp8_layers_are_large_ones_without_the_head_and_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 32 * 48)
+    # Of 32 x 48 weights.
+    expected = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    model = empty_model(small_model().config.model_copy(update={"num_hidden_layers": 1}))
+    assert set(fp8_layers(model)) == expected
+    monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 32 * 48 + 1)
+    assert not fp8_layers(model)
+    routed = MoEConfig(**usual_config("mixtral").model_dump() | {"num_experts": 16})
+    monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 1)
+    found = {name.rpartition(".")[2] for name in fp8_layers(empty_model(routed))}
+    assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_fp8_of_gpt2_is_that_of_the_same_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchao = pytest.importorskip("torchao.float8")
+    monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 1)
+    # A CPU has no fp8 matrix units.
+    emulated, convert = torchao.Float8LinearConfig(emulate=True), torchao.convert_to_float8_training
+    monkeypatch.setattr(torchao, "Float8LinearConfig", lambda: emulated)
+    emulating = functools.partial(convert, config=emulated)
+    monkeypatch.setattr(torchao, "convert_to_float8_training", emulating)
+    linear = nn.Linear(32, 48)
+    layer = Conv1D(32, 48)
+    layer.load_state_dict({"weight": linear.weight.T, "bias": linear.bias})
+    x = torch.randn(2, 5, 32, requires_grad=True)
+
+    def results(module: nn.Linear | Conv1D) -> tuple[Tensor, ...]:
+        holder = nn.Sequential(module)
+        convert_to_fp8(holder)
+        y = holder(x)
+        return y, *torch.autograd.grad(y.square().sum(), (x, module.weight))
+
+    plain = linear(x)
+    y, of_input, of_weight = results(linear)
+    found, found_of_input, found_of_weight = results(layer)
+    assert torch.equal(found, y)
+    assert torch.equal(found_of_input, of_input)
+    assert torch.equal(found_of_weight.T, of_weight)
+    assert not torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_residual_keeps_the_stream_of_each_family_in_bf16(family: str) -> None:
+    config = EfficiencyConfig(precision="bf16", bf16_residual=True, attention="plain")
+    model = empty_model(usual_config(family))
+    model.init_weights(torch.Generator().manual_seed(0))
+    apply_methods(model, config, CPU)
+    dtypes: list[torch.dtype] = []
+    for layer in model.layers:
+        layer.register_forward_hook(
+            lambda _layer, inputs, y: dtypes.extend((inputs[0].dtype, _first(y).dtype))
+        )
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | RMSNorm):
+            module.register_forward_hook(lambda _norm, _inputs, y: dtypes.append(y.dtype))
+    ids = torch.randint(384, (2, 24), generator=torch.Generator().manual_seed(1))
+    loss = loss_function(model, config, CPU)(ids, ids)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert len(dtypes) >= 2 * 3
+    assert set(dtypes) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert {g.dtype for g in gradients} == {torch.float32}
+    assert all(g.isfinite().all() for g in gradients)
+    # Outside of autocast, as in generation after training, nothing is rounded.
+    dtypes.clear()
+    model(ids)
+    assert set(dtypes) == {torch.float32}
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
 
 
 def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.memory import measured_memory
+from firstlight.methods.attention import varying_lengths
 from firstlight.models.moe import _grouped_linear, _grouped_linear_backward
 from firstlight.planner.memory.kernels import (
     Operator,
@@ -28,6 +30,7 @@ from firstlight.planner.memory.kernels import (
 from firstlight.planner.memory.prediction import CachingAllocator, predict, reserved_bytes, rounded
 from firstlight.planner.memory.program import CudaKernels, fake_tensors
 from firstlight.planner.memory.trace import Trace, Tracer
+from gpu import fake_cuda
 
 _MIB = 2**20
 _TILES = Target(threads=2, tile_dtypes=frozenset({torch.bfloat16}))
@@ -355,6 +358,43 @@ def test_hopper_and_blackwell_take_cudnn_for_masked_groups(
     assert kept_by(grouped, _A100, torch.bfloat16) > 4 * _SCORES
     before = cuda_target("H100", capability, torch_version=(2, 10))
     assert kept_by(grouped, before, torch.bfloat16) > 4 * _SCORES
+
+
+@pytest.mark.parametrize(
+    "capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+)
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_planned_kernel_is_that_of_the_test_device(
+    capability: tuple[int, int], learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are torch's order. Evaluations, which do not learn, have no cuDNN attention."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(fake_cuda, "TORCH_TAKES_GROUPS", False)
+    planned = CudaKernels(cuda_target("a GPU", capability))
+    found = set()
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    choices = itertools.product(
+        (torch.float16, torch.bfloat16, torch.float32),
+        (60, 64, 128, 136, 208, 256, 264),
+        (None, mask),
+        (0.0, 0.1, 0.125),
+        (1, 2),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(learns))
+        if not learns:
+            stack.enter_context(varying_lengths())
+        for dtype, size, seen, dropout, groups in choices:
+            query = torch.empty(1, 2, 8, size, dtype=dtype, requires_grad=learns)
+            key = query[:, : 2 // groups]
+            asked = (seen, dropout)
+            expected = fake_cuda._kernel(query, key, *asked, is_causal=seen is None, learns=learns)
+            assert planned._chosen(query, *asked, grouped=groups > 1) == expected, (dtype, size)
+            found.add(expected)
+    prefers = learns and capability[0] in (9, 10)
+    assert found == {"efficient", "math"} | ({"flash"} if capability >= (8, 0) else set()) | (
+        {"cudnn"} if prefers else set()
+    )
 
 
 @pytest.mark.parametrize("heads", [4, 2])

@@ -434,6 +434,47 @@ def test_experts_are_matrix_products_compiled_or_not() -> None:
         assert added == pytest.approx(least)
 
 
+def test_products_of_large_layers_alone_take_half_the_time_in_fp8() -> None:
+    model = {
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    values = {
+        "data": {"dir": "-", "seq_len": 64},
+        "model": model,
+        "batch": {"micro_batch_size": 64},
+        "efficiency": {"precision": "fp8", "compile": True},
+    }
+    work = workload_of(plain_recipe(values))
+    # Queries and outputs, and those of the MLP; keys and values have 1M weights.
+    assert work.fp8_products == {(2048, 2048, 4096), (2048, 4096, 4096)}
+    in_bf16 = workload_of(plain_recipe({**values, "efficiency": {"precision": "bf16"}}))
+    assert not in_bf16.fp8_products
+    tokens = 4096
+    products = {
+        "up": mm(tokens, 2048, 4096, dtype=BF16),
+        "gradient of the input": mm(tokens, 4096, 2048, "backward", BF16),
+        "gradient of the weight": mm(4096, tokens, 2048, "backward", BF16),
+        "key": mm(tokens, 2048, 512, dtype=BF16),
+        "head": mm(tokens, 2048, 4096, "loss", BF16),
+    }
+    gpu = find_gpu("H100")
+    for name, one in products.items():
+        found, bf16 = (
+            predict_speed(step((one, 1)), each, gpu, IDEAL).kinds["matrix_products"]
+            for each in (work, in_bf16)
+        )
+        casts = 1.5 * sum(map(bytes_of, one.inputs)) / gpu.bandwidth
+        is_fp8 = name not in ("key", "head")
+        assert found == pytest.approx(bf16 / 2 + casts if is_fp8 else bf16), name
+
+
 _SIZES = st.integers(1, 3000)
 _FACTORS = st.floats(1, 16)
 

@@ -252,6 +252,11 @@ _METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "llama": {"model": LLAMA},
     "bf16": {"efficiency": {"precision": "bf16"}},
+    "bf16 residual": {"efficiency": {"precision": "bf16", "bf16_residual": True}},
+    "bf16 residual, llama": {
+        "model": LLAMA,
+        "efficiency": {"precision": "bf16", "bf16_residual": True},
+    },
     "fp16": {"efficiency": {"precision": "fp16"}},
     "bf16 parameters": {"efficiency": {"precision": "bf16_params"}},
     "accumulation": {"batch": {"gradient_accumulation_steps": 2}},
@@ -308,7 +313,16 @@ _METHODS: dict[str, dict[str, Any]] = {
 
 #: What is unlike in what it takes; `make test-slow` runs all.
 _UNLIKE = (
-    *("gemma2", "llama", "bf16", "fp16", "bf16 parameters", "accumulation", "full checkpointing"),
+    *(
+        "gemma2",
+        "llama",
+        "bf16",
+        "bf16 residual",
+        "fp16",
+        "bf16 parameters",
+        "accumulation",
+        "full checkpointing",
+    ),
     *("selective checkpointing", "offload", "chunked loss, bf16", "documents", "foreach"),
     *("adafactor", "muon", "in backward", "LoRA", "gpt-oss", "qwen3_next", "experts"),
 )

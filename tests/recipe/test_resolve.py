@@ -177,6 +177,16 @@ def test_keys_that_mean_nothing_without_compiling_compile(how: dict[str, Any]) -
     assert Place().resolve(recipe_of(efficiency=how)).efficiency.compile is True
 
 
+def test_fp8_compiles_a_run_of_any_length_that_does_not_refuse() -> None:
+    def compiled(**efficiency: Any) -> Any:
+        recipe = recipe_of(efficiency={"precision": "fp8", **efficiency})
+        return Place(device="cuda").resolve(recipe).efficiency.compile
+
+    assert compiled() is True
+    assert compiled(compile=False) is False
+    assert compiled(precision="bf16") is False
+
+
 @pytest.mark.parametrize(
     ("distributed", "compiles"),
     [

@@ -167,10 +167,15 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
         ),
         MethodRow("tf32", {"efficiency.precision": "tf32"}, _IS_CPU + "CPUs have no TF32"),
         MethodRow("bf16", {"efficiency.precision": "bf16"}),
+        MethodRow(
+            "bf16-residual", {"efficiency.precision": "bf16", "efficiency.bf16_residual": True}
+        ),
         MethodRow("bf16-params", {"efficiency.precision": "bf16_params"}),
         MethodRow("fp16", {"efficiency.precision": "fp16"}),
         MethodRow(
-            "fp8", {"efficiency.precision": "fp8"}, _IS_CPU + "CPUs have no fp8 matrix units"
+            "fp8",
+            {**compiled, "efficiency.precision": "fp8"},
+            _IS_CPU + "CPUs have no fp8 matrix units",
         ),
         *_optimizer_rows(),
         *_attention_rows(hardware),

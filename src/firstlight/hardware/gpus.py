@@ -20,6 +20,11 @@ from firstlight.errors import ConfigError
 _MIB = 2**20
 
 
+#: The rate of matrix products in fp8 as a multiple of bf16's, on all GPUs of the table that have
+#: units for it (data sheets; on GeForce cards with accumulation in fp32).
+FP8_SPEEDUP = 2.0
+
+
 @dataclass(frozen=True)
 class GPU:
     """One kind of GPU.
@@ -67,7 +72,7 @@ class GPU:
             "fp16": self.fp16,
             "bf16": self.bf16,
             "bf16_params": self.bf16,
-            # The table has no rates for fp8.
+            # Attention, the head and small layers stay in bf16, with which the MFU is compared.
             "fp8": self.bf16,
         }
         return rates.get(precision, 0.0) or self.fp32

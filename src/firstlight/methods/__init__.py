@@ -35,6 +35,7 @@ from firstlight.methods.memory import (
 from firstlight.methods.precision import (
     autocast,
     convert_to_fp8,
+    keep_bf16_residual,
     matmul_precision,
     require_fp8,
     resolve_precision,
@@ -112,6 +113,8 @@ def apply_methods(
         chunk_loss(model, config.loss_chunk_tokens, z_loss_coef)
     elif z_loss_coef:
         model.head_loss = functools.partial(head_loss, z_loss_coef=z_loss_coef)
+    if config.bf16_residual:
+        keep_bf16_residual(model)
     if config.precision == "fp8":
         require_fp8(hardware, model)
         convert_to_fp8(model)

@@ -36,6 +36,10 @@ class EfficiencyConfig(Section):
     parameters that the model computes with in bf16 and fp32 master weights in the optimizer. "fp16"
     is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix products of the layers in
     fp8 (torchao; GPUs from compute capability 8.9)."""
+    bf16_residual: bool = False
+    """keep the residual stream, to which each layer adds, in bf16 between the layers instead of
+    fp32: faster, and less memory of activations. Norms still compute in fp32. With precision "bf16"
+    or "fp8"."""
     matmul_precision: MatmulPrecision | None = None
     """torch.set_float32_matmul_precision of the training steps, for products of fp32 tensors, thus
     with precision "fp32" or "tf32": "highest" computes them in fp32; "high" is precision "tf32";

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster
 from firstlight.hardware.gpus import matrix_packet_bytes
 from firstlight.methods.config import EfficiencyConfig
-from firstlight.models import ModelConfig
+from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import matrix_shapes
+from firstlight.models.gpt2 import Conv1D
+from firstlight.models.llama import RMSNorm
+from firstlight.models.ops import product_dtype
 
 #: CUDA's compute capability from which there are fp8 matrix units.
 FP8_CAPABILITY = (8, 9)
@@ -79,6 +85,28 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
+def keep_bf16_residual(model: Model) -> None:
+    """Let the residual stream of a plain model have autocast's dtype instead of fp32: it is rounded
+    before the first layer, and norms, which compute in fp32, return that dtype."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.forward = functools.partial(_layer_norm, module)  # type: ignore[method-assign]
+        elif isinstance(module, RMSNorm):
+            module.register_forward_hook(lambda _module, _inputs, x: x.to(product_dtype(x)))
+    model.layers[0].register_forward_pre_hook(
+        lambda _layer, inputs: (inputs[0].to(product_dtype(inputs[0])), *inputs[1:])
+    )
+
+
+def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    # Autocast would give CUDA's kernel an fp32 copy of x, and keep that for the backward pass. The
+    # kernel computes in fp32 in any case; it takes only a weight of the dtype of x.
+    dtype = product_dtype(x)
+    weight, bias = (None if p is None else p.to(dtype) for p in (norm.weight, norm.bias))
+    with torch.autocast(x.device.type, enabled=False):
+        return F.layer_norm(x.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
+
+
 #: Bytes of a number in a matrix product, by `EfficiencyConfig.products`; 2 for the others.
 _PRODUCT_BYTES = {"fp32": 4, "tf32": 4, "fp8": 1}
 
@@ -140,6 +168,16 @@ def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+#: Fewest weights of a layer that is multiplied in fp8. The casts and scales of smaller layers take
+#: longer than fp8 saves.
+FP8_LAYER_WEIGHTS = 4_000_000
+
+NO_FP8_LAYERS = (
+    "efficiency.precision fp8 is for linear layers of at least 4 million weights, in multiples of "
+    "16, and this model has none: use bf16"
+)
+
+
 def require_fp8(hardware: Hardware, model: nn.Module) -> None:
     """Refuse fp8 if it can't work.
 
@@ -156,30 +194,45 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
         raise ConfigError(
             "efficiency.precision fp8 needs torchao: pip install 'firstlight[8bit]', or use bf16"
         )
-    if not _fp8_layers(model):
-        raise ConfigError(
-            "efficiency.precision fp8 converts linear layers of a Llama-like model whose sizes "
-            "are multiples of 16, and this model has none: use bf16"
-        )
+    if not fp8_layers(model):
+        raise ConfigError(NO_FP8_LAYERS)
 
 
 def convert_to_fp8(model: nn.Module) -> None:
-    """Let the layers' matrix products run in fp8, with one scale for each tensor (torchao;
-    Micikevicius et al. 2022, arXiv 2209.05433). The head is not converted, because its errors would
-    reach the loss directly."""
-    from torchao.float8 import convert_to_float8_training
+    """Let the matrix products of `fp8_layers` run in fp8, with one scale for each tensor (torchao;
+    Micikevicius et al. 2022, arXiv 2209.05433)."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
 
-    names = _fp8_layers(model)
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names)
+    layers = fp8_layers(model)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in layers)
+    # torchao has a module for weights [out, in] alone, whose settings GPT-2's layers take.
+    settings = Float8Linear(1, 1, bias=False, device="meta", config=Float8LinearConfig())
+    for layer in layers.values():
+        if isinstance(layer, Conv1D):
+            forward = functools.partial(_fp8_conv1d, layer, settings)
+            layer.forward = forward  # type: ignore[method-assign]
 
 
-def _fp8_layers(model: nn.Module) -> set[str]:
-    # fp8 matrix units only take sizes that are multiples of 16. With LoRA, the head's linear layer
-    # is called `lm_head.base_layer`.
+def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    y: Tensor = matmul_with_hp_or_float8_args.apply(
+        x.to(product_dtype(x)), layer.weight, settings.linear_mm_config, settings.config
+    )
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+
+def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
+    """The layers that precision "fp8" multiplies in fp8, by name: large ones, whose sizes are the
+    multiples of 16 that fp8 matrix units need. The head is left out, because its errors would reach
+    the loss directly, and so are routers."""
+    # With LoRA, the head's linear layer is called `lm_head.base_layer`.
     return {
-        name
+        name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if type(module) in (nn.Linear, Conv1D)
         and name.removesuffix(".base_layer") != "lm_head"
         and all(size % 16 == 0 for size in module.weight.shape)
+        and module.weight.numel() >= FP8_LAYER_WEIGHTS
     }

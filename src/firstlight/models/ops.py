@@ -8,6 +8,7 @@ size, V vocabulary.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -143,6 +144,10 @@ def _grouped_attention(
     return _fused_attention(q_BHTD, k_BKSD, v_BKSD, options, is_causal=True)
 
 
+#: torch's switch for taking cuDNN's attention last on all GPUs, which it reads once as well.
+_CUDNN_IS_LAST = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+
+
 def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
     """True if torch's choice for these queries is a kernel that takes grouped queries: flash
     attention or, with a mask, cuDNN's (`select_sdp_backend` in torch's sdp_utils.cpp). The
@@ -150,16 +155,25 @@ def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
     gpu, size = torch.cuda.get_device_properties(q_BHTD.device), q_BHTD.shape[-1]
     if product_dtype(q_BHTD) not in (torch.float16, torch.bfloat16) or gpu.major < 8:
         return False
-    if options.mask is None:
-        return size <= 256
+    has_flash, has_cudnn = _enabled_kernels()
+    if options.mask is None and size <= 256 and has_flash:
+        return True
     # With cuDNN 9.15.1 or later, which comes with torch's wheels for CUDA 13. (torch.compile can't
     # trace a call for the version.)
     cuda_version = int((torch.version.cuda or "0").partition(".")[0])
-    prefers_cudnn = gpu.major in (9, 10) and cuda_version >= 13
+    prefers_cudnn = gpu.major in (9, 10) and cuda_version >= 13 and not _CUDNN_IS_LAST
     # Without gradients, texts may have any length: see `methods.attention.varying_lengths`.
     is_training = torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
     fits = size <= 128 and size % 8 == 0 and not options.dropout
-    return prefers_cudnn and is_training and fits
+    return prefers_cudnn and has_cudnn and is_training and fits
+
+
+# torch.compile can't trace these calls.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _enabled_kernels() -> tuple[bool, bool]:
+    """Whether flash attention and cuDNN's attention are enabled in torch."""
+    cuda: Any = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled()
 
 
 def plain_attention(

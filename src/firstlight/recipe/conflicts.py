@@ -10,8 +10,9 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware
 from firstlight.methods.attention import GPU_BACKENDS, able_backends, why_unable
 from firstlight.methods.compilation import TRITON_CAPABILITY, why_unrecordable
-from firstlight.methods.precision import FP8_CAPABILITY
+from firstlight.methods.precision import FP8_CAPABILITY, NO_FP8_LAYERS, fp8_layers
 from firstlight.models import ModelConfig
+from firstlight.models.accounting import meta_model
 from firstlight.optim.config import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
 from firstlight.parallel.engine import Engine
 from firstlight.parallel.engine_choice import ENGINES
@@ -70,6 +71,16 @@ def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
         yield (
             "efficiency.matmul_precision is for products of fp32 tensors, and those of "
             f"efficiency.precision {config.precision} are not: set precision to fp32"
+        )
+    if config.bf16_residual and config.precision == "bf16_params":
+        yield (
+            "efficiency.bf16_residual does nothing with efficiency.precision bf16_params, whose "
+            "activations are all bf16"
+        )
+    if config.precision == "fp8" and not config.compile:
+        yield (
+            "efficiency.precision fp8 is slower than bf16 without torch.compile, which joins its "
+            "casts: set efficiency.compile to true"
         )
     if device == "cuda":
         return
@@ -134,10 +145,12 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
             f"efficiency.compile_mode {config.compile_mode} is inductor's: set "
             "efficiency.compile_backend to inductor, or compile_mode to default"
         )
-    if config.precision == "fp8" and model.stores_transposed:
+    if config.precision == "fp8" and not fp8_layers(meta_model(model)):
+        yield NO_FP8_LAYERS
+    if config.bf16_residual and config.precision in ("fp32", "tf32", "fp16"):
         yield (
-            "efficiency.precision fp8 converts linear layers, and those of "
-            f"{model.model_type} are stored transposed: use bf16, or model.model_type llama"
+            "efficiency.bf16_residual is for precision bf16 or fp8, and efficiency.precision is "
+            f"{config.precision}: set precision to bf16, or bf16_residual to false"
         )
     if config.attention in ("flex", "flash") and model.attention_spec(0).dropout:
         yield (
@@ -309,6 +322,8 @@ def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
         yield f"lora is not for {key}: leave one out (distributed.engine fsdp works with lora)"
     if config.compile:
         yield f"efficiency.compile is not for {key}: set it to false"
+    if config.bf16_residual and key == "distributed.pipeline":
+        yield f"efficiency.bf16_residual is not for {key}: set it to false"
     if config.activation_offload:
         yield (
             f"efficiency.activation_offload is not for {key}: use "

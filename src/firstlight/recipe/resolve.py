@@ -315,10 +315,9 @@ def _resolve_efficiency(
     if config.compile == "auto":
         pays = earlier.get("compile")
         if pays is None:
-            pays = (
-                ideal_seconds(recipe, model, seq_len, precision, facts=facts)
-                >= WORTH_COMPILING_SECONDS
-            )
+            seconds = ideal_seconds(recipe, model, seq_len, precision, facts=facts)
+            # Uncompiled, the casts of fp8 take longer than its products save.
+            pays = precision == "fp8" or seconds >= WORTH_COMPILING_SECONDS
         # `conflicts.py` refuses compiling with other engines and with parts of layers.
         able = _is_whole(recipe) and not named_engine(recipe.distributed).updates_itself
         pays = pays is True and able and facts.compiles

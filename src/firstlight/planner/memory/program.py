@@ -212,17 +212,26 @@ class CudaKernels(TorchFunctionMode):
     def _chosen(self, query: Tensor, mask: Tensor | None, dropout: float, *, grouped: bool) -> str:
         """torch's choice (sdp_utils.cpp). cuDNN and flash attention need half precision and compute
         capability 8.0. cuDNN needs heads of a multiple of 8, at most 128, and dropout in steps of
-        1/16; flash no mask and heads of at most 256. The memory-efficient kernel does not take
-        `enable_gqa` before torch 2.14, and needs capability 8.0 for bf16."""
-        half = query.dtype in (torch.float16, torch.bfloat16)
-        heads_fit = query.shape[-1] <= 128 and query.shape[-1] % 8 == 0
-        if self._has_cudnn and half and heads_fit and float(16 * dropout).is_integer():
+        1/16; flash no mask and heads of at most 256. The memory-efficient kernel needs heads of a
+        multiple of 16 bytes, does not take `enable_gqa` before torch 2.14, and needs capability 8.0
+        for bf16."""
+        half, size = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
+        capability = self._target.capability
+        # Evaluation and generation run without cuDNN's kernel (`varying_lengths`).
+        takes_cudnn = self._has_cudnn and torch.is_grad_enabled() and size <= 128 and size % 8 == 0
+        if takes_cudnn and half and float(16 * dropout).is_integer():
             return "cudnn"
-        if self._has_flash and half and mask is None and query.shape[-1] <= 256:
+        # Multiprocessors with less shared memory lack flash attention's backward pass.
+        has_less = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+        no_backward = has_less and (192 < size <= 224 or (size > 224 and dropout > 0))
+        learns = torch.is_grad_enabled() and query.requires_grad
+        takes_flash = self._has_flash and half and size <= 256 and not (learns and no_backward)
+        if takes_flash and mask is None:
             return "flash"
-        bf16_missing = query.dtype == torch.bfloat16 and self._target.capability < (8, 0)
+        bf16_missing = query.dtype == torch.bfloat16 and capability < (8, 0)
+        aligned = size % (8 if half else 4 if capability >= (8, 0) else 1) == 0
         takes_groups = not grouped or self._target.torch_version >= (2, 14)
-        if self._has_efficient and takes_groups and not bf16_missing:
+        if self._has_efficient and takes_groups and aligned and not bf16_missing:
             return "efficient"
         return "math"
 

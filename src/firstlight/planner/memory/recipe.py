@@ -13,6 +13,7 @@ from torch import Tensor
 from firstlight.data.loader import Batch
 from firstlight.generation.batch import BatchDecoder
 from firstlight.methods import autocast, same_bits
+from firstlight.methods.attention import varying_lengths
 from firstlight.models import build_model
 from firstlight.models.ops import MaskFunction
 from firstlight.optim.eight_bit import compiles_update
@@ -303,6 +304,8 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         fake_tensors(),
         tracer,
         optimizer_phases(tracer),
+        # Deterministic runs have no cuDNN attention either.
+        varying_lengths() if recipe.run.deterministic else contextlib.nullcontext(),
         kernels_of(target, planned.kernel),
     ):
         model = build_model(recipe.model, recipe.efficiency.vocab_multiple)

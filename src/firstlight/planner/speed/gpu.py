@@ -32,7 +32,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -42,7 +42,7 @@ import torch
 from firstlight.errors import InputError
 from firstlight.files.atomic import read_json
 from firstlight.files.cache import cache_folder
-from firstlight.hardware.gpus import GPU, GPUS
+from firstlight.hardware.gpus import FP8_SPEEDUP, GPU, GPUS
 from firstlight.models.blockwise import blocks_of
 from firstlight.planner.memory.kernels import (
     Operator,
@@ -399,10 +399,32 @@ def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
     return gpu.peak_flops("tf32" if precision == "tf32" else "fp32")
 
 
+#: Bytes that are read and written to cast the factors of an fp8 product, as a multiple of their
+#: bytes in bf16. Their largest values are found by the compiled kernels that make the factors.
+_FP8_CASTS = 1.5
+
+
+def runs_in_fp8(operator: Operator, products: Collection[tuple[int, ...]]) -> bool:
+    """True if the operator is one of the products that are computed in fp8, see
+    `Workload.fp8_products`."""
+    if not products or operator.phase not in ("forward", "backward") or is_grouped(operator):
+        return False
+    if kind_of(operator) != "matrix_products":
+        return False
+    one = product_of(operator)
+    return tuple(sorted((one.m, one.n, one.k))) in products
+
+
 def kernel_seconds(
-    operator: Operator, gpu: GPU, precision: str, shares: Shares = DEFAULT_SHARES
+    operator: Operator,
+    gpu: GPU,
+    precision: str,
+    shares: Shares = DEFAULT_SHARES,
+    *,
+    fp8: bool = False,
 ) -> Range:
-    """Seconds of one call on the GPU, by the roofline model."""
+    """Seconds of one call on the GPU, by the roofline model; with `fp8`, of a product in fp8 that
+    was traced in bf16, and of the casts of its factors."""
     if is_free(operator):
         return ZERO
     floor = shares.kernel_seconds
@@ -414,6 +436,9 @@ def kernel_seconds(
             product, multiprocessors(gpu)
         )
         rate = product_share(product, precision, shares) * peak
+        if fp8:
+            casts = _over(_FP8_CASTS * total_bytes(operator.inputs), bandwidth)
+            return larger(floor, _over(product.flops, rate * FP8_SPEEDUP)) + casts
         return larger(floor, larger(memory, _over(product.flops, rate)))
     if is_attention(operator):
         backward = "backward" in operator.name

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from firstlight.hardware.gpus import GPU
 from firstlight.methods.compilation import records_cuda_graphs
+from firstlight.methods.precision import fp8_layers
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 from firstlight.optim.spec import LIST_VALUES, in_lists
 from firstlight.planner.memory.kernels import OperatorCount, total_bytes
@@ -33,6 +34,7 @@ from firstlight.planner.speed.gpu import (
     kind_of,
     larger,
     multiprocessors,
+    runs_in_fp8,
     shares_for,
     streamed_bytes,
 )
@@ -147,6 +149,8 @@ class Workload:
         cuda_graphs: True if a step is launched as one CUDA graph.
         dispatches: True if Python sees each operator of the layers (selective checkpointing).
         updates: number of calls of torch optimizers in a step.
+        fp8_products: sizes of the products in fp8: a micro-batch's tokens and the two sizes of a
+            weight, sorted. They are those of the gradients' products, too.
         exchange: communication of several processes.
     """
 
@@ -157,6 +161,7 @@ class Workload:
     cuda_graphs: bool = False
     dispatches: bool = False
     updates: int = 1
+    fp8_products: frozenset[tuple[int, ...]] = frozenset()
     exchange: Exchange = field(default_factory=Exchange)
 
 
@@ -294,7 +299,8 @@ def _on_gpu(
         # Fused operators are counted below, by `fused_bytes`.
         if is_free(one) or _fuses(entry, work):
             continue
-        seconds = kernel_seconds(one, gpu, work.precision, shares) * entry.count
+        fp8 = runs_in_fp8(one, work.fp8_products)
+        seconds = kernel_seconds(one, gpu, work.precision, shares, fp8=fp8) * entry.count
         kind = kind_of(one)
         sums.add(one.phase, kind, seconds)
         launches[one.phase] = launches.get(one.phase, 0.0) + entry.count
@@ -330,7 +336,7 @@ def _on_gpu(
         f"{shares.bandwidth.slow:.0%} to {shares.bandwidth.fast:.0%} of the bandwidth"
     ]
     if work.precision == "fp8":
-        notes.append("fp8 is counted as bf16: the table has no rates for it")
+        notes.append("fp8 is counted at twice bf16's rate, with the casts of its factors")
     return sums, gpu.peak_flops(work.precision), notes
 
 
@@ -361,6 +367,8 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
     batch = recipe.batch
     seq_len = recipe.data.seq_len
     exchange = exchange or Exchange()
+    is_fp8 = recipe.efficiency.precision == "fp8"
+    in_fp8 = fp8_layers(meta_model(model)).values() if is_fp8 else ()
     return Workload(
         global_batch_tokens=batch.rows
         * seq_len
@@ -375,6 +383,9 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
         cuda_graphs=records_cuda_graphs(recipe.efficiency),
         dispatches=recipe.efficiency.activation_checkpointing == "selective",
         updates=updates_of(recipe),
+        fp8_products=frozenset(
+            tuple(sorted((batch.rows * seq_len, *layer.weight.shape))) for layer in in_fp8
+        ),
         exchange=exchange,
     )
 
