@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation import batch
-from firstlight.generation.batch import BatchDecoder, RecordedSteps, _Recorded
+from firstlight.generation.batch import BatchDecoder, RaggedSteps, RecordedSteps
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
 from firstlight.lora.loading import LoadedModel
@@ -133,13 +134,11 @@ def test_a_ragged_cache_gives_each_row_the_logits_of_its_own_text(name: str) -> 
         torch.testing.assert_close(together[row], expected, atol=1e-4, rtol=1e-4)
 
 
-def _recorded(steps: RecordedSteps, ids: Tensor, lengths: Tensor, reach: int) -> _Recorded:
+def _recorded(steps: RecordedSteps, rows: int, reach: int) -> tuple[Any, Tensor]:
     """In place of `RecordedSteps._record`: a graph that computes the step when it is replayed."""
-    logits = torch.full_like(steps._compute(ids, lengths, reach), torch.nan)
-    graph: Any = SimpleNamespace(
-        replay=lambda: logits.copy_(steps._compute(ids, lengths, reach)),
-    )
-    return _Recorded(graph, ids, lengths, logits)
+    logits = torch.full((rows, 352), torch.nan)
+    replay = functools.partial(RaggedSteps._run, steps, rows, reach)
+    return SimpleNamespace(replay=lambda: logits.copy_(replay())), logits
 
 
 @pytest.mark.parametrize("way", ["plain", "reuse_prefixes", "recorded"])

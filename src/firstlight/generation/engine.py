@@ -8,14 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from firstlight.checkpoint.selection import read_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
 from firstlight.generation.beams import search
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation, Generation, choose_tokens
+from firstlight.generation.continuation import (
+    Chosen,
+    Continuation,
+    Generation,
+    choose_tokens,
+)
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel, load_model
@@ -107,16 +111,18 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
         prompt_ids = prompt_ids[-kept:]
     logits_V = decoder.add(prompt_ids, text.score_prompt, may_fill=slides_by is not None)
     try:
-        yield text.push(logits_V)
+        (chosen,) = choose_tokens([text], logits_V[None])
+        yield text.push(chosen)
         while text.finish_reason is None:
             if decoder.room(0):
-                logits_V = decoder.step(text.token_ids[-1:])[0]
+                (chosen,) = next_tokens([text], decoder)
             else:
                 # Computed again, because positions now count from the beginning of the kept text.
                 decoder.remove(0)
                 kept_ids = [*text.prompt_ids, *text.token_ids][-kept:]
                 logits_V = decoder.add(kept_ids, may_fill=slides_by is not None)
-            yield text.push(logits_V)
+                (chosen,) = choose_tokens([text], logits_V[None])
+            yield text.push(chosen)
     finally:
         decoder.remove(0)
 
@@ -148,29 +154,35 @@ def pieces_of_many(
         while waiting and len(running) < decoder.max_sequences:
             running.append(waiting.popleft())
         if joining := [texts[index] for index in running[first:]]:
-            logits_BV = add_texts(joining, decoder)
+            chosen = first_tokens(joining, decoder)
         else:
-            logits_BV = decoder.step([texts[index].token_ids[-1] for index in running])
-            first = 0
-        chosen = choose_tokens([texts[index] for index in running[first:]], logits_BV)
+            chosen, first = next_tokens([texts[index] for index in running], decoder), 0
         for row in reversed(range(first, len(running))):
             index = running[row]
-            yield index, texts[index].push(logits_BV[row - first], chosen[row - first])
+            yield index, texts[index].push(chosen[row - first])
             if texts[index].finish_reason is not None:
                 decoder.remove(row)
                 running[row] = running[-1]
                 running.pop()
 
 
-def add_texts(texts: Sequence[Continuation], decoder: BatchDecoder) -> Tensor:
-    """Append the prompts of texts to a decoder; return the logits [N, V] of their first new tokens.
+def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
+    """Append the prompts of texts to a decoder; return their first tokens, see `choose_tokens`.
 
     Raises:
         ConfigError, ModelError: see `require_prompt`.
     """
     if any(text.score_prompt is not None for text in texts):
-        return torch.stack([decoder.add(text.prompt_ids, text.score_prompt) for text in texts])
-    return decoder.add_many([text.prompt_ids for text in texts])
+        logits = [decoder.add(text.prompt_ids, text.score_prompt) for text in texts]
+        return choose_tokens(texts, torch.stack(logits))
+    return choose_tokens(texts, decoder.add_many([text.prompt_ids for text in texts]))
+
+
+def next_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
+    """The next tokens of all texts of a decoder, in the order of its sequences, see
+    `choose_tokens`."""
+    logits_BV = decoder.step([text.token_ids[-1] for text in texts])
+    return choose_tokens(texts, logits_BV, decoder.keep if logits_BV.is_cuda else None)
 
 
 def continuation(
