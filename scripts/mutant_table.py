@@ -738,7 +738,7 @@ MUTANTS = [
     Mutant(
         "samples draw from the run's generator",
         "firstlight/generation/sampling.py",
-        "torch.rand((), dtype=torch.float64, generator=one)",
+        "torch.rand((), dtype=torch.float64, generator=generator)",
         "torch.rand((), dtype=torch.float64)",
         (_TEXT + "samples_drawn_while_training_change_what_is_learned",),
     ),
@@ -1060,8 +1060,8 @@ MUTANTS = [
     Mutant(
         "lengths of texts on the host",
         "firstlight/generation/batch.py",
-        "lengths_B = torch.tensor([*lengths, *[0] * spare], device=self._device)",
-        "lengths_B = torch.tensor([*lengths, *[0] * spare])",
+        "torch.zeros(max_sequences, dtype=torch.int64, device=device) for _ in range(2)",
+        "torch.zeros(max_sequences, dtype=torch.int64) for _ in range(2)",
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
     ),
     Mutant(
@@ -1082,22 +1082,22 @@ MUTANTS = [
         "graph recorded before anything is compiled",
         "firstlight/generation/batch.py",
         "                self._by_shape.popitem(last=False)\n"
-        "            return self._compute(input_ids_B1, lengths_B, reach)\n",
+        "            return super()._run(rows, reach)\n",
         "                self._by_shape.popitem(last=False)\n",
         (_COMPILED + "a_shape_of_steps_is_recorded_when_it_comes_again",),
     ),
     Mutant(
         "recorded step of the tokens before",
         "firstlight/generation/batch.py",
-        "            recorded.input_ids.copy_(input_ids_B1)\n",
-        "",
-        (_COMPILED + "a_shape_of_steps_is_recorded_when_it_comes_again",),
+        "            self._known = ids, lengths, rows\n",
+        "            self._known = [], lengths, rows\n",
+        (_COMPILED + "tokens_and_lengths_stay_on_the_device_while_the_sequences_are_the_same",),
     ),
     Mutant(
         "logits that the next recorded step overwrites",
         "firstlight/generation/batch.py",
-        "return recorded.logits.clone()",
-        "return recorded.logits",
+        "return logits_BV.clone()",
+        "return logits_BV",
         (_COMPILED + "a_shape_of_steps_is_recorded_when_it_comes_again",),
     ),
     Mutant(
