@@ -209,13 +209,12 @@ class Chosen:
     choices: Sequence[TokenChoice] = ()
 
 
-@torch.inference_mode()
 def choose_tokens(
     texts: Sequence[Continuation],
     logits_BV: Tensor,
     keep: Callable[[Tensor, list[int]], None] | None = None,
 ) -> list[Chosen | Exception]:
-    """Choose the next token of several texts. The host reads from the device once.
+    """Choose the next token of several texts. The host reads from a GPU once.
 
     Args:
         texts: texts that continue, without a finish reason.
@@ -233,31 +232,30 @@ def choose_tokens(
     for row, text in enumerate(texts):
         groups.setdefault(text.settings, []).append(row)
     order = [row for rows in groups.values() for row in rows]
-    numbers_B = None
-    if len(groups) > 1 or texts[0].config.temperature:
-        numbers = [texts[row].draw_number() for row in order]
+    numbers = [texts[row].draw_number() for row in order]
+    if len(groups) == 1:
+        config = texts[0].config
+        numbers_B = upload(numbers, logits_BV.device, torch.float64) if config.temperature else None
+        columns = [_columns(logits_BV, shifted_BV, config, numbers_B)]
+    else:
         both_2B = upload([order, numbers], logits_BV.device, torch.float64)
         order_B, numbers_B = both_2B[0].long(), both_2B[1]
-    if len(groups) > 1:
-        logits_BV, shifted_BV = logits_BV[order_B], shifted_BV[order_B]
-    first, columns = 0, list[Tensor]()
-    for rows in groups.values():
-        part = slice(first, first := first + len(rows))
-        numbers_G = None if numbers_B is None else numbers_B[part]
-        config = texts[rows[0]].config
-        columns.append(_columns(logits_BV[part], shifted_BV[part], config, numbers_G))
+        sizes = [len(rows) for rows in groups.values()]
+        configs = [texts[rows[0]].config for rows in groups.values()]
+        parts = (logits_BV[order_B].split(sizes), shifted_BV[order_B].split(sizes))
+        columns = list(map(_columns, *parts, configs, numbers_B.split(sizes)))
     ids: list[int] = []
     if keep is not None:
-        ids_B = torch.cat([columns_GW[:, 0] for columns_GW in columns]).long()
+        ids_B = torch.cat([one[0] for one in columns])[:, 0]
         if len(groups) > 1:
             ids_B = torch.empty_like(ids_B).index_copy_(0, order_B, ids_B)
         keep(ids_B, ids)
-    values = iter(torch.cat([columns_GW.flatten() for columns_GW in columns]).tolist())
-    found = dict[int, Chosen | Exception](errors)
-    for rows, columns_GW in zip(groups.values(), columns, strict=True):
-        for row in rows:
-            own = list(itertools.islice(values, columns_GW.shape[1]))
-            found.setdefault(row, _chosen(own, texts[row].config, logits_BV.shape[1]))
+    read = iter(_read([column for one in columns for column in one]))
+    found = dict[int, Chosen | Exception]()
+    for rows, one in zip(groups.values(), columns, strict=True):
+        values = zip(*itertools.islice(read, len(one)), strict=True)
+        for row, own in zip(rows, values, strict=True):
+            found[row] = errors.get(row) or _chosen(texts[row].config, *own)
     chosen = [found[row] for row in range(len(texts))]
     ids += [-1 if isinstance(one, Exception) else one.token_id for one in chosen]
     return chosen
@@ -276,18 +274,18 @@ def _shifted(
             except Exception as error:  # noqa: BLE001 - it fails its own text
                 errors[row] = error
     if shifted:
-        rows = [shifted.get(row, logits_V).float() for row, logits_V in enumerate(logits_BV)]
-        logits_BV = torch.stack(rows)
+        rows = [shifted[row] if row in shifted else logits_BV[row] for row in range(len(texts))]
+        # One text alone need not be copied.
+        logits_BV = rows[0][None] if len(rows) == 1 else torch.stack([row.float() for row in rows])
     return logits_BV, errors
 
 
 def _columns(
     logits_GV: Tensor, shifted_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
-) -> Tensor:
-    """What `_chosen` reads for each of G texts with the same settings, fp64 [G, W]."""
-    ids_G, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
-    ids_G1 = ids_G[:, None]
-    columns = [ids_G1, logits_GV.amax(-1, keepdim=True).isfinite()]
+) -> list[Tensor]:
+    """What `_chosen` reads for each of G texts with the same settings, [G, W] each."""
+    ids_G1, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
+    columns = [ids_G1, logits_GV.amax(-1, keepdim=True)]
     if config.logprobs is not None:
         columns += _logprob_columns(logits_GV, ids_G1, config.logprobs)
     if config.choices is not None:
@@ -297,21 +295,31 @@ def _columns(
         best_GN = model_GV.topk(min(config.choices, model_GV.shape[1])).indices
         ids_GN = torch.cat((best_GN, ids_G1), dim=1)
         columns += ids_GN, model_GV.gather(1, ids_GN), probabilities_GV.gather(1, ids_GN)
-    return torch.cat([column.double() for column in columns], dim=1)
+    return columns
 
 
-def _chosen(columns: list[float], config: SamplingConfig, vocab_size: int) -> Chosen | Exception:
-    """A text's token, from its row of `_columns`."""
-    token_id, is_finite, *rest = columns
-    token_id = int(token_id)
-    if not is_finite:
+def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
+    """The values of tensors of two dimensions, which are read from a GPU in one copy."""
+    if not tensors[0].is_cuda:
+        return [tensor.tolist() for tensor in tensors]
+    # Ids and numbers of fp32 are exact in fp64.
+    values = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
+    return [
+        [list(itertools.islice(values, tensor.shape[1])) for _ in range(len(tensor))]
+        for tensor in tensors
+    ]
+
+
+def _chosen(
+    config: SamplingConfig, ids: list[float], largest: list[float], *further: list[float]
+) -> Chosen | Exception:
+    """A text's token, from its rows of `_columns`."""
+    if not math.isfinite(largest[0]):
         return ModelError(_NOT_FINITE)
-    logprob, choices = None, list[TokenChoice]()
+    token_id, logprob, choices = int(ids[0]), None, list[TokenChoice]()
     if config.logprobs is not None:
-        end = 1 + 2 * min(config.logprobs, vocab_size)
-        logprob, rest = _token_logprob(token_id, rest[:end]), rest[end:]
-    count = len(rest) // 3
-    for one, model, sampled in zip(rest[:count], rest[count:], rest[2 * count :], strict=False):
+        logprob, further = _token_logprob(token_id, *further[:3]), further[3:]
+    for one, model, sampled in zip(*further, strict=True):
         choices.append(TokenChoice(int(one), model, sampled, int(one) == token_id))
     # The chosen token comes last, unless it is among the likeliest.
     if any(choice.is_chosen for choice in choices[:-1]):
@@ -405,12 +413,9 @@ def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[T
     Raises:
         ModelError: a logit is NaN or infinite.
     """
-    if not logits_TV.is_cuda:  # Apple's GPUs have no fp64
-        logits_TV = logits_TV.cpu()
     ids_T1 = upload(token_ids, logits_TV.device)[:, None]
-    columns = [column.double() for column in _logprob_columns(logits_TV, ids_T1, top)]
-    rows = zip(token_ids, torch.cat(columns, dim=1).tolist(), strict=True)
-    found = [_token_logprob(token_id, values) for token_id, values in rows]
+    columns = _read(_logprob_columns(logits_TV, ids_T1, top))
+    found = list(map(_token_logprob, token_ids, *columns))
     if any(math.isnan(one.logprob) for one in found):
         raise ModelError(_NOT_FINITE)
     return found
@@ -424,8 +429,8 @@ def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tenso
     return logprobs_TV.gather(1, ids_T1), best.indices, best.values
 
 
-def _token_logprob(token_id: int, columns: list[float]) -> TokenLogprob:
-    """A row of `_logprob_columns`."""
-    logprob, *best = columns
-    ids = map(int, best[: len(best) // 2])
-    return TokenLogprob(token_id, logprob, tuple(zip(ids, best[len(best) // 2 :], strict=True)))
+def _token_logprob(
+    token_id: int, logprob: list[float], ids: list[float], values: list[float]
+) -> TokenLogprob:
+    """The log-probability of a token, from its rows of `_logprob_columns`."""
+    return TokenLogprob(token_id, logprob[0], tuple(zip(map(int, ids), values, strict=True)))

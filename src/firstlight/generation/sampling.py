@@ -24,11 +24,11 @@ def sample_rows(
         numbers_G: a number from `uniform` for each text; None only with temperature 0.
 
     Returns:
-        The ids, int64 [G], and the probabilities that they were drawn by, fp32 [G, V]; None instead
-        of the probabilities with temperature 0.
+        The ids, int64 [G, 1], and the probabilities that they were drawn by, fp32 [G, V]; None
+        instead of the probabilities with temperature 0.
     """
     if config.temperature == 0:
-        return logits_GV.argmax(-1), None
+        return logits_GV.argmax(-1, keepdim=True), None
     assert numbers_G is not None
     probabilities_GV = filter_probabilities(logits_GV, config)
     return draw(probabilities_GV, numbers_G), probabilities_GV
@@ -69,8 +69,8 @@ def uniform(generator: torch.Generator) -> float:
 
 
 def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
-    """Draw an index [G] by each row of probabilities [G, V], which need not sum to 1, and a number
-    from `uniform`, fp64 [G]. An index with probability 0 is never drawn.
+    """Draw an index [G, 1] by each row of probabilities [G, V], which need not sum to 1, and a
+    number from `uniform`, fp64 [G]. An index with probability 0 is never drawn.
 
     It uses the inverse of the cumulative distribution. torch.multinomial draws a number for every
     index, which takes twenty times as long with a vocabulary of 50,000.
@@ -79,9 +79,9 @@ def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
     totals_G = cumulative_GV[:, -1]
     # Rounding may have made a product equal to its total, which is beyond the last index.
     below_G = (numbers_G * totals_G).minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
-    found_G = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)[:, 0]
+    found_G1 = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)
     # Probabilities that are not numbers would give an index beyond the last.
-    return found_G.clamp_(max=probabilities_GV.shape[-1] - 1)
+    return found_G1.clamp_(max=probabilities_GV.shape[-1] - 1)
 
 
 def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
