@@ -1065,11 +1065,11 @@ MUTANTS = [
         (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
     ),
     Mutant(
-        "the CPU's kernel of 8 bits on a GPU",
-        "firstlight/generation/few_rows.py",
-        'if x.device.type == "cpu" and rows.shape[0] <= _INT8_ROWS:',
-        "if rows.shape[0] <= _INT8_ROWS:",
-        (_FAKE_TEXT + "texts_that_join_and_leave_a_batch_stay_on_the_gpu",),
+        "weights of 8 bits on a GPU",
+        "firstlight/generation/engine.py",
+        'if dtype == "int8" and torch.device(device).type == "cuda":',
+        "if False:",
+        ("tests/generation/test_int8.py::test_int8_on_a_gpu_is_refused",),
     ),
     Mutant(
         "weights become constants on a GPU",

@@ -860,7 +860,7 @@ def int8(bench: Bench) -> Iterator[Row]:
     cast = bench.compiled(_cast_product)
     ways: dict[str, Callable[[Tensor], object]] = {
         "bf16": lambda x: [F.linear(x, weight) for weight in weights],
-        "int8 as it is": lambda x: [one(x) for one in present],
+        "int8, cast": lambda x: [one(x) for one in present],
         "_weight_int8pack_mm": lambda x: [torch._weight_int8pack_mm(x, w, s) for w, s in quantized],
         "int8, cast compiled": lambda x: [cast(x, w, s) for w, s in quantized],
     }

@@ -14,7 +14,7 @@ from firstlight.generation.beams import _Beam, beam_search
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import first_tokens, next_tokens, pieces_of
-from firstlight.generation.few_rows import quantize_int8, use_few_rows
+from firstlight.generation.few_rows import use_few_rows
 from firstlight.methods.attention import choose_attention, varying_lengths
 from firstlight.models import Model, build_model, moe
 from firstlight.weights.loading import load_weights
@@ -48,13 +48,10 @@ def nothing_on_host(cuda: FakeCuda) -> bool:
     return bool(cuda.calls)
 
 
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str, int8: bool) -> None:
+def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str) -> None:
     with fake_cuda() as (cuda, _), torch.inference_mode():
         model = model_on_gpu(FAMILIES[family])
-        if int8:
-            quantize_int8(model)
         decoder = BatchDecoder(model, 3, 200, reuse_prefixes=True)
         cuda.calls.clear()
         cuda.waits = 0
@@ -70,21 +67,16 @@ def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str, int8: bo
         assert nothing_on_host(cuda)
         products = cuda.named("mm", "addmm", "bmm")
         assert {dtype for call in products for _, dtype, _ in call.inputs} == {torch.bfloat16}
-        # torch has it for GPUs, too: but written for a CPU's few rows.
-        assert not cuda.named("_weight_int8pack_mm")
         decoder.remove(0)
         assert decoder.add_many([[1, 2, 3], [4, 5, 6, 7]]).shape == (2, vocab)
         assert not cuda.named("_scaled_dot_product_cudnn_attention")
         assert cuda.waits == 0
 
 
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_that_can_be_recorded_is_not_read_by_the_cpu(family: str, int8: bool) -> None:
+def test_a_step_that_can_be_recorded_is_not_read_by_the_cpu(family: str) -> None:
     with fake_cuda() as (cuda, _), torch.inference_mode():
         model = model_on_gpu(FAMILIES[family])
-        if int8:
-            quantize_int8(model)
         decoder = BatchDecoder(model, 3, 200)
         assert isinstance(decoder._ragged, RecordedSteps)
         cuda.calls.clear()

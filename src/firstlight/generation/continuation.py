@@ -316,7 +316,9 @@ def _chosen(
     """A text's token, from its rows of `_columns`."""
     if not math.isfinite(largest[0]):
         return ModelError(_NOT_FINITE)
-    token_id, logprob, choices = int(ids[0]), None, list[TokenChoice]()
+    token_id = int(ids[0])
+    logprob = None
+    choices: list[TokenChoice] = []
     if config.logprobs is not None:
         logprob, further = _token_logprob(token_id, *further[:3]), further[3:]
     for one, model, sampled in zip(*further, strict=True):

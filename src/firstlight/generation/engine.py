@@ -55,7 +55,7 @@ def load(
         device: device of the weights: "cpu", "cuda", ...
         dtype: "auto" (the file's), "float32", "bfloat16", "float16", or "int8". "int8" rounds the
             weights of linear layers to 8 bits (`Int8Linear`) and casts all other weights to
-            bfloat16; such a model is for generation only.
+            bfloat16; such a model is for generation only, and not for a CUDA GPU.
         way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
             overwritten in place while the model exists; "sequential" reads each tensor directly
             into its parameter; "straight" reads the whole file first, which takes twice the memory;
@@ -63,8 +63,8 @@ def load(
         best: load the checkpoint of a run folder with the lowest validation loss, not the newest.
 
     Raises:
-        ConfigError: `dtype` or `way` is unknown, or `best` is set and `checkpoint` is not a run
-            folder.
+        ConfigError: `dtype` or `way` is unknown, or `dtype` is not for the device, or `best` is set
+            and `checkpoint` is not a run folder.
         ModelError, CheckpointError, TokenizerError: the model is missing, damaged or of an unknown
             kind.
     """
@@ -72,6 +72,13 @@ def load(
         if value not in known:
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
+    if dtype == "int8" and torch.device(device).type == "cuda":
+        # torch's kernel for it is slower than a cast of the weights, which moves 2.5 times as many
+        # bytes as a product in bf16.
+        raise ConfigError(
+            "dtype int8 is for CPUs: on a GPU it would take longer than bfloat16, so use bfloat16 "
+            "or the device cpu"
+        )
     loaded = read_model_folder(
         checkpoint,
         lambda folder: load_model(folder, device, dtype=DTYPES[dtype], mode=way),
