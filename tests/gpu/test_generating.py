@@ -29,6 +29,7 @@ from firstlight.generation.engine import generate, generate_batch
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig, empty_model
+from firstlight.models.moe import reads_rows_of_experts
 
 _SIZES: dict[str, Any] = {
     "vocab_size": tiny_tokenizer().vocab_size,
@@ -104,17 +105,28 @@ def test_compiled_steps_give_the_greedy_text_of_plain_ones(
 
 
 @pytest.mark.cuda_only("CUDA graphs")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.bfloat16)],
+)
 @pytest.mark.parametrize("compile", [False, True])
 def test_recorded_steps_give_the_logits_of_plain_ones_while_texts_join_and_leave(
-    compile: bool, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    compile: bool,
+    family: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch._dynamo.reset()
-    model = loaded_of("llama", device, dtype).model
+    model = loaded_of(family, device, dtype).model
+    if reads_rows_of_experts(model):
+        pytest.skip("torch has no kernel for experts that finds their rows on this GPU")
     recorded = BatchDecoder(model, 4, 200, compile=compile)
     monkeypatch.setattr(batch, "_can_record", lambda *_: False)
     plain = BatchDecoder(model, 4, 200)
     bound = 1e-4 if dtype == torch.float32 else 5e-2
+    if family == "mixtral":  # a token may visit another expert after rounding
+        bound = 0.25
 
     def same(one: torch.Tensor, other: torch.Tensor) -> None:
         one, other = one.double(), other.double()

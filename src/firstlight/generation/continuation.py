@@ -228,6 +228,7 @@ def choose_tokens(
     if not logits_BV.is_cuda:  # Apple's GPUs have no fp64
         logits_BV = logits_BV.cpu()
     shifted_BV, errors = _shifted(texts, logits_BV)
+    # Texts with the same settings are chosen together.
     groups: dict[tuple[float | None, ...], list[int]] = {}
     for row, text in enumerate(texts):
         groups.setdefault(text.settings, []).append(row)
@@ -238,16 +239,19 @@ def choose_tokens(
         numbers_B = upload(numbers, logits_BV.device, torch.float64) if config.temperature else None
         columns = [_columns(logits_BV, shifted_BV, config, numbers_B)]
     else:
+        # Both in one copy: numbers of rows are exact in fp64.
         both_2B = upload([order, numbers], logits_BV.device, torch.float64)
         order_B, numbers_B = both_2B[0].long(), both_2B[1]
         sizes = [len(rows) for rows in groups.values()]
         configs = [texts[rows[0]].config for rows in groups.values()]
-        parts = (logits_BV[order_B].split(sizes), shifted_BV[order_B].split(sizes))
-        columns = list(map(_columns, *parts, configs, numbers_B.split(sizes)))
+        logits, shifted, drawn = (
+            torch.split(one, sizes) for one in (logits_BV[order_B], shifted_BV[order_B], numbers_B)
+        )
+        columns = list(map(_columns, logits, shifted, configs, drawn))
     ids: list[int] = []
     if keep is not None:
         ids_B = torch.cat([one[0] for one in columns])[:, 0]
-        if len(groups) > 1:
+        if len(groups) > 1:  # back in the order of the texts
             ids_B = torch.empty_like(ids_B).index_copy_(0, order_B, ids_B)
         keep(ids_B, ids)
     read = iter(_read([column for one in columns for column in one]))
