@@ -1089,8 +1089,8 @@ MUTANTS = [
     Mutant(
         "recorded step of the tokens before",
         "firstlight/generation/batch.py",
-        "            self._known = ids, lengths, rows\n",
-        "            self._known = [], lengths, rows\n",
+        "            self._ids_B[: len(ids_B)] = ids_B\n",
+        "",
         (_COMPILED + "tokens_and_lengths_stay_on_the_device_while_the_sequences_are_the_same",),
     ),
     Mutant(

@@ -89,10 +89,10 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def recording(self, *_: object, **__: object) -> Iterator[None]:
-        """`torch.cuda.graph`, while which nothing may be read."""
-        reads = self.reads
+        """`torch.cuda.graph`, while which nothing may be read or waited for."""
+        before = self.reads, self.waits
         yield
-        assert self.reads == reads, "a value of the GPU was read while a graph was recorded"
+        assert (self.reads, self.waits) == before, "the host waited while a graph was recorded"
 
     @classmethod
     def is_infra_mode(cls) -> bool:

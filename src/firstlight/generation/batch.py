@@ -449,8 +449,8 @@ class RaggedSteps:
         self._ids_B, self._lengths_B = (
             torch.zeros(max_sequences, dtype=torch.int64, device=device) for _ in range(2)
         )
-        #: Tokens, lengths and number of rows that are on the device, as far as the host knows.
-        self._known: tuple[list[int], list[int], int] = [], [], 0
+        #: Tokens and lengths that are on the device, as far as the host knows.
+        self._known: tuple[list[int], list[int]] = [], []
 
     def __call__(self, ids: list[int], lengths: list[int], rows: int, reach: int) -> Tensor:
         """The logits [rows, V] after one more token of each sequence.
@@ -458,17 +458,18 @@ class RaggedSteps:
         Args:
             ids: the new tokens.
             lengths: length of each sequence before its new token, at least one.
-            rows: number of rows to compute; those beyond the sequences are spare.
+            rows: number of rows to compute, which depends on the number of sequences alone; those
+                beyond the sequences are spare.
             reach: see `RaggedCache`.
         """
-        if self._known != (ids, lengths, rows):
+        if self._known != (ids, lengths):
             # Spare rows begin at length 0, and so stay shorter than the sequences.
             spare = [0] * (rows - len(ids))
             new_2B = upload([[*ids, *spare], [*lengths, *spare]], self._ids_B.device)
             self._ids_B[:rows], self._lengths_B[:rows] = new_2B
-        self._known = [], [], 0
+        self._known = [], []
         logits_BV = self._run(rows, reach)
-        self._known = [], [length + 1 for length in lengths], rows
+        self._known = [], [length + 1 for length in lengths]
         return logits_BV
 
     def _run(self, rows: int, reach: int) -> Tensor:
@@ -479,10 +480,10 @@ class RaggedSteps:
 
     def keep(self, ids_B: Tensor, ids: list[int]) -> None:
         """See `BatchDecoder.keep`."""
-        _, lengths, rows = self._known
+        _, lengths = self._known
         if len(lengths) == len(ids_B):  # else the last step was computed in another way
             self._ids_B[: len(ids_B)] = ids_B
-            self._known = ids, lengths, rows
+            self._known = ids, lengths
 
 
 class RecordedSteps(RaggedSteps):
