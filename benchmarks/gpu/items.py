@@ -398,7 +398,7 @@ class _Decoding:
         self.lengths_B.add_(1).clamp_(max=self.reach - 1)
 
     def feed(self, replay: Call) -> None:
-        """A recorded `choose`, with tokens and lengths by the host as `serve` has them."""
+        """A recorded `choose`, with tokens and lengths that the host sends."""
         replay()
         tokens = torch.tensor(self.chosen_B.tolist(), device=self.bench.device)
         self.ids_B1.copy_(tokens[:, None])
