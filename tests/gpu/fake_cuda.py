@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         calls: the operators that ran.
         reads: how many times code waited for a value of the GPU.
+        last_read: number of calls before the last of these.
         uploads: number of copies to the GPU.
         waits: number of those that the host waited for, because they were not from page-locked
             memory.
@@ -82,7 +84,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
-        self.reads = self.uploads = self.waits = 0
+        self.reads = self.last_read = 0
+        self.uploads = self.waits = 0
         self.truth = True
         self._is_inside = False
         self.supports_higher_order_operators = True
@@ -93,6 +96,16 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self.reads, self.waits
         yield
         assert (self.reads, self.waits) == before, "the host waited while a graph was recorded"
+
+    def listed(self, tensor: Tensor) -> Any:
+        """`Tensor.tolist`: the values, for which the host waits once."""
+        self._note_read(tensor)
+        value = _READ_VALUES[tensor.is_floating_point()]
+        return np.full(tensor.shape, value).tolist()
+
+    def _note_read(self, tensor: Tensor) -> None:
+        if tensor.device.type == "cuda":
+            self.reads, self.last_read = self.reads + 1, len(self.calls)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -111,13 +124,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func in (_aten._local_scalar_dense.default, _aten.item.default):
-            if args[0].device.type == "cuda":
-                self.reads += 1
+            self._note_read(args[0])
             if args[0].dtype == torch.bool:
                 return self.truth
             return _READ_VALUES[args[0].is_floating_point()]
         if func is _aten.equal.default:
-            self.reads += 1
+            self._note_read(args[0])
             return True
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
             # What autograd takes apart elsewhere, before it comes here.
@@ -146,11 +158,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.uploads += 1
             self.waits += not (is_async and getattr(source, "is_page_locked", False))
 
-    def tolist(self, tensor: Tensor) -> Any:
-        """`FakeTensor.tolist`, which is one copy from the GPU."""
-        self.reads += tensor.device.type == "cuda"
-        return _nested(_READ_VALUES[tensor.is_floating_point()], *tensor.shape)
-
     def _run_inside(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the code of an operator of our own, of which fake tensors know the result alone."""
         before, self._is_inside = self._is_inside, True
@@ -173,10 +180,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if call.name.split(".")[1] not in (*_MAY_MIX, "unsqueeze", "slice", "detach")
             and any(kind == "cpu" and shape for kind, _, shape in (*call.inputs, *call.outputs))
         ]
-
-
-def _nested(value: float, *shape: int) -> Any:
-    return [_nested(value, *shape[1:])] * shape[0] if shape else value
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -329,12 +332,12 @@ def fake_cuda(
         FakeCuda() as cuda,
     ):
         patch.setattr(torch.utils, "swap_tensors", _swapped)
-        patch.setattr(FakeTensor, "tolist", lambda tensor: cuda.tolist(tensor))
         patch.setattr(Tensor, "pin_memory", _pinned)
         patch.setattr(F, "scaled_dot_product_attention", _attention)
         patch.setattr(torch.cuda, "CUDAGraph", _Graph)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         patch.setattr(torch.cuda, "graph", cuda.recording)
+        patch.setattr(FakeTensor, "tolist", lambda tensor: cuda.listed(tensor))
         assert LIBRARY is not None
         LIBRARY.pretend_gpu(1)
         try:
