@@ -35,8 +35,8 @@ from firstlight.errors import ConfigError, ModelError
 from firstlight.files.atomic import new_folder, write_json
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation, choose_tokens
-from firstlight.generation.engine import load
+from firstlight.generation.continuation import Continuation
+from firstlight.generation.engine import first_tokens, load, next_tokens
 from firstlight.hardware.device import find_hardware, machine_facts, synchronize
 from firstlight.hardware.environment import for_generation
 from firstlight.hardware.fresh_process import ask, plain_environment
@@ -432,15 +432,12 @@ def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) ->
     def continue_texts(prompts: list[list[int]]) -> Timing:
         start = time.perf_counter()
         texts = [Continuation(prompt, config, context=longest + 1) for prompt in prompts]
-        logits_BV = decoder.add_many(prompts)
-        for text, logits_V in zip(texts, logits_BV, strict=True):
-            text.push(logits_V)
+        for text, chosen in zip(texts, first_tokens(texts, decoder), strict=True):
+            text.push(chosen)
         first = time.perf_counter()
         while texts[0].finish_reason is None:
-            logits_BV = decoder.step([text.token_ids[-1] for text in texts])
-            chosen = choose_tokens(texts, logits_BV)
-            for text, logits_V, token_id in zip(texts, logits_BV, chosen, strict=True):
-                text.push(logits_V, token_id)
+            for text, chosen in zip(texts, next_tokens(texts, decoder), strict=True):
+                text.push(chosen)
         end = time.perf_counter()
         for _ in texts:
             decoder.remove(0)

@@ -1,13 +1,17 @@
-"""Token ids that a plain model goes on with, as its texts are made of them."""
+"""Token ids that a plain model goes on with, and texts that continue by given logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from firstlight.generation.batch import BatchDecoder, require_prompt
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation
+from firstlight.generation.continuation import Continuation, choose_tokens
 from firstlight.generation.engine import pieces_of
+from firstlight.generation.sampling import filter_probabilities, shifted
 from firstlight.models import Model
 
 
@@ -25,3 +29,27 @@ def generate_ids(
     decoder = BatchDecoder(model, 1, len(prompt_ids) + config.max_new_tokens)
     for count, _ in enumerate(pieces_of(text, decoder), start=1):
         yield from text.token_ids[count - 1 : count]
+
+
+def push(text: Continuation, logits_V: Tensor) -> str:
+    """Choose the next token of a text from logits, and append it."""
+    (chosen,) = choose_tokens([text], logits_V[None])
+    return text.push(chosen)
+
+
+def sample(
+    logits_V: Tensor,
+    config: SamplingConfig,
+    generator: torch.Generator,
+    seen: Collection[int] = (),
+    counts: Mapping[int, int] | None = None,
+    allowed_V: Tensor | None = None,
+) -> int:
+    """The next token of one text alone, by the inverse of the cumulative distribution."""
+    logits_V = shifted(logits_V, config, seen, counts, allowed_V=allowed_V)
+    if config.temperature == 0:
+        return int(logits_V.argmax())
+    cumulative = filter_probabilities(logits_V, config).cumsum(-1, dtype=torch.float64)
+    below = torch.rand((), dtype=torch.float64, generator=generator) * cumulative[-1]
+    below = min(below, cumulative[-1].nextafter(torch.zeros_like(cumulative[-1])))
+    return int(torch.searchsorted(cumulative, below, right=True))

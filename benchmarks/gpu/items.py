@@ -29,6 +29,9 @@ from benchmarks.planner_steps import STEPS_MODULE
 from benchmarks.planner_steps import measure as measure_steps
 from firstlight.bench.models import config_of
 from firstlight.generation.batch import BatchDecoder
+from firstlight.generation.config import SamplingConfig
+from firstlight.generation.continuation import Chosen, Continuation
+from firstlight.generation.engine import first_tokens, next_tokens
 from firstlight.generation.few_rows import Int8Linear, rounded
 from firstlight.hardware.device import Hardware, synchronize
 from firstlight.hardware.fresh_process import ask, training_environment
@@ -370,7 +373,7 @@ class _Decoding:
         self.tokens, new = bench.pick((128, 64), (4, 60))
         self.decoder = BatchDecoder(model, texts, self.tokens + new)
         self.prompts = [[number + 1] * self.tokens for number in range(texts)]
-        self.ids = [1] * texts
+        self.texts: list[Continuation] = []
         # All steps read the whole cache.
         self.reach = self.tokens + new
         self.ids_B1 = torch.ones(texts, 1, dtype=torch.int64, device=bench.device)
@@ -395,16 +398,26 @@ class _Decoding:
         self.lengths_B.add_(1).clamp_(max=self.reach - 1)
 
     def feed(self, replay: Call) -> None:
-        """A recorded `choose`, with tokens and lengths by the host as `serve` has them."""
+        """A recorded `choose`, with tokens and lengths that the host sends."""
         replay()
         tokens = torch.tensor(self.chosen_B.tolist(), device=self.bench.device)
         self.ids_B1.copy_(tokens[:, None])
         lengths = [self.tokens] * len(self.prompts)
         self.lengths_B.copy_(torch.tensor(lengths, device=self.bench.device))
 
+    def begin(self, config: SamplingConfig) -> None:
+        """Compute the prompts of texts, and choose their first tokens."""
+        context = self.decoder.max_tokens
+        self.texts = [Continuation(prompt, config, context=context) for prompt in self.prompts]
+        self._push(first_tokens(self.texts, self.decoder))
+
     def as_it_is(self) -> None:
-        """A step as the package makes it, whose tokens the host reads."""
-        self.ids = self.decoder.step(self.ids).argmax(-1).tolist()
+        """A step as `generate` and `serve` make it."""
+        self._push(next_tokens(self.texts, self.decoder))
+
+    def _push(self, chosen: Sequence[Chosen | Exception]) -> None:
+        for text, one in zip(self.texts, chosen, strict=True):
+            text.push(one)
 
     def one_by_one(self) -> None:
         """The prompts as the package reads them."""
@@ -429,12 +442,12 @@ class _Decoding:
 @torch.no_grad()
 def _steps(bench: Bench, model: Model, texts: int) -> Iterator[Row]:
     decoding = _Decoding(bench, model, texts)
-    for prompt in decoding.prompts:
-        decoding.decoder.add(prompt)
     row = functools.partial(_step_row, bench, tokens=texts)
-    yield attempt(f"{texts} texts: as it is", lambda: row(decoding.as_it_is))
-    for _ in decoding.prompts:
-        decoding.decoder.remove(0)
+    for name, config in (("greedy", {"temperature": 0.0}), ("sampled", {"top_k": 50, "seed": 1})):
+        decoding.begin(SamplingConfig(**config))
+        yield attempt(f"{texts} texts: as it is, {name}", lambda: row(decoding.as_it_is))
+        for _ in decoding.prompts:
+            decoding.decoder.remove(0)
     greedy = functools.partial(decoding.advance, functools.partial(torch.argmax, dim=-1))
     sampled = functools.partial(decoding.advance, _sample)
     yield attempt(
@@ -870,7 +883,7 @@ def int8(bench: Bench) -> Iterator[Row]:
     cast = bench.compiled(_cast_product)
     ways: dict[str, Callable[[Tensor], object]] = {
         "bf16": lambda x: [F.linear(x, weight) for weight in weights],
-        "int8 as it is": lambda x: [one(x) for one in present],
+        "int8, cast": lambda x: [one(x) for one in present],
         "_weight_int8pack_mm": lambda x: [torch._weight_int8pack_mm(x, w, s) for w, s in quantized],
         "int8, cast compiled": lambda x: [cast(x, w, s) for w, s in quantized],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError, ModelError
 from firstlight.generation import batch
-from firstlight.generation.batch import BatchDecoder, RecordedSteps, _Recorded
+from firstlight.generation.batch import BatchDecoder, RaggedSteps, RecordedSteps
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
+from firstlight.generation.few_rows import has_kernels, use_few_rows
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import (
     GPT2Config,
@@ -133,13 +135,11 @@ def test_a_ragged_cache_gives_each_row_the_logits_of_its_own_text(name: str) -> 
         torch.testing.assert_close(together[row], expected, atol=1e-4, rtol=1e-4)
 
 
-def _recorded(steps: RecordedSteps, ids: Tensor, lengths: Tensor, reach: int) -> _Recorded:
+def _recorded(steps: RecordedSteps, rows: int, reach: int) -> tuple[Any, Tensor]:
     """In place of `RecordedSteps._record`: a graph that computes the step when it is replayed."""
-    logits = torch.full_like(steps._compute(ids, lengths, reach), torch.nan)
-    graph: Any = SimpleNamespace(
-        replay=lambda: logits.copy_(steps._compute(ids, lengths, reach)),
-    )
-    return _Recorded(graph, ids, lengths, logits)
+    logits = torch.full((rows, 352), torch.nan)
+    replay = functools.partial(RaggedSteps._run, steps, rows, reach)
+    return SimpleNamespace(replay=lambda: logits.copy_(replay())), logits
 
 
 @pytest.mark.parametrize("way", ["plain", "reuse_prefixes", "recorded"])
@@ -162,6 +162,7 @@ def _join_and_leave(
 ) -> None:
     known = [[1, 2, 3]]
     texts: list[list[int]] = []
+    kept: list[int] = []
     token = st.integers(0, 351)
     for _ in range(data.draw(st.integers(1, 12))):
         kinds = ["add"] * (len(texts) < 3) + ["step", "step", "remove"] * bool(texts)
@@ -186,13 +187,35 @@ def _join_and_leave(
             texts.pop()
         else:
             new = [data.draw(token) for _ in texts]
+            # The tokens that the device was given, if no text joined or left; else others.
+            new = kept if len(kept) == len(texts) and data.draw(st.booleans()) else new
             logits = decoder.step(new)
+            kept = [data.draw(token) for _ in texts]
+            decoder.keep(torch.tensor(kept), kept)
             texts = [[*text, one] for text, one in zip(texts, new, strict=True)]
             known += texts
             for row, text in enumerate(texts):
                 torch.testing.assert_close(logits[row], full(model, text), atol=1e-4, rtol=1e-4)
         assert len(decoder) == len(texts)
         assert [decoder.room(n) for n in range(len(texts))] == [CONTEXT - len(t) for t in texts]
+
+
+@pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
+def test_spare_rows_leave_the_bits_of_the_sequences_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model(LLAMA)
+    use_few_rows(model)
+    plain = BatchDecoder(model, 8, CONTEXT)
+    monkeypatch.setattr(batch, "_can_record", lambda *_: True)
+    monkeypatch.setattr(RecordedSteps, "_record", _recorded)
+    padded = BatchDecoder(model, 8, CONTEXT)
+    shapes = _computed(model, monkeypatch)
+    for size, rows in ((3, 4), (5, 8)):
+        for decoder in (plain, padded):
+            decoder.add_many([[size, 2, 3 + n][n % 2 :] for n in range(size - len(decoder))])
+        for step in range(3):
+            ids = [7 * step + n for n in range(size)]
+            assert torch.equal(plain.step(ids), padded.step(ids))
+            assert shapes[-2:] == [(size, 1), (rows, 1)]
 
 
 def test_what_a_text_shares_with_one_that_was_there_is_not_computed_again(

@@ -20,6 +20,7 @@ from firstlight.lora.loading import LoadedModel
 from firstlight.models import LlamaConfig, Model, build_model, empty_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import config_from_hf
+from generated import push
 
 transformers = pytest.importorskip("transformers")
 
@@ -202,7 +203,7 @@ def test_slide_of_one_token_reads_the_whole_context_for_each_token(tokenizer: To
         while text.finish_reason is None:
             window = [*text.prompt_ids, *text.token_ids][-context:]
             with torch.no_grad():
-                text.push(model(torch.tensor([window]))[0, -1])
+                push(text, model(torch.tensor([window]))[0, -1])
         assert found.token_ids == text.token_ids
         assert len(found.token_ids) == 40
     with pytest.raises(ConfigError, match="slide_tokens is for slide: add slide"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from firstlight.errors import ConfigError
-from firstlight.generation.batch import BatchDecoder, RecordedSteps
+from firstlight.generation import batch
+from firstlight.generation.batch import BatchDecoder, RaggedSteps, RecordedSteps
 from firstlight.generation.few_rows import quantize_int8
+from firstlight.hardware.device import upload
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 
 GPT2 = GPT2Config(
@@ -104,15 +107,23 @@ def test_nothing_is_compiled_unless_asked_for() -> None:
 
 
 class Recorder:
-    """torch's CUDA graphs without a GPU: what is asked for while a graph is recorded is computed
-    when it is replayed, and not before."""
+    """torch's CUDA graphs without a GPU: a step that is computed while a graph is recorded is
+    computed when it is replayed, and not before.
+
+    Attributes:
+        plain, recorded: number of steps computed without a graph, and recorded.
+        uploads: numbers that were copied to the device.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain = self.recorded = 0
+        self.uploads: list[Any] = []
         self._graph: Recorder.Graph | None = None
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder.Graph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         monkeypatch.setattr(torch.cuda, "graph", self._recording)
+        monkeypatch.setattr(RaggedSteps, "_run", lambda *step: self._run(*step))
+        monkeypatch.setattr(batch, "upload", self._upload)
 
     class Graph:
         """A recorded computation."""
@@ -122,48 +133,83 @@ class Recorder:
     @contextlib.contextmanager
     def _recording(self, graph: Graph, **options: Any) -> Iterator[None]:
         assert options == {"pool": (0, 1), "capture_error_mode": "thread_local"}
+        assert not gc.isenabled()
         self._graph = graph
         yield
         self._graph = None
 
-    def compute(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """A step whose logits say what it was given."""
+    def _upload(self, values: Any, device: torch.device) -> Tensor:
+        self.uploads.append(values)
+        return upload(values, device)
 
-        def value() -> Tensor:
-            return torch.cat((input_ids_B1, lengths_B[:, None]), dim=1) * 1000.0 + reach
-
+    def _run(self, steps: RaggedSteps, rows: int, reach: int) -> Tensor:
         if self._graph is None:
             self.plain += 1
-            return value()
+            return run(steps, rows, reach)
         self.recorded += 1
-        found = torch.full_like(value(), float("nan"))
-        self._graph.replay = lambda: found.copy_(value())
+        found = torch.full((rows, 2), float("nan"))
+        self._graph.replay = lambda: found.copy_(run(steps, rows, reach))
         return found
+
+    def steps(self) -> RecordedSteps:
+        """Steps whose logits say what they were given."""
+
+        def compute(input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
+            return torch.cat((input_ids_B1, lengths_B[:, None]), dim=1) * 1000.0 + reach
+
+        return RecordedSteps(compute, 4, torch.device("cpu"))
+
+
+run = RaggedSteps._run
 
 
 def test_a_shape_of_steps_is_recorded_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
-    steps = RecordedSteps(recorder.compute)
+    steps = recorder.steps()
     found, expected = [], []
     for number in range(12):
         size, reach = 1 + number % 2, 64 * (1 + number // 8)
-        ids = torch.arange(size)[:, None] + 10 * number
-        lengths = torch.full((size,), number)
-        found.append(steps(ids, lengths, reach))
-        expected.append(torch.cat((ids, lengths[:, None]), dim=1) * 1000.0 + reach)
+        ids = [10 * number + row for row in range(size)]
+        found.append(steps(ids, [number] * size, size, reach))
+        expected.append([[1000.0 * token_id + reach, 1000.0 * number + reach] for token_id in ids])
     # None is changed by the steps after it.
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert [one.tolist() for one in found] == expected
     assert (recorder.plain, recorder.recorded) == (4, 4)
+    assert gc.isenabled()
+
+
+def test_tokens_and_lengths_stay_on_the_device_while_the_sequences_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The two sequences have a spare row beside them."""
+    recorder = Recorder(monkeypatch)
+    steps = recorder.steps()
+    ids, lengths = [5, 6], [30, 40]
+    for number in range(5):
+        found = steps(ids, lengths, 3, 64)
+        own = zip(ids, lengths, strict=True)
+        assert found[:2].tolist() == [[1000.0 * i + 64, 1000.0 * n + 64] for i, n in own]
+        assert found[2, 1] == 1000.0 * number + 64  # shorter than the sequences
+        ids, lengths = [token_id + 2 for token_id in ids], [length + 1 for length in lengths]
+        read: list[int] = []
+        steps.keep(torch.tensor(ids), read)
+        read += ids
+    assert recorder.uploads == [[[5, 6, 0], [30, 40, 0]]]
+    # Another token than was kept, a sequence that left, and one that joined.
+    for ids, lengths in (([1, 2], [35, 45]), ([2], [46]), ([2, 9], [47, 3])):
+        found = steps(ids, lengths, 3, 64)
+        own = zip(ids, lengths, strict=True)
+        assert found[: len(ids)].tolist() == [[1000.0 * i + 64, 1000.0 * n + 64] for i, n in own]
+    assert len(recorder.uploads) == 4
 
 
 def test_the_least_recently_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("firstlight.generation.batch._MOST_RECORDED", 2)
     recorder = Recorder(monkeypatch)
-    steps = RecordedSteps(recorder.compute)
+    steps = recorder.steps()
 
     def step(reach: int) -> tuple[int, int]:
-        found = steps(torch.tensor([[3]]), torch.tensor([5]), reach)
+        found = steps([3], [5], 1, reach)
         assert found.tolist() == [[3000.0 + reach, 5000.0 + reach]]
         return recorder.plain, recorder.recorded
 

@@ -14,16 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firstlight.errors import ConfigError
+from firstlight.errors import ConfigError, ModelError
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import (
+    Chosen,
     Continuation,
     StopTexts,
+    TokenLogprob,
     choose_tokens,
     logprobs_of,
 )
 from firstlight.generation.sampling import penalize, shift
 from firstlight.tokenizer import TextStream, Tokenizer
+from generated import push, sample
 
 GREEDY = SamplingConfig(max_new_tokens=100, temperature=0)
 
@@ -41,7 +44,7 @@ def follow(
     text = Continuation(prompt_ids, config, context=10_000, eos_token_ids=eos, tokenizer=tokenizer)
     pieces = []
     for token_id in ids:
-        pieces.append(text.push(certain(token_id, tokenizer.vocab_size)))
+        pieces.append(push(text, certain(token_id, tokenizer.vocab_size)))
         if text.finish_reason is not None:
             break
     return text, pieces
@@ -135,7 +138,7 @@ def test_the_penalty_is_for_what_the_prompt_and_the_text_have(tokenizer: Tokeniz
     config = SamplingConfig(max_new_tokens=9, temperature=0, repetition_penalty=2.0)
     text = Continuation(prompt_ids, config, context=999, tokenizer=tokenizer)
     for _ in range(3):
-        text.push(logits)
+        push(text, logits)
     assert text.token_ids == [first, second, prompt_ids[-1]]
 
 
@@ -178,7 +181,7 @@ def test_penalties_count_the_new_tokens_and_not_the_prompt(tokenizer: Tokenizer)
     )
     text = Continuation([9] * 20, config, context=999)
     for _ in range(7):
-        text.push(logits)
+        push(text, logits)
     # 9: 4, 3.25, 2.75, 2.25, 1.75; 8: 2, 1.25; 7: 1.75. The first of equals is taken.
     assert text.token_ids == [9, 9, 9, 9, 8, 7, 9]
     assert SamplingConfig().logit_bias == {}
@@ -190,15 +193,26 @@ def test_biases_ban_and_force_tokens(tokenizer: Tokenizer) -> None:
     for bias, expected in (({}, 4), ({4: -100}, 0), ({11: 100}, 11), ({4: -29.5, 5: 0.75}, 5)):
         config = SamplingConfig(max_new_tokens=1, temperature=0, logit_bias=bias)
         text = Continuation([1], config, context=999)
-        text.push(logits)
+        push(text, logits)
         assert text.token_ids == [expected]
     beyond = SamplingConfig(logit_bias={tokenizer.vocab_size: 1.0})
     with pytest.raises(ConfigError, match="logit_bias names the token id 320"):
-        Continuation([1], beyond, context=999).push(logits)
+        push(Continuation([1], beyond, context=999), logits)
+
+
+class Even:
+    """A constraint to even ids."""
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        """True for the even ids."""
+        return torch.arange(vocab_size) % 2 == 0
+
+    def push(self, token_id: int) -> bool:
+        """False: the text is never complete."""
+        return False
 
 
 def test_tokens_chosen_together_are_those_of_each_text_alone() -> None:
-    """Those that depend on the text so far are left to it."""
     settings: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.7, "top_k": 5},
@@ -208,30 +222,72 @@ def test_tokens_chosen_together_are_those_of_each_text_alone() -> None:
         {"temperature": 1.5, "top_k": 2},
         {"temperature": 1.5, "min_p": 0.5},
         {"temperature": 1.5},
-    ]
-    left: list[dict[str, Any]] = [
         {"repetition_penalty": 1.5},
-        {"frequency_penalty": 0.1},
-        {"presence_penalty": -0.1},
-        {"logit_bias": {3: 1.0}},
+        {"frequency_penalty": 1.9, "logprobs": 2},
+        {"presence_penalty": -0.1, "temperature": 0, "choices": 2},
+        {"logit_bias": {3: 9.0}, "choices": 40},
+        {"temperature": 0, "logprobs": 0},
+        {"temperature": 1.5, "logprobs": 3, "choices": 1},
     ]
+    even: Any = Even()
+    configs = [SamplingConfig(**one, seed=n) for n, one in enumerate([*settings, {}])]
+    texts = [Continuation([1], config, context=99) for config in configs[:-1]]
+    texts.append(Continuation([1], configs[-1], context=99, constraint=even))
+    alone: list[list[int]] = [[] for _ in texts]
+    generators = [torch.Generator().manual_seed(n) for n in range(len(texts))]
+    for step in range(6):
+        logits = 3 * torch.randn(len(alone), 40, generator=torch.Generator().manual_seed(step))
+        kept: list[Any] = []
+        chosen = choose_tokens(texts, logits, lambda *both, kept=kept: kept.extend(both))
+        for text, one in zip(texts, chosen, strict=True):
+            text.push(one)
+        for ids, config, row, generator in zip(alone, configs, logits, generators, strict=True):
+            allowed_V = even.allowed(40) if config is configs[-1] else None
+            seen, counts = {1, *ids}, Counter(ids)
+            ids.append(sample(row, config, generator, seen, counts, allowed_V))
+        assert kept[0].tolist() == kept[1] == [ids[-1] for ids in alone]
+        for text, row in zip(texts, logits, strict=True):
+            _as_the_logits_say(text, row, step)
+    assert [text.token_ids for text in texts] == alone
+    assert len({tuple(ids) for ids in alone}) > 9
 
-    def texts() -> list[Continuation]:
-        configs = [SamplingConfig(**one, seed=n) for n, one in enumerate([*settings, *left])]
-        return [Continuation([1], config, context=99) for config in configs]
 
-    together, alone = texts(), texts()
-    for step in range(4):
-        generator = torch.Generator().manual_seed(step)
-        logits = 3 * torch.randn(len(alone), 40, generator=generator)
-        chosen = choose_tokens(together, logits)
-        assert [token_id is None for token_id in chosen] == [False] * len(settings) + [True] * 4
-        for text, row, token_id in zip(together, logits, chosen, strict=True):
-            text.push(row, token_id)
-        for text, row in zip(alone, logits, strict=True):
-            text.push(row)
-    assert [text.token_ids for text in together] == [text.token_ids for text in alone]
-    assert len({tuple(text.token_ids) for text in alone}) > 5
+def _as_the_logits_say(text: Continuation, logits_V: Tensor, step: int) -> None:
+    """Assert that the last log-probability and choices of a text are those of its logits."""
+    token_id, config = text.token_ids[-1], text.config
+    if text.logprobs is not None:
+        expected_V = logits_V.log_softmax(-1)
+        best = expected_V.topk(config.logprobs or 0)
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        assert text.logprobs[step:] == [TokenLogprob(token_id, float(expected_V[token_id]), top)]
+    if text.choices is not None:
+        (choices,) = text.choices[step:]
+        model_V = logits_V.softmax(-1)
+        best_ids = model_V.topk(config.choices or 0).indices.tolist()
+        ids = [choice.token_id for choice in choices]
+        assert ids == (best_ids if token_id in best_ids else [*best_ids, token_id])
+        assert [choice.model for choice in choices] == model_V[ids].tolist()
+        assert [i for i, choice in zip(ids, choices, strict=True) if choice.is_chosen] == [token_id]
+        total = sum(choice.sampled for choice in choices)
+        assert total <= 1.0 + 1e-6
+        if len(ids) == 40 or config.temperature == 0:
+            assert total == pytest.approx(1)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_text_with_an_error_fails_alone(temperature: float, bad: float) -> None:
+    logits = torch.zeros(4, 9)
+    logits[1] = bad
+    settings: list[dict[str, Any]] = [{}, {"choices": 2, "logprobs": 1}, {"logit_bias": {9: 1}}, {}]
+    texts = [
+        Continuation([1], SamplingConfig(temperature=temperature, **one), context=99)
+        for one in settings
+    ]
+    chosen = choose_tokens(texts, logits)
+    assert [type(one) for one in chosen] == [Chosen, ModelError, ConfigError, Chosen]
+    with pytest.raises(ModelError, match="not finite numbers"):
+        texts[1].push(chosen[1])
 
 
 def test_log_probabilities_are_the_models_own(tokenizer: Tokenizer) -> None:
@@ -241,7 +297,7 @@ def test_log_probabilities_are_the_models_own(tokenizer: Tokenizer) -> None:
     )
     text = Continuation([1, 2], config, context=999, tokenizer=tokenizer)
     for _ in range(3):
-        text.push(logits)
+        push(text, logits)
     assert text.logprobs is not None
     expected = logits.log_softmax(-1)
     for token_id, found in zip(text.token_ids, text.logprobs, strict=True):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from firstlight.errors import ConfigError
 from firstlight.generation.engine import generate, load
 from firstlight.generation.few_rows import Int8Linear, quantize_int8, rounded
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, MoEConfig, empty_model
@@ -98,6 +99,12 @@ def test_a_quantized_model_is_half_of_a_bf16_one() -> None:
     others = sum(b.nbytes for n, b in model.named_buffers() if "rotary" in n)
     tied = LLAMA.vocab_size * LLAMA.hidden_size if LLAMA.tie_word_embeddings else 0
     assert after - scales - others == before - linear + tied
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 1)])
+def test_int8_on_a_gpu_is_refused(device: torch.device | str) -> None:
+    with pytest.raises(ConfigError, match="dtype int8 is for CPUs: on a GPU"):
+        load("a-folder", device, dtype="int8")
 
 
 def test_a_model_is_loaded_with_eight_bits_and_speaks(tmp_path: Path, shared: Path) -> None:

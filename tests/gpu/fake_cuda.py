@@ -75,6 +75,9 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         calls: the operators that ran.
         reads: how many times code waited for a value of the GPU.
         last_read: number of calls before the last of these.
+        uploads: number of copies to the GPU.
+        waits: number of those that the host waited for, because they were not from page-locked
+            memory.
         truth: what a truth value is that code reads.
     """
 
@@ -82,16 +85,17 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.reads = self.last_read = 0
+        self.uploads = self.waits = 0
         self.truth = True
         self._is_inside = False
         self.supports_higher_order_operators = True
 
     @contextlib.contextmanager
     def recording(self, *_: object, **__: object) -> Iterator[None]:
-        """`torch.cuda.graph`, while which nothing may be read."""
-        reads = self.reads
+        """`torch.cuda.graph`, while which nothing may be read or waited for."""
+        before = self.reads, self.waits
         yield
-        assert self.reads == reads, "a value of the GPU was read while a graph was recorded"
+        assert (self.reads, self.waits) == before, "the host waited while a graph was recorded"
 
     def listed(self, tensor: Tensor) -> Any:
         """`Tensor.tolist`: the values, for which the host waits once."""
@@ -133,6 +137,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         tensors = list(_tensors_in((args, kwargs)))
         _require_one_device(func, tensors)
+        self._note_upload(func, args, kwargs)
         if (own := _own_code(func)) is not None:
             self._run_inside(own, args, kwargs)
         # torch's fake tensors do not know this one, which returns nothing.
@@ -140,6 +145,18 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = list(_tensors_in(result))
         self.calls.append(Call(str(func), _layouts(tensors), _layouts(outputs)))
         return result
+
+    def _note_upload(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func is _aten._to_copy.default:
+            source, target, is_async = args[0], kwargs.get("device"), kwargs.get("non_blocking")
+        elif func is _aten.copy_.default:
+            target, source, *flags = args
+            target, is_async = target.device, any(flags) or kwargs.get("non_blocking")
+        else:
+            return
+        if source.device.type == "cpu" and target is not None and target.type == "cuda":
+            self.uploads += 1
+            self.waits += not (is_async and getattr(source, "is_page_locked", False))
 
     def _run_inside(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the code of an operator of our own, of which fake tensors know the result alone."""
@@ -163,6 +180,11 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if call.name.split(".")[1] not in (*_MAY_MIX, "unsqueeze", "slice", "detach")
             and any(kind == "cpu" and shape for kind, _, shape in (*call.inputs, *call.outputs))
         ]
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    tensor.is_page_locked = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def _own_code(func: Any) -> Any:
@@ -327,6 +349,7 @@ def fake_cuda(
         FakeCuda() as cuda,
     ):
         patch.setattr(torch.utils, "swap_tensors", _swapped)
+        patch.setattr(Tensor, "pin_memory", _pinned)
         patch.setattr(F, "scaled_dot_product_attention", _attention)
         patch.setattr(torch.cuda, "CUDAGraph", _Graph)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))

@@ -1,4 +1,4 @@
-"""Texts that are generated on a device: compiled, in 8 bits, in batches, by a server."""
+"""Texts that are generated on a device: compiled, in batches, by a server."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from firstlight.generation import batch
 from firstlight.generation.batch import BatchDecoder, RecordedSteps
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import generate, generate_batch
-from firstlight.generation.few_rows import Int8Linear, quantize_int8, use_few_rows
+from firstlight.generation.few_rows import use_few_rows
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, MoEConfig, empty_model
+from firstlight.models.moe import reads_rows_of_experts
 
 _SIZES: dict[str, Any] = {
     "vocab_size": tiny_tokenizer().vocab_size,
@@ -54,9 +55,7 @@ PROMPTS = [
 ]
 
 
-def loaded_of(
-    family: str, device: torch.device, dtype: torch.dtype = torch.float32, *, int8: bool = False
-) -> LoadedModel:
+def loaded_of(family: str, device: torch.device, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A model whose continuations are no constant."""
     model = empty_model(_FAMILIES[family]).eval()
     generator = torch.Generator().manual_seed(5)
@@ -68,8 +67,6 @@ def loaded_of(
                 parameter.add_(1.0)
         model.lm_head.weight[:257] *= 0.1
     model = model.to(dtype).to(device)
-    if int8:
-        quantize_int8(model)
     use_few_rows(model)
     tiny = tiny_loaded()
     return LoadedModel(model, tiny.tokenizer, (), tiny.folder)
@@ -108,17 +105,28 @@ def test_compiled_steps_give_the_greedy_text_of_plain_ones(
 
 
 @pytest.mark.cuda_only("CUDA graphs")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.bfloat16)],
+)
 @pytest.mark.parametrize("compile", [False, True])
 def test_recorded_steps_give_the_logits_of_plain_ones_while_texts_join_and_leave(
-    compile: bool, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    compile: bool,
+    family: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch._dynamo.reset()
-    model = loaded_of("llama", device, dtype).model
+    model = loaded_of(family, device, dtype).model
+    if reads_rows_of_experts(model):
+        pytest.skip("torch has no kernel for experts that finds their rows on this GPU")
     recorded = BatchDecoder(model, 4, 200, compile=compile)
     monkeypatch.setattr(batch, "_can_record", lambda *_: False)
     plain = BatchDecoder(model, 4, 200)
     bound = 1e-4 if dtype == torch.float32 else 5e-2
+    if family == "mixtral":  # a token may visit another expert after rounding
+        bound = 0.25
 
     def same(one: torch.Tensor, other: torch.Tensor) -> None:
         one, other = one.double(), other.double()
@@ -142,35 +150,6 @@ def test_recorded_steps_give_the_logits_of_plain_ones_while_texts_join_and_leave
     steps = recorded._ragged
     assert isinstance(steps, RecordedSteps)
     assert sum(entry is not None for entry in steps._by_shape.values()) >= 4
-
-
-@pytest.mark.cuda_only("CUDA graphs")
-def test_compiled_weights_of_eight_bits_give_the_logits_of_plain_ones(
-    device: torch.device,
-) -> None:
-    torch._dynamo.reset()
-    model = loaded_of("llama", device, torch.bfloat16, int8=True).model
-    plain, compiled = BatchDecoder(model, 1, 100), BatchDecoder(model, 1, 100, compile=True)
-    for decoder in (plain, compiled):
-        decoder.add([1, 2, 3])
-    for step in range(6):
-        one, other = compiled.step([step]).double(), plain.step([step]).double()
-        assert float((one - other).norm() / other.norm()) < 5e-2
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
-def test_weights_of_eight_bits_are_near_to_their_fp32(family: str, device: torch.device) -> None:
-    exact = loaded_of(family, device).model
-    small = loaded_of(family, device, torch.bfloat16, int8=True).model
-    layers = [module for module in small.modules() if isinstance(module, Int8Linear)]
-    assert layers
-    assert {layer.weight_int8.device.type for layer in layers} == {device.type}
-    for tokens in (1, 5, 40):  # one row, few, many
-        ids = (torch.arange(tokens, device=device)[None] * 7) % 300
-        with torch.no_grad():
-            expected, found = exact(ids), small(ids).float()
-        difference = float((found - expected).std() / expected.std())
-        assert 1e-4 < difference < (0.08 if family != "mixtral" else 0.25)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])

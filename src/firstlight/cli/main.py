@@ -41,7 +41,8 @@ from firstlight.hardware import environment
 _DECODING = ("generate", "chat", "serve")
 
 _TRAIN_IN_LESS = "lower batch.micro_batch_size or data.seq_len"
-_GENERATE_IN_LESS = "lower --max-new-tokens, or load the model with --dtype int8"
+_IN_LESS_MEMORY = "or load the model with --dtype bfloat16, on a CPU with --dtype int8"
+_GENERATE_IN_LESS = f"lower --max-new-tokens, {_IN_LESS_MEMORY}"
 #: What to do about too little memory, by verb.
 _LESS_MEMORY = {
     "train": _TRAIN_IN_LESS,
@@ -50,7 +51,7 @@ _LESS_MEMORY = {
     "eval": "lower --batch-size or --seq-len",
     "generate": _GENERATE_IN_LESS,
     "chat": _GENERATE_IN_LESS,
-    "serve": "lower --max-context-tokens or --max-batch-size, or load the model with --dtype int8",
+    "serve": f"lower --max-context-tokens or --max-batch-size, {_IN_LESS_MEMORY}",
 }
 
 #: How to continue after Ctrl-C, by verb.

@@ -163,7 +163,7 @@ dtype_option = click.option(
     "--dtype",
     default="auto",
     show_default=True,
-    help="Type of the weights: auto is the file's; float32, bfloat16, float16, int8.",
+    help="Type of the weights: auto is the file's; float32, bfloat16, float16; int8 on a CPU.",
 )
 loading_option = click.option(
     "--loading",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from firstlight.generation.few_rows import (
     ready_to_compile,
 )
 from firstlight.generation.llama_step import llama_step
+from firstlight.hardware.device import upload
 from firstlight.methods import can_compile
 from firstlight.methods.attention import varying_lengths
 from firstlight.models import KVCache, Model, RaggedCache
+from firstlight.models.moe import reads_rows_of_experts
 from firstlight.models.rope import DynamicRope, LongRope
 
 #: Attention reads a multiple of this number of cache positions: a larger step gives fewer different
@@ -93,10 +95,10 @@ class BatchDecoder:
         self._compiled = CompiledStep(model, self.cache) if compile else None
         #: Step of a single sequence in place of the model's forward pass.
         self._llama_step = None if compile else llama_step(model, self.cache)
-        self._ragged: _Step = self._compiled or functools.partial(_eager, model, self.cache)
         self._is_recorded = _can_record(model, self._device, self.cache)
-        if self._is_recorded:
-            self._ragged = RecordedSteps(self._ragged)
+        steps = RecordedSteps if self._is_recorded else RaggedSteps
+        compute = self._compiled or functools.partial(_eager, model, self.cache)
+        self._ragged = steps(compute, max_sequences, self._device)
         is_cpu = self._device.type == "cpu"
         self.pass_tokens = _CPU_PASS_TOKENS if is_cpu else _GPU_PASS_TOKENS
         self.lengths: list[int] = []
@@ -135,7 +137,7 @@ class BatchDecoder:
         if self._reuse_prefixes and on_logits is None:
             cache.length = self._take_prefix(prompt_ids)
         cache.least_length = len(prompt_ids)
-        input_ids = torch.tensor([list(prompt_ids[cache.length :])], device=self._device)
+        input_ids = upload([list(prompt_ids[cache.length :])], self._device)
         self._stored[len(self)] = []  # until the whole prompt is computed
         if on_logits is None:
             logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
@@ -194,9 +196,9 @@ class BatchDecoder:
             self._stored[first + row] = []  # until the prompts are computed
         # The causal mask hides padding at the end, and later tokens overwrite it in the cache.
         logits_BV: Tensor = self.model(
-            input_ids_BT.to(self._device),
+            upload(input_ids_BT, self._device),
             cache=self.cache.sequence(first, len(prompts)),
-            logits_to_keep=torch.tensor(lengths, device=self._device) - 1,
+            logits_to_keep=upload(lengths, self._device) - 1,
         )[:, 0]
         self._stored[first : first + len(prompts)] = map(list, prompts)
         self.lengths += lengths
@@ -240,7 +242,7 @@ class BatchDecoder:
             if length + 1 == self.model.config.long_from:
                 # The cached keys were rotated by the frequencies of short texts, so all are
                 # computed again, as in transformers' Phi-3.
-                input_ids = torch.tensor([self._stored[number]], device=self._device)
+                input_ids = upload([self._stored[number]], self._device)
                 cache = self.cache.sequence(number)
                 cache.least_length = length + 1
                 self.model(input_ids, cache=cache, logits_to_keep=1)
@@ -258,7 +260,7 @@ class BatchDecoder:
             # A single sequence needs neither a mask nor indices of cache positions.
             cache = self.cache.sequence(0)
             cache.length = lengths[0]
-            input_ids_B1 = torch.tensor([token_ids], device=self._device)
+            input_ids_B1 = upload([list(token_ids)], self._device)
             logits_BV: Tensor = self.model(input_ids_B1, cache=cache)[:, -1]
             return logits_BV
         reach = -(-longest // _REACH_STEP) * _REACH_STEP
@@ -269,9 +271,19 @@ class BatchDecoder:
             spare = min(_ladder(count), self.max_sequences) - count
             for row in range(count, count + spare):
                 self._stored[row] = []
-        input_ids_B = torch.tensor([*token_ids, *[0] * spare], device=self._device)
-        lengths_B = torch.tensor([*lengths, *[0] * spare], device=self._device)
-        return self._ragged(input_ids_B[:, None], lengths_B, min(reach, self.max_tokens))[:count]
+        reach = min(reach, self.max_tokens)
+        return self._ragged(list(token_ids), list(lengths), count + spare, reach)[:count]
+
+    @torch.inference_mode()
+    def keep(self, ids_B: Tensor, ids: list[int]) -> None:
+        """Keep tokens that were chosen on a GPU for the next step, which then need not be copied to
+        it. The argument `keep` of `choose_tokens` after a step.
+
+        Args:
+            ids_B: the next token of each sequence, int64 on the model's device.
+            ids: the same tokens, at the latest when `step` is called.
+        """
+        self._ragged.keep(ids_B, ids)
 
     @torch.inference_mode()
     @varying_lengths()
@@ -408,21 +420,9 @@ class CompiledStep:
         return logits_BV
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A step as a CUDA graph, and the tensors that it reads and writes: the new tokens [B, 1], the
-    lengths [B], and the logits [B, V]."""
-
-    graph: torch.cuda.CUDAGraph
-    input_ids: Tensor
-    lengths: Tensor
-    logits: Tensor
-
-
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
     """True if decoding steps can be CUDA graphs: nothing in a step is done or read by the CPU."""
-    # Without a grouped kernel for experts, the CPU reads the number of rows of each expert.
-    if device.type != "cuda" or model.config.expert_count or cache.has_states:
+    if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
     # A model in training may have an engine's hooks, which exchange weights between processes, and
     # recording takes memory that the next training step needs.
@@ -434,54 +434,107 @@ def _ladder(number: int) -> int:
     return min(1 << (number - 1).bit_length(), -(-number // 8) * 8) if number > 1 else 1
 
 
-class RecordedSteps:
-    """A decoding step as CUDA graphs, one for each shape, that is number of sequences and reach:
-    launching its kernels one by one takes many times as long as running them.
+class RaggedSteps:
+    """Decoding steps of sequences of different lengths. Their new tokens and lengths are tensors on
+    the device, which a step advances, so that the host copies them only if the sequences changed.
+
+    Args:
+        compute: the step. The cache, which it also reads and writes, must keep its address.
+        max_sequences: greatest number of sequences.
+        device: device of the model.
+    """
+
+    def __init__(self, compute: _Step, max_sequences: int, device: torch.device) -> None:
+        self._compute = compute
+        self._ids_B, self._lengths_B = (
+            torch.zeros(max_sequences, dtype=torch.int64, device=device) for _ in range(2)
+        )
+        #: Tokens and lengths that are on the device, as far as the host knows.
+        self._known: tuple[list[int], list[int]] = [], []
+
+    def __call__(self, ids: list[int], lengths: list[int], rows: int, reach: int) -> Tensor:
+        """The logits [rows, V] after one more token of each sequence.
+
+        Args:
+            ids: the new tokens.
+            lengths: length of each sequence before its new token, at least one.
+            rows: number of rows to compute, which depends on the number of sequences alone; those
+                beyond the sequences are spare.
+            reach: see `RaggedCache`.
+        """
+        if self._known != (ids, lengths):
+            # Spare rows begin at length 0, and so stay shorter than the sequences.
+            spare = [0] * (rows - len(ids))
+            new_2B = upload([[*ids, *spare], [*lengths, *spare]], self._ids_B.device)
+            self._ids_B[:rows], self._lengths_B[:rows] = new_2B
+        self._known = [], []
+        logits_BV = self._run(rows, reach)
+        self._known = [], [length + 1 for length in lengths]
+        return logits_BV
+
+    def _run(self, rows: int, reach: int) -> Tensor:
+        lengths_B = self._lengths_B[:rows]
+        logits_BV = self._compute(self._ids_B[:rows, None], lengths_B, reach)
+        lengths_B += 1
+        return logits_BV
+
+    def keep(self, ids_B: Tensor, ids: list[int]) -> None:
+        """See `BatchDecoder.keep`."""
+        _, lengths = self._known
+        if len(lengths) == len(ids_B):  # else the last step was computed in another way
+            self._ids_B[: len(ids_B)] = ids_B
+            self._known = ids, lengths
+
+
+class RecordedSteps(RaggedSteps):
+    """Decoding steps as CUDA graphs, one for each shape, that is number of rows and reach:
+    launching the kernels of a step one by one takes many times as long as running them.
 
     The first step of a shape is computed without recording, because compilation, loading of kernels
     and persistent allocations can't be recorded. The second step is recorded and replayed; later
-    steps are replayed. The least recently used recording is dropped to make room for a new one.
-
-    Args:
-        compute: the step. The weights and the cache, which it also reads and writes, must keep
-            their addresses.
+    steps are replayed. The least recently used recording is dropped to make room for a new one. The
+    weights must keep their addresses.
     """
 
-    def __init__(self, compute: _Step) -> None:
-        self._compute = compute
-        self._by_shape: OrderedDict[tuple[int, int], _Recorded | None] = OrderedDict()
+    def __init__(self, compute: _Step, max_sequences: int, device: torch.device) -> None:
+        super().__init__(compute, max_sequences, device)
+        #: Graph and logits [rows, V] of each shape; None after the first step.
+        self._by_shape: OrderedDict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor] | None] = (
+            OrderedDict()
+        )
         self._pool: Any = None
 
-    def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """See `CompiledStep.__call__`."""
-        shape = len(lengths_B), reach
+    def _run(self, rows: int, reach: int) -> Tensor:
+        shape = rows, reach
         if shape not in self._by_shape:
             self._by_shape[shape] = None
             if len(self._by_shape) > _MOST_RECORDED:
                 self._by_shape.popitem(last=False)
-            return self._compute(input_ids_B1, lengths_B, reach)
+            return super()._run(rows, reach)
         self._by_shape.move_to_end(shape)
-        recorded = self._by_shape[shape]
-        if recorded is None:
-            recorded = self._record(input_ids_B1.clone(), lengths_B.clone(), reach)
-            self._by_shape[shape] = recorded
-        else:
-            recorded.input_ids.copy_(input_ids_B1)
-            recorded.lengths.copy_(lengths_B)
-        recorded.graph.replay()
+        recorded = self._by_shape[shape] or self._record(rows, reach)
+        self._by_shape[shape] = recorded
+        graph, logits_BV = recorded
+        graph.replay()
         # A copy, because the next step of any shape may overwrite the logits.
-        return recorded.logits.clone()
+        return logits_BV.clone()
 
-    def _record(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> _Recorded:
+    def _record(self, rows: int, reach: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             # One memory pool for all graphs: they are never replayed at the same time, so that
             # their intermediate results can share memory.
             self._pool = torch.cuda.graph_pool_handle()
-        # "thread_local", so that other threads can use the GPU during the recording.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_BV = self._compute(input_ids_B1, lengths_B, reach)
-        return _Recorded(graph, input_ids_B1, lengths_B, logits_BV)
+        # A graph that the garbage collector frees during the recording would make it invalid.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            # "thread_local", so that other threads can use the GPU during the recording.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                return graph, super()._run(rows, reach)
+        finally:
+            if collects:
+                gc.enable()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@ its end."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -13,9 +15,12 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.sampling import filter_probabilities, sample, sample_rows, shifted
+from firstlight.generation.sampling import sample_rows, shifted, uniform
 from firstlight.generation.structured import Constraint
+from firstlight.hardware.device import upload
 from firstlight.tokenizer import TextStream, Tokenizer
+
+_NOT_FINITE = "the model's outputs are not finite numbers: its weights are unusable"
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,9 @@ class Continuation:
         prompt_logprobs: log-probabilities of all prompt tokens but the first; None if the config
             does not ask for them.
         choices: see `Generation`.
+        is_plain: True if the next token depends on the logits and the generator alone: without
+            penalties, biases and a constraint.
+        settings: settings that texts must share for their tokens to be chosen together.
     """
 
     def __init__(
@@ -98,6 +106,14 @@ class Continuation:
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt_ids)
         self._stops = StopTexts(config.stop)
         self._constraint = constraint
+        penalties = (
+            config.frequency_penalty,
+            config.presence_penalty,
+            config.repetition_penalty - 1,
+        )
+        self.is_plain = constraint is None and not any(penalties) and not config.logit_bias
+        draw = (config.temperature, config.min_p, config.top_k, config.top_p)
+        self.settings = (*draw, config.logprobs, config.choices)
 
     @property
     def score_prompt(self) -> Callable[[Tensor], None] | None:
@@ -114,56 +130,50 @@ class Continuation:
             scored = logits_TV[: len(ids)]
             self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the next token depends on the logits and the generator alone: without penalties,
-        biases and a constraint."""
-        config = self.config
-        penalties = config.frequency_penalty, config.presence_penalty, config.repetition_penalty - 1
-        return self._constraint is None and not any(penalties) and not config.logit_bias
+    def draw_number(self) -> float:
+        """The random number of the next token; 0 with temperature 0, which needs none."""
+        return uniform(self._generator) if self.config.temperature else 0.0
 
-    def push(self, logits_V: Tensor, token_id: int | None = None) -> str:
-        """Choose the next token, or end the text; return the text that is final with it, which is
+    def shifted(self, logits_V: Tensor) -> Tensor:
+        """The logits [V] of the next token after penalties, biases and the constraint.
+
+        Raises:
+            ConfigError: see `sampling.shifted`.
+            SchemaError: the constraint takes too long to follow.
+        """
+        allowed_V = None if self._constraint is None else self._constraint.allowed(len(logits_V))
+        return shifted(logits_V, self.config, self._seen, self._counts, allowed_V=allowed_V)
+
+    def push(self, chosen: Chosen | Exception) -> str:
+        """Append the next token, or end the text; return the text that is final with it, which is
         often empty.
 
         If `finish_reason` is None afterwards, the caller computes the logits after the last of
-        `token_ids` and calls `push` again.
+        `token_ids`, and calls `choose_tokens` and `push` again.
 
         Args:
-            logits_V: logits of the next token, on any device.
-            token_id: the next token, if `choose_tokens` has chosen it from these logits.
+            chosen: what `choose_tokens` returned for this text; an error is raised.
 
         Raises:
-            ModelError: the logits are not finite numbers.
+            Exception: `chosen` is one.
             SchemaError: the constraint takes too long to follow.
         """
         assert self.finish_reason is None
         if len(self.token_ids) >= self._most:  # no new token was asked for, or has room
             return self._end("length")
-        allowed_V = None if self._constraint is None else self._constraint.allowed(len(logits_V))
-        if token_id is None:
-            token_id = sample(
-                logits_V,
-                self.config,
-                self._generator,
-                self._seen,
-                counts=self._counts,
-                allowed_V=allowed_V,
-            )
+        if isinstance(chosen, Exception):
+            raise chosen
+        token_id = chosen.token_id
         if token_id in self._eos_token_ids:
             return self._end("stop")
         if self.choices is not None:
-            assert self.config.choices is not None
-            shifted_V = shifted(
-                logits_V, self.config, self._seen, self._counts, allowed_V=allowed_V
-            )
-            self.choices.append(choices_of(logits_V, shifted_V, token_id, self.config))
+            self.choices.append(list(chosen.choices))
         self.token_ids.append(token_id)
         self._seen.add(token_id)
         self._counts[token_id] += 1
         if self.logprobs is not None:
-            assert self.config.logprobs is not None
-            self.logprobs += logprobs_of(logits_V[None], [token_id], self.config.logprobs)
+            assert chosen.logprob is not None
+            self.logprobs.append(chosen.logprob)
         piece = "" if self._stream is None else self._stops.push(self._stream.push(token_id))
         complete = self._constraint is not None and self._constraint.push(token_id)
         if self._stops.found:
@@ -184,30 +194,143 @@ class Continuation:
         return rest
 
 
-def choose_tokens(texts: Sequence[Continuation], logits_BV: Tensor) -> list[int | None]:
-    """Choose the next token of several texts, reading each kind of settings from the device once.
+@dataclass(frozen=True)
+class Chosen:
+    """The next token of a text.
+
+    Attributes:
+        token_id: id of the token.
+        logprob: log-probability of the token; None if the config does not ask for it.
+        choices: likeliest tokens; empty if the config does not ask for them.
+    """
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    choices: Sequence[TokenChoice] = ()
+
+
+def choose_tokens(
+    texts: Sequence[Continuation],
+    logits_BV: Tensor,
+    keep: Callable[[Tensor, list[int]], None] | None = None,
+) -> list[Chosen | Exception]:
+    """Choose the next token of several texts. The host reads from a GPU once.
 
     Args:
-        texts: texts that go on, without a finish reason.
+        texts: texts that continue, without a finish reason.
         logits_BV: logits of their next tokens.
+        keep: function that is called with the ids of the tokens, int64 [B] on the device, and a
+            list that has the same ids as soon as they are read.
 
     Returns:
-        For each text, the argument `token_id` of `Continuation.push`; None if `push` has to choose.
+        The argument of `Continuation.push` for each text. An exception is for its own text only.
     """
-    chosen: list[int | None] = [None] * len(texts)
-    groups: dict[tuple[float, ...], list[int]] = {}
+    if not logits_BV.is_cuda:  # Apple's GPUs have no fp64
+        logits_BV = logits_BV.cpu()
+    shifted_BV, errors = _shifted(texts, logits_BV)
+    # Texts with the same settings are chosen together.
+    groups: dict[tuple[float | None, ...], list[int]] = {}
     for row, text in enumerate(texts):
-        if text.is_plain:
-            config = text.config
-            key = config.temperature, config.min_p, config.top_k, config.top_p
-            groups.setdefault(key, []).append(row)
-    for rows in groups.values():
-        logits_GV = logits_BV if len(rows) == len(texts) else logits_BV[rows]
-        generators = [texts[row]._generator for row in rows]
-        found = sample_rows(logits_GV, texts[rows[0]].config, generators)
-        for row, token_id in zip(rows, found, strict=True):
-            chosen[row] = token_id
+        groups.setdefault(text.settings, []).append(row)
+    order = [row for rows in groups.values() for row in rows]
+    numbers = [texts[row].draw_number() for row in order]
+    if len(groups) == 1:
+        config = texts[0].config
+        numbers_B = upload(numbers, logits_BV.device, torch.float64) if config.temperature else None
+        columns = [_columns(logits_BV, shifted_BV, config, numbers_B)]
+    else:
+        # Both in one copy: numbers of rows are exact in fp64.
+        both_2B = upload([order, numbers], logits_BV.device, torch.float64)
+        order_B, numbers_B = both_2B[0].long(), both_2B[1]
+        sizes = [len(rows) for rows in groups.values()]
+        configs = [texts[rows[0]].config for rows in groups.values()]
+        logits, shifted, drawn = (
+            torch.split(one, sizes) for one in (logits_BV[order_B], shifted_BV[order_B], numbers_B)
+        )
+        columns = list(map(_columns, logits, shifted, configs, drawn))
+    ids: list[int] = []
+    if keep is not None:
+        ids_B = torch.cat([one[0] for one in columns])[:, 0]
+        if len(groups) > 1:  # back in the order of the texts
+            ids_B = torch.empty_like(ids_B).index_copy_(0, order_B, ids_B)
+        keep(ids_B, ids)
+    read = iter(_read([column for one in columns for column in one]))
+    found = dict[int, Chosen | Exception]()
+    for rows, one in zip(groups.values(), columns, strict=True):
+        values = zip(*itertools.islice(read, len(one)), strict=True)
+        for row, own in zip(rows, values, strict=True):
+            found[row] = errors.get(row) or _chosen(texts[row].config, *own)
+    chosen = [found[row] for row in range(len(texts))]
+    ids += [-1 if isinstance(one, Exception) else one.token_id for one in chosen]
     return chosen
+
+
+def _shifted(
+    texts: Sequence[Continuation], logits_BV: Tensor
+) -> tuple[Tensor, dict[int, Exception]]:
+    """The logits [B, V] after penalties, biases and constraints; and by row the errors of texts
+    whose logits could not be changed."""
+    shifted, errors = dict[int, Tensor](), dict[int, Exception]()
+    for row, text in enumerate(texts):
+        if not text.is_plain:
+            try:
+                shifted[row] = text.shifted(logits_BV[row])
+            except Exception as error:  # noqa: BLE001 - it fails its own text
+                errors[row] = error
+    if shifted:
+        rows = [shifted[row] if row in shifted else logits_BV[row] for row in range(len(texts))]
+        # One text alone need not be copied.
+        logits_BV = rows[0][None] if len(rows) == 1 else torch.stack([row.float() for row in rows])
+    return logits_BV, errors
+
+
+def _columns(
+    logits_GV: Tensor, shifted_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
+) -> list[Tensor]:
+    """What `_chosen` reads for each of G texts with the same settings, [G, W] each."""
+    ids_G1, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
+    columns = [ids_G1, logits_GV.amax(-1, keepdim=True)]
+    if config.logprobs is not None:
+        columns += _logprob_columns(logits_GV, ids_G1, config.logprobs)
+    if config.choices is not None:
+        model_GV = logits_GV.float().softmax(-1)
+        if probabilities_GV is None:
+            probabilities_GV = torch.zeros_like(model_GV).scatter(1, ids_G1, 1.0)
+        best_GN = model_GV.topk(min(config.choices, model_GV.shape[1])).indices
+        ids_GN = torch.cat((best_GN, ids_G1), dim=1)
+        columns += ids_GN, model_GV.gather(1, ids_GN), probabilities_GV.gather(1, ids_GN)
+    return columns
+
+
+def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
+    """The values of tensors of two dimensions, which are read from a GPU in one copy."""
+    if not tensors[0].is_cuda:
+        return [tensor.tolist() for tensor in tensors]
+    # Ids and numbers of fp32 are exact in fp64.
+    values = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
+    return [
+        [list(itertools.islice(values, tensor.shape[1])) for _ in range(len(tensor))]
+        for tensor in tensors
+    ]
+
+
+def _chosen(
+    config: SamplingConfig, ids: list[float], largest: list[float], *further: list[float]
+) -> Chosen | Exception:
+    """A text's token, from its rows of `_columns`."""
+    if not math.isfinite(largest[0]):
+        return ModelError(_NOT_FINITE)
+    token_id = int(ids[0])
+    logprob = None
+    choices: list[TokenChoice] = []
+    if config.logprobs is not None:
+        logprob, further = _token_logprob(token_id, *further[:3]), further[3:]
+    for one, model, sampled in zip(*further, strict=True):
+        choices.append(TokenChoice(int(one), model, sampled, int(one) == token_id))
+    # The chosen token comes last, unless it is among the likeliest.
+    if any(choice.is_chosen for choice in choices[:-1]):
+        choices.pop()
+    return Chosen(token_id, logprob, choices)
 
 
 class StopTexts:
@@ -270,30 +393,6 @@ class TokenChoice:
     is_chosen: bool
 
 
-def choices_of(
-    logits_V: Tensor, shifted_V: Tensor, token_id: int, config: SamplingConfig
-) -> list[TokenChoice]:
-    """The likeliest tokens of a position, likeliest first. If the chosen token is not among them,
-    it is appended.
-
-    Args:
-        logits_V: the model's logits of the position.
-        shifted_V: the logits after penalties and biases, see `sampling.shifted`.
-        token_id: the chosen token.
-        config: sampling settings, with `choices`.
-    """
-    assert config.choices is not None
-    model_V = logits_V.float().softmax(-1)
-    if config.temperature == 0:
-        sampled_V = torch.zeros_like(model_V)
-        sampled_V[token_id] = 1.0
-    else:
-        sampled_V = filter_probabilities(shifted_V, config)
-    best: list[int] = model_V.topk(min(config.choices, len(model_V))).indices.tolist()
-    ids = best if token_id in best else [*best, token_id]
-    return [TokenChoice(i, float(model_V[i]), float(sampled_V[i]), i == token_id) for i in ids]
-
-
 @dataclass(frozen=True)
 class TokenLogprob:
     """Log-probability of a token by the model, before temperature and all other sampling settings.
@@ -320,19 +419,24 @@ def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[T
     Raises:
         ModelError: a logit is NaN or infinite.
     """
+    ids_T1 = upload(token_ids, logits_TV.device)[:, None]
+    columns = _read(_logprob_columns(logits_TV, ids_T1, top))
+    found = list(map(_token_logprob, token_ids, *columns))
+    if any(math.isnan(one.logprob) for one in found):
+        raise ModelError(_NOT_FINITE)
+    return found
+
+
+def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probability [T, 1] of a token of each position, and the ids and log-probabilities
+    [T, N] of the `top` likeliest."""
     logprobs_TV = logits_TV.float().log_softmax(-1)
-    if logprobs_TV.isnan().any():
-        raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
-    ids_T1 = torch.tensor(token_ids, device=logits_TV.device)[:, None]
     best = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))
-    found = zip(
-        token_ids,
-        logprobs_TV.gather(1, ids_T1)[:, 0].tolist(),
-        best.indices.tolist(),
-        best.values.tolist(),
-        strict=True,
-    )
-    return [
-        TokenLogprob(token_id, logprob, tuple(zip(ids, values, strict=True)))
-        for token_id, logprob, ids, values in found
-    ]
+    return logprobs_TV.gather(1, ids_T1), best.indices, best.values
+
+
+def _token_logprob(
+    token_id: int, logprob: list[float], ids: list[float], values: list[float]
+) -> TokenLogprob:
+    """The log-probability of a token, from its rows of `_logprob_columns`."""
+    return TokenLogprob(token_id, logprob[0], tuple(zip(map(int, ids), values, strict=True)))

@@ -8,14 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from firstlight.checkpoint.selection import read_model_folder
 from firstlight.errors import ConfigError, ModelError, nearest
 from firstlight.generation.batch import BatchDecoder, require_prompt
 from firstlight.generation.beams import search
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.continuation import Continuation, Generation, choose_tokens
+from firstlight.generation.continuation import (
+    Chosen,
+    Continuation,
+    Generation,
+    choose_tokens,
+)
 from firstlight.generation.few_rows import use_few_rows
 from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel, load_model
@@ -51,7 +55,7 @@ def load(
         device: device of the weights: "cpu", "cuda", ...
         dtype: "auto" (the file's), "float32", "bfloat16", "float16", or "int8". "int8" rounds the
             weights of linear layers to 8 bits (`Int8Linear`) and casts all other weights to
-            bfloat16; such a model is for generation only.
+            bfloat16; such a model is for generation only, and not for a CUDA GPU.
         way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
             overwritten in place while the model exists; "sequential" reads each tensor directly
             into its parameter; "straight" reads the whole file first, which takes twice the memory;
@@ -59,8 +63,8 @@ def load(
         best: load the checkpoint of a run folder with the lowest validation loss, not the newest.
 
     Raises:
-        ConfigError: `dtype` or `way` is unknown, or `best` is set and `checkpoint` is not a run
-            folder.
+        ConfigError: `dtype` or `way` is unknown, or `dtype` is not for the device, or `best` is set
+            and `checkpoint` is not a run folder.
         ModelError, CheckpointError, TokenizerError: the model is missing, damaged or of an unknown
             kind.
     """
@@ -68,6 +72,13 @@ def load(
         if value not in known:
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
+    if dtype == "int8" and torch.device(device).type == "cuda":
+        # torch's kernel for it is slower than a cast of the weights, which moves 2.5 times as many
+        # bytes as a product in bf16.
+        raise ConfigError(
+            "dtype int8 is for CPUs: on a GPU it would take longer than bfloat16, so use bfloat16 "
+            "or the device cpu"
+        )
     loaded = read_model_folder(
         checkpoint,
         lambda folder: load_model(folder, device, dtype=DTYPES[dtype], mode=way),
@@ -107,16 +118,18 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
         prompt_ids = prompt_ids[-kept:]
     logits_V = decoder.add(prompt_ids, text.score_prompt, may_fill=slides_by is not None)
     try:
-        yield text.push(logits_V)
+        (chosen,) = choose_tokens([text], logits_V[None])
+        yield text.push(chosen)
         while text.finish_reason is None:
             if decoder.room(0):
-                logits_V = decoder.step(text.token_ids[-1:])[0]
+                (chosen,) = next_tokens([text], decoder)
             else:
                 # Computed again, because positions now count from the beginning of the kept text.
                 decoder.remove(0)
                 kept_ids = [*text.prompt_ids, *text.token_ids][-kept:]
                 logits_V = decoder.add(kept_ids, may_fill=slides_by is not None)
-            yield text.push(logits_V)
+                (chosen,) = choose_tokens([text], logits_V[None])
+            yield text.push(chosen)
     finally:
         decoder.remove(0)
 
@@ -148,29 +161,35 @@ def pieces_of_many(
         while waiting and len(running) < decoder.max_sequences:
             running.append(waiting.popleft())
         if joining := [texts[index] for index in running[first:]]:
-            logits_BV = add_texts(joining, decoder)
+            chosen = first_tokens(joining, decoder)
         else:
-            logits_BV = decoder.step([texts[index].token_ids[-1] for index in running])
-            first = 0
-        chosen = choose_tokens([texts[index] for index in running[first:]], logits_BV)
+            chosen, first = next_tokens([texts[index] for index in running], decoder), 0
         for row in reversed(range(first, len(running))):
             index = running[row]
-            yield index, texts[index].push(logits_BV[row - first], chosen[row - first])
+            yield index, texts[index].push(chosen[row - first])
             if texts[index].finish_reason is not None:
                 decoder.remove(row)
                 running[row] = running[-1]
                 running.pop()
 
 
-def add_texts(texts: Sequence[Continuation], decoder: BatchDecoder) -> Tensor:
-    """Append the prompts of texts to a decoder; return the logits [N, V] of their first new tokens.
+def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
+    """Append the prompts of texts to a decoder; return their first tokens, see `choose_tokens`.
 
     Raises:
         ConfigError, ModelError: see `require_prompt`.
     """
     if any(text.score_prompt is not None for text in texts):
-        return torch.stack([decoder.add(text.prompt_ids, text.score_prompt) for text in texts])
-    return decoder.add_many([text.prompt_ids for text in texts])
+        logits = [decoder.add(text.prompt_ids, text.score_prompt) for text in texts]
+        return choose_tokens(texts, torch.stack(logits))
+    return choose_tokens(texts, decoder.add_many([text.prompt_ids for text in texts]))
+
+
+def next_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
+    """The next tokens of all texts of a decoder, in the order of its sequences, see
+    `choose_tokens`."""
+    logits_BV = decoder.step([text.token_ids[-1] for text in texts])
+    return choose_tokens(texts, logits_BV, decoder.keep if logits_BV.is_cuda else None)
 
 
 def continuation(

@@ -3,68 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
-from firstlight.errors import ConfigError, ModelError
+from firstlight.errors import ConfigError
 from firstlight.generation.config import SamplingConfig
-
-
-def sample(
-    logits_V: Tensor,
-    config: SamplingConfig,
-    generator: torch.Generator,
-    seen: Collection[int] = (),
-    counts: Mapping[int, int] | None = None,
-    allowed_V: Tensor | None = None,
-) -> int:
-    """Choose one token id from the logits [V] of one position.
-
-    Args:
-        logits_V: logits of the position.
-        config: sampling settings.
-        generator: CPU generator of the random numbers; not used with temperature 0.
-        seen, counts, allowed_V: see `shifted`.
-
-    Raises:
-        ConfigError, ModelError: see `shifted`.
-    """
-    shifted_V = shifted(logits_V, config, seen, counts, allowed_V=allowed_V)
-    if config.temperature == 0:
-        return int(shifted_V.argmax())
-    return int(draw(filter_probabilities(shifted_V, config).cpu()[None], [generator]))
+from firstlight.hardware.device import upload
 
 
 def sample_rows(
-    logits_GV: Tensor, config: SamplingConfig, generators: Sequence[torch.Generator]
-) -> list[int | None]:
-    """Choose a token id for each row as `sample` does without penalties, biases and `allowed_V`.
-
-    All rows are read from the device at once: a GPU would have to be waited for in each row.
+    logits_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Choose a token id for each row of logits. The host reads nothing from the device.
 
     Args:
-        logits_GV: logits of one position of each of G texts.
+        logits_GV: logits of one position of each of G texts, after penalties and biases.
         config: sampling settings of these texts.
-        generators: each text's CPU generator; not used with temperature 0.
+        numbers_G: a number from `uniform` for each text; None only with temperature 0.
 
     Returns:
-        The ids; None for a row whose logits are not finite numbers.
+        The ids, int64 [G, 1], and the probabilities that they were drawn by, fp32 [G, V]; None
+        instead of the probabilities with temperature 0.
     """
-    finite_G = logits_GV.amax(-1).isfinite()
     if config.temperature == 0:
-        chosen_G = logits_GV.argmax(-1)
-    else:
-        probabilities_GV = filter_probabilities(logits_GV, config)
-        if not logits_GV.is_cuda:  # Apple's GPUs have no fp64
-            probabilities_GV = probabilities_GV.cpu()
-        chosen_G = draw(probabilities_GV, generators)
-    finite_G = finite_G.to(chosen_G)  # its device, too
-    found, finite = torch.stack((chosen_G, finite_G)).tolist()
-    return [
-        token_id if is_finite else None for token_id, is_finite in zip(found, finite, strict=True)
-    ]
+        return logits_GV.argmax(-1, keepdim=True), None
+    assert numbers_G is not None
+    probabilities_GV = filter_probabilities(logits_GV, config)
+    return draw(probabilities_GV, numbers_G), probabilities_GV
 
 
 def shifted(
@@ -86,39 +53,41 @@ def shifted(
 
     Raises:
         ConfigError: `logit_bias` names a token that the model doesn't have.
-        ModelError: the logits are not finite numbers.
     """
-    if not logits_V.max().isfinite():
-        raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
     if config.repetition_penalty != 1 and seen:
         logits_V = penalize(logits_V, config.repetition_penalty, seen)
     logits_V = shift(logits_V, config, counts or {})
     if allowed_V is not None:
-        logits_V = logits_V.masked_fill(~allowed_V.to(logits_V.device), float("-inf"))
+        logits_V = logits_V.masked_fill(~upload(allowed_V, logits_V.device), float("-inf"))
     return logits_V
 
 
-def draw(probabilities_GV: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Draw an index [G] by each row of probabilities [G, V], which need not sum to 1. An index
-    with probability 0 is never drawn.
+def uniform(generator: torch.Generator) -> float:
+    """A random number from 0 to 1, without 1, with all digits of fp64. The generator is on the CPU,
+    so that a seed gives the same text on every device."""
+    return float(torch.rand((), dtype=torch.float64, generator=generator))
+
+
+def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
+    """Draw an index [G, 1] by each row of probabilities [G, V], which need not sum to 1, and a
+    number from `uniform`, fp64 [G]. An index with probability 0 is never drawn.
 
     It uses the inverse of the cumulative distribution. torch.multinomial draws a number for every
-    index, which takes twenty times as long with a vocabulary of 50,000. The generators are on the
-    CPU, so that a seed gives the same text on every device.
+    index, which takes twenty times as long with a vocabulary of 50,000.
     """
     cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
     totals_G = cumulative_GV[:, -1]
-    drawn = [torch.rand((), dtype=torch.float64, generator=one) for one in generators]
-    below_G = torch.stack(drawn).to(totals_G.device) * totals_G
     # Rounding may have made a product equal to its total, which is beyond the last index.
-    below_G = below_G.minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
-    return torch.searchsorted(cumulative_GV, below_G[:, None], right=True)[:, 0]
+    below_G = (numbers_G * totals_G).minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
+    found_G1 = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)
+    # Probabilities that are not numbers would give an index beyond the last.
+    return found_G1.clamp_(max=probabilities_GV.shape[-1] - 1)
 
 
 def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
     """Apply the repetition penalty (Keskar et al. 2019, CTRL, arXiv 1909.05858): logits of the seen
     tokens are divided by the penalty if they are positive, else multiplied. Returns fp32 [V]."""
-    ids = torch.tensor(sorted(set(seen)), device=logits_V.device)
+    ids = upload(sorted(set(seen)), logits_V.device)
     logits_V = logits_V.float()
     values = logits_V[ids]
     return logits_V.index_copy(0, ids, torch.where(values > 0, values / penalty, values * penalty))
@@ -146,8 +115,8 @@ def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -
         shifts[token_id] = shifts.get(token_id, 0.0) - count * frequency - presence
     if not shifts:
         return logits_V
-    ids = torch.tensor(list(shifts), device=logits_V.device)
-    values = torch.tensor(list(shifts.values()), dtype=torch.float32, device=logits_V.device)
+    ids = upload(list(shifts), logits_V.device)
+    values = upload(list(shifts.values()), logits_V.device, torch.float32)
     return logits_V.float().index_add(0, ids, values)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from firstlight.errors import ConfigError, lacks_memory
 from firstlight.hardware.gpus import find_gpu
@@ -241,6 +242,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on `device` of numbers, or of a tensor, in the host's memory.
+
+    The copy to a CUDA GPU is from page-locked memory, so that the host does not wait for it.
+    """
+    tensor = torch.as_tensor(values, dtype=dtype, device="cpu")
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -205,6 +205,23 @@ def _has_kernel(weight_EFC: Tensor) -> bool:
     return aligned and device == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
 
+def reads_rows_of_experts(model: nn.Module) -> bool:
+    """True if the CPU reads the number of rows of each expert in each forward pass of a model on a
+    CUDA GPU.
+
+    torch's grouped kernel for compute capabilities 9 and 10 finds the rows itself. Elsewhere there
+    is a product for each expert, also behind torch's grouped product.
+    """
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    weights = [weight for one in experts for weight in (one.gate_up_proj, one.down_proj)]
+    return not all(
+        _has_kernel(weight)
+        and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+        and torch.version.hip is None
+        for weight in weights
+    )
+
+
 #: Mean rows per expert from which on `_blocks` are faster. Below that, experts have few different
 #: numbers of rows, for which oneDNN can keep its code: see `_takes_blocks`.
 ROWS_OF_BLOCKS = 128

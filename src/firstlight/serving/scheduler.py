@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from firstlight.console import say
 from firstlight.errors import FirstlightError
 from firstlight.generation.batch import BatchDecoder
-from firstlight.generation.continuation import Continuation, TokenLogprob, choose_tokens
-from firstlight.generation.engine import add_texts
+from firstlight.generation.continuation import Chosen, Continuation, TokenLogprob
+from firstlight.generation.engine import first_tokens, next_tokens
 
 
 class QueueFullError(FirstlightError):
@@ -246,8 +244,7 @@ class Scheduler:
         """Compute the prompts of the last running texts; return their updates."""
         first = len(self._decoder)
         try:
-            logits_BV = add_texts([sequence.text for sequence in joining], self._decoder)
-            chosen = choose_tokens([sequence.text for sequence in joining], logits_BV)
+            chosen = first_tokens([sequence.text for sequence in joining], self._decoder)
         except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
             while len(self._decoder) > first:
                 self._decoder.remove(len(self._decoder) - 1)
@@ -264,10 +261,7 @@ class Scheduler:
                 updates += self._joined([sequence])
             return updates
         self.failure = None
-        updates = [
-            _pushed(sequence, logits_V, token_id)
-            for sequence, logits_V, token_id in zip(joining, logits_BV, chosen, strict=True)
-        ]
+        updates = list(map(_pushed, joining, chosen))
         self._remove_ended(first, updates)
         return updates
 
@@ -277,18 +271,14 @@ class Scheduler:
         if not running:
             return []
         try:
-            logits_BV = self._decoder.step([sequence.text.token_ids[-1] for sequence in running])
-            chosen = choose_tokens([sequence.text for sequence in running], logits_BV)
+            chosen = next_tokens([sequence.text for sequence in running], self._decoder)
         except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
             # All texts fail, because any of them may have caused the error.
             self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
         else:
             self.failure = None
-            updates = [
-                _pushed(sequence, logits_BV[row], chosen[row])
-                for row, sequence in enumerate(running)
-            ]
+            updates = list(map(_pushed, running, chosen))
         self._remove_ended(0, updates)
         return updates
 
@@ -305,13 +295,12 @@ class Scheduler:
             self._running.pop()
 
 
-def _pushed(sequence: ScheduledSequence, logits_V: Tensor, token_id: int | None = None) -> Update:
-    """Choose a sequence's next token from logits [V], unless it is given; return the update, or one
-    with the error."""
+def _pushed(sequence: ScheduledSequence, chosen: Chosen | Exception) -> Update:
+    """Append a sequence's next token; return the update, or one with the error."""
     text = sequence.text
     before = len(text.token_ids)
     try:
-        piece = text.push(logits_V, token_id)
+        piece = text.push(chosen)
     except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
         return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
