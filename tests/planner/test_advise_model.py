@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from firstlight.errors import ConfigError
 from firstlight.from_texts.choices import choose
+from firstlight.hardware.compiling import Compiling
 from firstlight.models import FAMILIES, LlamaConfig, ModelConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import model as model_module
@@ -25,6 +25,7 @@ from firstlight.planner.advise.law import (
     worth_of_bytes,
 )
 from firstlight.planner.advise.model import (
+    Rate,
     Suggestion,
     _without_run,
     batch_tokens,
@@ -50,11 +51,11 @@ _MODELS = list(model_ladder(_LLAMA))
 _MUCH = usual_text(_VOCAB, None)
 
 
-def rate_of(flops: float, memory: float = math.inf) -> Callable[[Suggestion, float], float | None]:
+def rate_of(flops: float, memory: float = math.inf) -> Rate:
     """Of hardware that only multiplies, and holds 16 bytes for each parameter."""
 
-    def rate(model: Suggestion, _: float) -> float | None:
-        return flops / model.flops if 16 * model.parameters <= memory else None
+    def rate(model: Suggestion, _: float, way: Compiling) -> float | None:
+        return way.gain * flops / model.flops if 16 * model.parameters <= memory else None
 
     return rate
 
@@ -116,12 +117,14 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
         machine = MachineFacts("a machine", "cpu", rates, memory)
         text = usual_text(vocab_size, tokens)
 
-        def rate(model: Suggestion, step: float, machine: MachineFacts = machine) -> float | None:
+        def rate(
+            model: Suggestion, step: float, way: Compiling, machine: MachineFacts = machine
+        ) -> float | None:
             config: Any = model.config
             size = ModelSize(config.hidden_size, config.num_hidden_layers, config.vocab_size, 512)
             if size.state_bytes > machine.usable_bytes:
                 return None
-            return machine.tokens_per_second(model.flops, step)
+            return machine.tokens_per_second(model.flops, step, way)
 
         model = LlamaConfig(
             model_type="qwen3",

@@ -60,6 +60,7 @@ class Place:
     rate: float = 1e12
     precision: Any = "bf16"
     compiles: bool = True
+    cores: int = 16
     device: str = "cpu"
     rows: int = 4
     tokens: int | None = 10**6
@@ -77,7 +78,7 @@ class Place:
         facts = Facts(
             self.device,
             self.precision,
-            self.compiles,
+            Compiler(self.device, device="", cores=self.cores) if self.compiles else None,
             lambda _: self.rate,
             processes=self.processes,
             epoch_tokens=self.tokens,

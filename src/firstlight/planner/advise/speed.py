@@ -72,7 +72,7 @@ def new_model_speed(machine: Machine) -> MachineFacts:
         rates,
         usable,
         origin=origin,
-        compiles=machine.compiles,
+        compiler=machine.compiler,
         steps=steps,
         is_busy=is_busy,
     )
