@@ -467,6 +467,41 @@ def test_methods_leave_the_names_of_parameters_alone() -> None:
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("chunk", [0, 8])
+@pytest.mark.parametrize("z_loss_coef", [0.0, 0.1])
+def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
+    chunk: int, z_loss_coef: float
+) -> None:
+    """With the graphs run as they are: inductor's kernels are compared in `test_methods.py`."""
+
+    def found(regional: bool) -> tuple[Tensor, list[Tensor], int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = small_model()
+        config = EfficiencyConfig(
+            precision="fp32",
+            loss_chunk_tokens=chunk,
+            compile=True,
+            compile_regional=regional,
+            compile_backend="aot_eager",
+        )
+        apply_methods(model, config, CPU, z_loss_coef=z_loss_coef)
+        loss = loss_function(model, config, CPU)(*batch())
+        loss.backward()
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None], graphs
+
+    whole, gradients, graphs = found(regional=False)
+    regional, same_gradients, more_graphs = found(regional=True)
+    assert torch.equal(whole, regional)
+    assert len(gradients) == len(same_gradients)
+    assert all(map(torch.equal, gradients, same_gradients))
+    # One for the layers, which are alike, and one for head and loss.
+    assert (graphs, more_graphs) == (1, 2)
+
+
 def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:
     model = small_model()
     choose_attention(model, "math")

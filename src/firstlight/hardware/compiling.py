@@ -22,7 +22,7 @@ from firstlight.files.cache import cache_folder
 #: Measured: on 2 cores of a CPU, the seconds; on an H100, 28 s and 2.07 times the speed for a whole
 #: GPT-2 124M. The other figures for GPUs are estimates from the numbers of kernels.
 _USUAL = {
-    "cpu": {True: (8.0, 0.0, 1.0, 1.0), False: (6.0, 1.5, 1.0, 1.0)},
+    "cpu": {True: (10.0, 0.0, 1.0, 1.0), False: (8.0, 0.7, 1.0, 1.0)},
     "cuda": {True: (8.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
 #: On a CPU, a compiled step has 1 + _CPU_WIDTH / width times the speed: products between which
