@@ -11,7 +11,9 @@ import pytest
 
 from firstlight.errors import ConfigError
 from firstlight.from_texts.choices import choose
-from firstlight.hardware.compiling import Compiling
+from firstlight.hardware.compiling import Compiler, Compiling
+from firstlight.methods import EfficiencyConfig
+from firstlight.methods.compilation import open_ways
 from firstlight.models import FAMILIES, LlamaConfig, ModelConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import model as model_module
@@ -105,6 +107,8 @@ def test_batches_grow_with_the_root_of_the_tokens_and_leave_a_hundred_steps() ->
 def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_texts() -> None:
     draws = random.Random(0)
     chosen: set[tuple[int, int]] = set()
+    ways: set[tuple[bool, bool]] = set()
+    compilers = (None, Compiler("cpu", device="", cores=2), Compiler("cuda", device="", cores=16))
     target = find_machine("H100")
     for _ in range(100):
         vocab_size = draws.choice((512, 8192))
@@ -114,8 +118,13 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
         # Small models reach a smaller share of the rate.
         rates = [(1e7, draws.uniform(0.2, 1) * flops / 1e7), (5e8, flops / 5e8)]
         memory = int(10 ** draws.uniform(8.5, 10.2))
-        machine = MachineFacts("a machine", "cpu", rates, memory)
+        compiler = draws.choice(compilers)
+        machine = MachineFacts("a machine", "cpu", rates, memory, compiler=compiler)
         text = usual_text(vocab_size, tokens)
+
+        def open_to(config: ModelConfig, compiler: Compiler | None = compiler) -> list[Compiling]:
+            size = config.hidden_size, config.num_hidden_layers
+            return open_ways(EfficiencyConfig(), compiler, size)
 
         def rate(
             model: Suggestion, step: float, way: Compiling, machine: MachineFacts = machine
@@ -155,17 +164,22 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
                 seq_len=512,
                 seconds=length.seconds,
                 tokens=length.tokens,
+                ways=open_to,
             )
             own = (texts["model.hidden_size"], texts["model.num_hidden_layers"])
             assert own == (plan.config.hidden_size, plan.config.num_hidden_layers)
             assert texts["batch.global_batch_tokens"] == plan.global_batch_tokens
             assert texts.tokens == plan.tokens
+            way = texts["efficiency.compile"], texts["efficiency.compile_regional"]
+            assert way == (plan.way.compiles, plan.way.regional)
+            ways.add(way)
             optimizer = optimizer_of_width(resolved, written, plan.config.hidden_size)
             expected = new_model_rates(name, plan.config.hidden_size)
             assert {key: texts[f"optimizer.{key}"] for key in expected} == expected
             assert {key: getattr(optimizer, key) for key in expected} == expected
             chosen.add(own)
     assert len(chosen) > 10
+    assert ways == {(False, False), (True, True), (True, False)}
 
 
 def test_the_ladder_rises_and_each_rung_is_a_model() -> None:

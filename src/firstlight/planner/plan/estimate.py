@@ -30,6 +30,9 @@ from firstlight.recipe.resolve import attention_backend, ways_to_compile
 #: times no further methods of the table.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
+#: Minutes of a run from which tracing its compiled step, which takes ten seconds, is little of it.
+_TRACED_MINUTES = 10.0
+
 _GIB = 2**30
 
 
@@ -214,14 +217,18 @@ def _is_offloaded(recipe: ResolvedRecipe) -> bool:
 
 
 def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
-    """The estimate for a recipe as it stands, made in this process without timing steps.
+    """The estimate for a recipe as it stands, made in this process without timing steps. In a short
+    run that compiles, memory is that of the step without torch.compile, mostly an upper bound.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
         evaluates: True includes the memory of evaluations.
     """
-    return Estimator().estimate(Candidate(recipe, machine, evaluates=evaluates))
+    minutes = recipe.schedule.max_minutes
+    is_short = minutes is not None and minutes < _TRACED_MINUTES
+    traces = not (is_short or recipe.efficiency.compile_regional)
+    return Estimator().estimate(Candidate(recipe, machine, evaluates=evaluates, compiles=traces))
 
 
 def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:
