@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ def test_ways_to_compile_without_stored_times_have_the_usual_ones() -> None:
     assert (regional.regional, whole.regional) == (True, False)
     assert 1 < regional.gain < whole.gain
     assert 1 < regional.launch_gain < whole.launch_gain
+
+
+def test_compiling_beside_other_programs_takes_longer() -> None:
+    assert seconds_of(replace(H100, is_busy=True), (768, 12)) == [32.0, 112.0]
 
 
 def test_gain_on_a_cpu_is_less_for_wide_models() -> None:

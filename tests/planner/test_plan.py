@@ -75,7 +75,8 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     def speed(machine: Machine) -> MachineFacts:
         rates = [(1.8e7, 1.9e6), (1.8e8, 5e5), (1.3e9, 1e5)]
         steps = [(1.8e7, 0.015), (1.8e8, 0.027), (1.3e9, 0.079)]
-        return MachineFacts(machine.name, "cuda", rates, machine.usable_bytes, steps=steps)
+        known = machine.name, "cuda", rates, machine.usable_bytes
+        return MachineFacts(*known, compiler=machine.compiler, steps=steps)
 
     monkeypatch.setattr(planning, "new_model_speed", speed)
 

@@ -77,14 +77,14 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     else:
         rate, origin = predicted_rate(busy, machine), PREDICTED
         steps = [(flops, seq_len / predicted_rate(few, machine))]
-    usable = machine.usable_bytes
+    usable, compiler = machine.usable_bytes, machine.compiler
     return MachineFacts(
         machine.name,
         kind,
         [(flops, rate)],
         usable,
         origin=origin,
-        compiler=machine.compiler,
+        compiler=compiler and replace(compiler, is_busy=is_busy),
         steps=steps,
         is_busy=is_busy,
     )

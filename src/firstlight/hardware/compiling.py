@@ -19,17 +19,20 @@ from firstlight.files.cache import cache_folder
 #: seconds for each of its layers, speed of a compiled step as a multiple, and the same for a step
 #: that takes the time of launching its kernels.
 #:
-#: Measured: on 2 cores of a CPU, the seconds; on an H100, 28 s and 2.07 times the speed for a whole
-#: GPT-2 124M. The other figures for GPUs are estimates from the numbers of kernels.
+#: Measured: on 2 cores of a CPU, the seconds (by processor time, beside other programs) and
+#: _CPU_WIDTH (1.18 times the speed for a width of 192); on an H100, 28 s and 2.07 times the speed
+#: for a whole GPT-2 124M. The other figures for GPUs are estimates from the numbers of kernels.
 _USUAL = {
-    "cpu": {True: (10.0, 0.0, 1.0, 1.0), False: (8.0, 0.7, 1.0, 1.0)},
+    "cpu": {True: (13.0, 0.0, 1.0, 1.0), False: (14.0, 0.5, 1.0, 1.0)},
     "cuda": {True: (8.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
 #: On a CPU, a compiled step has 1 + _CPU_WIDTH / width times the speed: products between which
 #: there is less to gain take most of the time of a wide model.
-_CPU_WIDTH = 35.0
+_CPU_WIDTH = 40.0
 #: Compiling for a GPU takes this multiple on a machine with at most this number of cores.
 _SLOW_HOST, _FEW_CORES = 3.0, 4
+#: Compiling takes at least this multiple beside other programs.
+_BUSY = 4.0
 #: Multiple of its time that compiling has to save, because time and gain are estimates.
 _MARGIN = 1.2
 #: File in the cache folder with the times of compiling.
@@ -75,11 +78,13 @@ class Compiler:
         kind: "cpu" or "cuda", the kind of the device that is compiled for.
         device: name of a device of this machine, whose times are remembered; "" for another one.
         cores: number of cores of the machine.
+        is_busy: True if other programs use the cores.
     """
 
     kind: str
     device: str
     cores: int
+    is_busy: bool = False
 
     def ways(self, size: tuple[int, int]) -> list[Compiling]:
         """The ways to compile a model of a hidden size and a number of layers; not compiling is not
@@ -88,6 +93,7 @@ class Compiler:
         for regional, (_, _, gain, launch_gain) in _USUAL[self.kind].items():
             usual = times.get(self._key(regional), 1.0) * self._usual(regional, size)
             seconds = times.get(self._key(regional, size), usual)
+            seconds *= _BUSY if self.is_busy else 1.0
             if self.kind == "cpu":
                 gain += _CPU_WIDTH / size[0]
             found.append(Compiling(True, regional, seconds, gain, launch_gain))

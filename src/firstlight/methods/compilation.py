@@ -52,7 +52,8 @@ def can_compile(device: torch.device) -> bool:
 
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
-    """torch.compile for a device of this machine; None if it can't compile."""
+    """torch.compile for a device of this machine when no other programs run; None if it can't
+    compile."""
     if not can_compile(hardware.device):
         return None
     return Compiler(hardware.device.type, hardware.name, usable_cpus())

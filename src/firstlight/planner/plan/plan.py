@@ -343,6 +343,7 @@ def _for_budget(
     epochs = largest_epochs(recipe)
     most_parameters = _most_parameters(recipe, machine)
     speed = new_model_speed(machine)
+    compiler = speed.compiler
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
@@ -366,7 +367,7 @@ def _for_budget(
             seconds=budget.seconds,
             tokens=budget.tokens,
             epochs=epochs,
-            ways=lambda model: ways_to_compile(written, model, machine.compiler),
+            ways=lambda model: ways_to_compile(written, model, compiler),
         )
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
