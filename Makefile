@@ -57,8 +57,6 @@ LONGEST := data/test_conversations.py::test_the_longest_conversation_that_is_tak
 # A test of each benchmark, which `make test` runs; `make test-benchmarks` runs all.
 SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
 	generation.py::test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn \
-	gpu.py::test_a_call_says_what_came_of_it \
-	gpu.py::test_the_committed_page_says_what_the_code_says \
 	gpu_quick.py::test_every_item_in_a_dry_run_has_rows_of_figures \
 	learning.py::test_the_command_trains_and_writes_its_page \
 	loading.py::test_the_command_prints_a_table_for_people_and_one_object_for_programs \

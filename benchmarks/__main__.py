@@ -177,55 +177,49 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
 
 @click.command("gpu")
 @path_option(
-    "--out",
-    help="Measure, and write results.json into this folder; continue with what it holds already.",
+    "--out", help="Measure, and append to lines.jsonl in this folder; go on with what it holds."
 )
-@bench_options(GPUBench, "minutes", "parts", "dry", "retry")
+@bench_options(GPUBench, "seconds", "items", "device", "commit")
 @path_option(
     "--report",
-    "report_of",
+    "reported",
     metavar="DIR",
-    help="Measure nothing: write the pages of the results in this folder.",
+    multiple=True,
+    help="Measure nothing: print the tables of this folder. May be given several times.",
 )
 @path_option(
-    "--pages",
+    "--fit",
+    "fitted",
     metavar="DIR",
-    help="Where pages go. [the checkout's docs; of --dry the folder pages in --out]",
+    help="Measure nothing: compare the planner with this folder's items L, and fit its constants.",
 )
 @with_json
 def gpu_command(
     out: Path | None,
-    report_of: Path | None,
-    pages: Path | None,
-    dry: bool,
+    reported: Sequence[Path],
+    fitted: Path | None,
     as_json: bool,
     **options: Any,
 ) -> Result:
-    """Every figure of firstlight on this machine's GPU, in calls of some minutes.
+    """Figures of firstlight on this machine's GPU, in calls of less than ten minutes.
 
-    The most important rows come first, each in a fresh process. results.json in --out is written
-    after each; the same command goes on where the last one stopped. --report writes docs/gpu.md and
-    docs/benchmarks/gpu-*.md.
+    One process measures item after item, the most useful first, and appends a line to lines.jsonl
+    in --out after each; the same command goes on where the last one stopped.
     """
-    from benchmarks.gpu.bench import bench_gpu, report
-
-    def written(folder: Path, place: Path | None) -> list[str]:
-        names = [str(path) for path in report(folder, place)]
-        show(f"written: {', '.join(names)}")
-        return names
-
-    if (out is None) == (report_of is None):
+    if (out is not None) + bool(reported) + (fitted is not None) != 1:
         raise ConfigError(
-            "benchmarks gpu takes --out DIR to measure, or --report DIR to write the pages"
+            "benchmarks gpu takes --out DIR to measure, --report DIR to print the tables, or "
+            "--fit DIR to compare the planner"
         )
-    if report_of is not None:
-        return {"written": written(report_of, pages)}
-    assert out is not None
-    result = bench_gpu(GPUBench(out, dry=dry, **options))
-    _show_gpu(result)
-    if dry:
-        result["written"] = written(out, pages or out / "pages")
-    return result
+    from benchmarks.gpu import planner, quick
+
+    if out is not None:
+        return quick.bench_gpu(GPUBench(out, **options))
+    if fitted is not None:
+        show(planner.fit(quick.known_lines(fitted), fitted))
+        return {}
+    show(quick.report(reported).rstrip())
+    return {"lines": [line for folder in reported for line in quick.known_lines(folder)]}
 
 
 def _memory_cells(one: Result) -> list[str]:
@@ -304,21 +298,6 @@ def _show_budget(result: Result) -> None:
     show_table([HEADER, *(group_cells(*group) for group in groups.items())])
     for title, problem in result["problems"].items():
         show(f"{title}: failed: {problem}")
-
-
-def _show_gpu(result: Result) -> None:
-    """Show the result of `benchmarks gpu`."""
-    machine = result["machine"]
-    show(
-        f"{machine['name']}, torch {machine['torch']}: {result['measured']} of {result['rows']} "
-        f"rows measured; {result['results']}"
-    )
-    for kind in ("failed", "skipped"):
-        for name, reason in result[kind].items():
-            show(f"{kind}: {name}: {reason}")
-    if result["left"]:
-        minutes = result["left_seconds"] / 60
-        show(f"left for the next call: {len(result['left'])} rows, about {minutes:.0f} minutes")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

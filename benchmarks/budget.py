@@ -173,7 +173,7 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
     }
     path = bench.folder / RESULTS_NAME
     lines = {line["digest"]: line for line in read_json_lines(path)}
-    outcomes = {title: RowOutcome(case.digest) for title, case in cases.items()}
+    outcomes = {title: RowOutcome() for title in cases}
     for title, case in cases.items():
         if case.digest in lines:
             outcomes[title].runs.append(lines[case.digest])

@@ -10,6 +10,7 @@ text again for each token; its tokens must equal those of the row with the cache
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import tempfile
 import time
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.memory import copy_rate
@@ -28,6 +30,7 @@ from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import Keep, Result, require_known, require_positive
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.conversion.convert import convert
 from firstlight.errors import ConfigError, ModelError
 from firstlight.files.atomic import new_folder, write_json
 from firstlight.generation.batch import BatchDecoder
@@ -75,7 +78,13 @@ ROWS = (
     GenerationRow("fp32-compiled", "firstlight", "float32", compile=True),
     GenerationRow("bf16-compiled", "firstlight", "bfloat16", compile=True),
     GenerationRow("int8-compiled", "firstlight", "int8", compile=True),
+    GenerationRow("llama.cpp-fp32", "llama.cpp", "float32"),
+    GenerationRow("llama.cpp-bf16", "llama.cpp", "bfloat16"),
+    GenerationRow("llama.cpp-int8", "llama.cpp", "int8"),
 )
+
+#: Number formats of rows and of `convert`, for llama.cpp.
+_GGUF_DTYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
 
 
 def decided(bench: GenerationBench) -> GenerationBench:
@@ -146,6 +155,8 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             # Without the cache, one continuation takes minutes.
             times = request["times"] if row.cache else 1
             of_row = {**request, **asdict(row), "times": times}
+            if row.program == "llama.cpp":
+                of_row["folder"] = str(_gguf_folder(folder, Path(temporary), row.dtype))
             return ask("benchmarks.generation", of_row, environment)
 
         def result(outcomes: Mapping[str, RowOutcome]) -> Result:
@@ -185,6 +196,14 @@ def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelC
             f"model's context of {config.max_position_embeddings}"
         )
     return folder, config
+
+
+def _gguf_folder(folder: Path, temporary: Path, dtype: str) -> Path:
+    """The folder of a model's GGUF file, which the first turn writes."""
+    found = temporary / f"gguf-{dtype}"
+    if not found.exists():
+        convert(folder, found, to="gguf", dtype=_GGUF_DTYPES[dtype])
+    return found
 
 
 def bytes_per_token(config: ModelConfig, dtype: str) -> int | None:
@@ -317,7 +336,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
     """A PNG of a result: tokens per second of each row, one panel per batch size."""
     rows = [row for row in result["rows"] if row["batches"]]
     names = [row["name"] for row in rows]
-    colors = ["tab:gray" if row["program"] == "transformers" else "tab:blue" for row in rows]
+    colors = ["tab:blue" if row["program"] == "firstlight" else "tab:gray" for row in rows]
     panels = []
     for number, batch in enumerate(rows[0]["batches"] if rows else ()):
         size = batch["batch_size"]
@@ -354,9 +373,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         the first prompt's new tokens.
     """
     torch.set_num_threads(request["threads"])
-    build = _firstlight
+    build = {"transformers": _transformers, "llama.cpp": _llama_cpp}.get(
+        request["program"], _firstlight
+    )
     if request["program"] == "transformers":
-        build = _transformers
         import transformers
         from transformers import AutoModelForCausalLM  # noqa: F401
 
@@ -366,11 +386,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     continue_texts = build(request)
     found: dict[str, Any] = {"load_seconds": time.perf_counter() - start}
-    found["batches"] = [_batch(request, n, continue_texts) for n in request["batch_sizes"]]
+    found["batches"] = [timed_batch(request, n, continue_texts) for n in request["batch_sizes"]]
     return found | {"peak_bytes": peak_resident_bytes() - before}
 
 
-def _batch(request: dict[str, Any], size: int, continue_texts: Continue) -> dict[str, Any]:
+def timed_batch(request: Mapping[str, Any], size: int, continue_texts: Continue) -> dict[str, Any]:
+    """Time the continuations of `size` prompts: a batch of the result of `measure`."""
     generator = torch.Generator().manual_seed(size)
     shape = (size, request["prompt_tokens"])
     prompts = torch.randint(request["vocab_size"], shape, generator=generator).tolist()
@@ -483,4 +504,60 @@ def continue_with_generate(
         whole, token_ids = seconds(prompts, request["new_tokens"])
         return first, whole - first, token_ids
 
+    return continue_texts
+
+
+def _llama_cpp(request: dict[str, Any]) -> Continue:
+    """A function that continues prompts with llama.cpp, greedily, all in one context."""
+    from llama_cpp import llama_cpp as library
+
+    (path,) = Path(request["folder"]).iterdir()
+    size, largest = request["vocab_size"], max(request["batch_sizes"])
+    settings = library.llama_model_default_params()
+    settings.n_gpu_layers = 0
+    longest = request["prompt_tokens"] + request["new_tokens"]
+    options = library.llama_context_default_params()
+    # A size of contexts is a multiple of 256.
+    options.n_ctx = -(-longest // 256) * 256 * largest
+    options.n_batch = largest * request["prompt_tokens"]
+    options.n_seq_max = largest
+    options.n_threads = options.n_threads_batch = request["threads"]
+    silent = library.llama_log_callback(lambda *_: None)
+    library.llama_log_set(silent, ctypes.c_void_p(0))
+    model = library.llama_model_load_from_file(bytes(path), settings)
+    context = model and library.llama_init_from_model(model, options)
+    if not context:
+        raise ModelError(f"llama.cpp can't open {path.name}")
+    # Freed with the process of this row.
+    batch = library.llama_batch_init(options.n_batch, 0, 1)
+
+    def next_tokens(parts: list[list[int]], position: int) -> list[int]:
+        """The greedy tokens after one part of each text, all of one length."""
+        batch.n_tokens = 0
+        for number, part in enumerate(parts):
+            for place, token in enumerate(part):
+                entry = batch.n_tokens
+                batch.token[entry], batch.pos[entry] = token, position + place
+                batch.n_seq_id[entry], batch.seq_id[entry][0] = 1, number
+                batch.logits[entry] = place == len(part) - 1
+                batch.n_tokens += 1
+        if library.llama_decode(context, batch):
+            raise ModelError(f"llama.cpp can't compute {path.name}")
+        last = [len(part) * (number + 1) - 1 for number, part in enumerate(parts)]
+        logits = (library.llama_get_logits_ith(context, entry) for entry in last)
+        return [int(np.ctypeslib.as_array(one, (size,)).argmax()) for one in logits]
+
+    def continue_texts(prompts: list[list[int]]) -> Timing:
+        library.llama_memory_clear(library.llama_get_memory(context), True)
+        start = time.perf_counter()
+        chosen = next_tokens(prompts, 0)
+        first = time.perf_counter()
+        token_ids = [chosen[0]]
+        for position in range(request["prompt_tokens"], longest - 1):
+            chosen = next_tokens([[token] for token in chosen], position)
+            token_ids.append(chosen[0])
+        return first - start, time.perf_counter() - first, token_ids
+
+    # Logging goes on until the process ends, and the callback must live as long.
+    continue_texts.silent = silent  # type: ignore[attr-defined]
     return continue_texts

@@ -512,7 +512,7 @@ def _in_order(lines: list[dict[str, Any]], cases: Sequence[LearningCase]) -> lis
 def _outcome(case: LearningCase, lines: Sequence[dict[str, Any]], seeds: int) -> RowOutcome:
     """The finished runs of a case, from the first seed to the last one before a gap."""
     done = {line["seed"]: line for line in lines if line["digest"] == case.digest}
-    outcome = RowOutcome(case.digest)
+    outcome = RowOutcome()
     for seed in range(_FIRST_SEED, _FIRST_SEED + seeds):
         if seed not in done:
             break

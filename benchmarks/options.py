@@ -179,14 +179,14 @@ class GPUBench(FolderBench):
     """Options of `benchmarks gpu`.
 
     Attributes:
-        minutes: greatest duration of the call; rows that would not end in time are left for the
-            next.
-        parts: only these parts: ceilings, training, ladder, planner, generation, run.
-        dry: every part on tiny models on the CPU, and its pages.
-        retry: measure rows again that have failed.
+        seconds: greatest duration of the call, beside its imports; items that would not end in time
+            are left for the next.
+        items: only these, such as A,C,D-124m; D stands for all whose names begin with D.
+        device: cuda; or cpu, a dry run of every item with tiny shapes.
+        commit: name of the commit, for a machine without git. [that of git]
     """
 
-    minutes: float = 9.0
-    parts: Sequence[str] = ()
-    dry: bool = False
-    retry: bool = False
+    seconds: float = 530.0
+    items: Sequence[str] = ()
+    device: str = "cuda"
+    commit: str = ""

@@ -83,12 +83,13 @@ def has_package(name: str) -> bool:
 
 
 def installed_rows(rows: Sequence[R]) -> list[R]:
-    """The rows that can run with the installed packages: without transformers, those of
-    transformers are left out, and a message is printed."""
-    found = [row for row in rows if row.program != "transformers" or has_package("transformers")]
-    if len(found) < len(rows):
-        say("transformers is not installed: its rows are left out")
-    return found
+    """The rows that can run with the installed packages. The rows of a program that is not
+    installed are left out, and a message is printed."""
+    needed = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
+    missing = {one for one, package in needed.items() if not has_package(package)}
+    for program in sorted(missing & {row.program for row in rows}):
+        say(f"{program} is not installed: its rows are left out")
+    return [row for row in rows if row.program not in missing]
 
 
 def run_bench(

@@ -15,7 +15,7 @@ REQUEST of a row's process has the keys of `firstlight.bench.steps` without "wri
 
     program           "firstlight", a name of `programs`, or "trainer"
     micro_batch_size  sequences of a step, as one batch; firstlight reads the recipe instead
-    data              a file of `write_tokens`, or the folder of a prepared corpus
+    data              a file of `write_tokens`
     phase_steps       number of further steps, timed by forward, backward and update; default 0
     profiled_steps    number of steps after these, timed by operator; default 0
     compile           false, for dry runs, does not compile programs other than firstlight
@@ -77,8 +77,7 @@ from firstlight.bench.steps import (
     write_tokens,
 )
 from firstlight.console import say
-from firstlight.data.corpus import TokenDataset
-from firstlight.data.loader import Batch, rows_to_batch
+from firstlight.data.loader import Batch
 from firstlight.data.prepare import prepare
 from firstlight.data.records import read_documents
 from firstlight.data.sources import find_sources
@@ -403,7 +402,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         if program == FIRSTLIGHT:
             recipe = resolved(recipe, hardware)
         assert recipe.data.seq_len is not None
-        tokens = open_rows(Path(request["data"]), recipe.data.seq_len)
+        tokens = Tokens(Path(request["data"]), recipe.data.seq_len)
         level = begin_peak()
         timed = request["warmup_steps"] + request["steps"]
         phase_steps = request.get("phase_steps", 0)
@@ -482,26 +481,6 @@ def library_corpus(folder: Path, vocab_size: int, source: str | Path = "stdlib")
         tokenizer.save_pretrained(folder / "tokenizer")
         prepare([source], tokenizer, corpus, workers=1)
     return corpus
-
-
-class ShardRows:
-    """The rows of a prepared corpus's split "train" in order; after the last, the first follows."""
-
-    def __init__(self, folder: Path, seq_len: int) -> None:
-        self.dataset, self.seq_len = TokenDataset(folder, "train"), seq_len
-        # The last row, if it is short, is left out: all batches have the same shape.
-        self.count = max(1, (self.dataset.num_tokens - 1) // seq_len)
-
-    def batch(self, first: int, rows: int, documents: bool) -> Batch:
-        """`rows` rows from row `first` on as one batch; see `Tokens.batch`."""
-        numbers = [row % self.count for row in range(first, first + rows)]
-        return rows_to_batch(self.dataset, numbers, self.seq_len, 0, document_masking=documents)
-
-
-def open_rows(path: Path, seq_len: int) -> Tokens | ShardRows:
-    """The rows of a prepared corpus if `path` is a folder, otherwise those of a file that
-    `write_tokens` wrote."""
-    return ShardRows(path, seq_len) if path.is_dir() else Tokens(path, seq_len)
 
 
 # The parts of a step.

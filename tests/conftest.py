@@ -124,6 +124,14 @@ def _no_search_of_modules() -> None:
         _set_aside[0] = len(sys.modules)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_count_of_frozen_objects() -> Iterator[None]:
+    """Every run asks whether objects are frozen, and Python answers by counting all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gc.get_freeze_count", lambda: 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """120 small documents."""

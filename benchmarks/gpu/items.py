@@ -1,4 +1,4 @@
-"""The items of `quick`: what is measured, in the order of value per second.
+"""The items of `quick` for speed work, in the order of value per second; `published` has others.
 
 An item is a generator of rows: dicts of a row's name, "row", and its figures, or "error". A row
 that fails ends no other. Each item measures what the package does today, and what torch alone could
@@ -14,6 +14,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from firstlight.hardware.device import Hardware, synchronize
 from firstlight.hardware.fresh_process import ask, training_environment
 from firstlight.methods.memory import chunked_head_loss
 from firstlight.models import Model
+from firstlight.models.accounting import train_flops_per_token
 from firstlight.models.ops import Embedding, for_each_query_head
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
@@ -49,10 +51,12 @@ class Bench:
     Attributes:
         hardware: device that is measured.
         dry: True for tiny shapes and one call of each: figures without a meaning.
+        out: folder of the results, for files of an item; None keeps none.
     """
 
     hardware: Hardware
     dry: bool = False
+    out: Path | None = None
 
     @property
     def device(self) -> torch.device:
@@ -89,12 +93,15 @@ class Item:
         title: heading of its table.
         seconds: expected duration; without compiled code in the cache where it compiles.
         rows: function that measures.
+        of_machine: True if the figures don't depend on the package: another source measures nothing
+            anew.
     """
 
     name: str
     title: str
     seconds: float
     rows: Callable[[Bench], Iterator[Row]]
+    of_machine: bool = False
 
 
 def attempt(name: str, measure: Callable[[], Mapping[str, Any]]) -> Row:
@@ -279,7 +286,7 @@ def _cudnn(enabled: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _model(bench: Bench, name: str) -> Model:
+def random_bf16_model(bench: Bench, name: str) -> Model:
     """A model in bf16 for generation, with random weights."""
     tiny = "tiny-gpt2" if name.startswith("gpt2") else "tiny-llama"
     config = config_of(model_values(bench.pick(name, tiny)))
@@ -293,7 +300,7 @@ def _prompt(bench: Bench, tokens: int) -> list[int]:
 @torch.inference_mode()
 def new_lengths(bench: Bench) -> Iterator[Row]:
     """Tokens and prompts of lengths that occur for the first time, with cuDNN and without."""
-    model, new = _model(bench, "gpt2-124m"), bench.pick(64, 3)
+    model, new = random_bf16_model(bench, "gpt2-124m"), bench.pick(64, 3)
     decoder = BatchDecoder(model, 1, bench.pick(512, 64))
     warm_up = _prompt(bench, 300)
     with _cudnn(False):
@@ -342,7 +349,7 @@ def _prompts(bench: Bench, decoder: BatchDecoder) -> Row:
 def decoding(bench: Bench, name: str) -> Iterator[Row]:
     """Steps of decoding as they are and as CUDA graphs of the same operators, and prompts one by
     one and in one pass, without cuDNN's attention."""
-    model = _model(bench, name)
+    model = random_bf16_model(bench, name)
     for texts in bench.pick((1, 8, 64), (1, 2)):
         with _cudnn(False):
             yield from _steps(bench, model, texts)
@@ -512,29 +519,16 @@ class _Training:
         made = random_model(recipe.model, bench.device, recipe.efficiency.vocab_multiple)
         attach(made, recipe, bench.hardware)
         self.program = TrainingProgram(recipe, made, bench.hardware)
+        frozen = recipe.lora is not None
+        #: FLOPs per token.
+        self.flops = train_flops_per_token(made, recipe.data.seq_len, frozen=frozen)
         self.batch = random_batch(recipe).to(bench.device)
         self._unread: tuple[Tensor, Any] | None = None
 
     def row(self, step: Call | None = None, *, calls: int = 3) -> Row:
-        """The first step's seconds, and time, memory and kernels of the later ones."""
-        bench, step = self.bench, step or self.step
-        synchronize(bench.device)
-        start = time.perf_counter()
-        step()
-        synchronize(bench.device)
-        first = time.perf_counter() - start
-        with peak_memory(bench.device) as peaks:
-            step()
-            ms = bench.ms(step, rounds=3, calls=calls)
-        found = kernels(step, bench.device)
-        return {
-            "ms": ms,
-            "tokens_per_s": round(1000 * self.batch.input_ids.numel() / ms),
-            "host_gap_ms": round(ms - found["kernels_ms"], 3),
-            "first_s": round(first, 2),
-            **peaks,
-            **found,
-        }
+        """The figures of a step, see `training_row`."""
+        tokens = self.batch.input_ids.numel()
+        return training_row(self.bench, step or self.step, tokens, self.flops * tokens, calls=calls)
 
     def step(self) -> None:
         """A step as `firstlight train` makes it."""
@@ -577,6 +571,36 @@ class _Training:
             if before[1] is not None:
                 before[1].synchronize()
             float(before[0])
+
+
+def training_row(bench: Bench, step: Call, tokens: int, flops: float, *, calls: int = 3) -> Row:
+    """The first step's seconds, and time, memory and kernels of the later ones.
+
+    Args:
+        bench: the device.
+        step: a step of training.
+        tokens: tokens of a step.
+        flops: floating-point operations of a step, of which "tflops" are counted.
+        calls: steps of each of three timed rounds.
+    """
+    synchronize(bench.device)
+    start = time.perf_counter()
+    step()
+    synchronize(bench.device)
+    first = time.perf_counter() - start
+    with peak_memory(bench.device) as peaks:
+        step()
+        ms = bench.ms(step, rounds=3, calls=calls)
+    found = kernels(step, bench.device)
+    return {
+        "ms": ms,
+        "tokens_per_s": round(1000 * tokens / ms),
+        "tflops": round(flops / ms / 1e9, 1),
+        "host_gap_ms": round(ms - found["kernels_ms"], 3),
+        "first_s": round(first, 2),
+        **peaks,
+        **found,
+    }
 
 
 def training_124m(bench: Bench) -> Iterator[Row]:
@@ -793,7 +817,7 @@ def expandable_segments(bench: Bench) -> Iterator[Row]:
         ),
         PlannerCase("llama-3b", 2, 4096, _ADAFACTOR_3B, title="llama-3b, Adafactor, offloaded"),
     ]
-    request = _steps_request(bench, bench.pick(cases, dry_grid()[2:3]))
+    request = steps_request(bench, bench.pick(cases, dry_grid()[2:3]))
     for setting in ("True", "False"):
         value = f"expandable_segments:{setting}"
         # The second name is that of torch before 2.9.
@@ -803,26 +827,31 @@ def expandable_segments(bench: Bench) -> Iterator[Row]:
         if "error" in found:
             yield {"row": value, "error": found["error"]["message"]}
         for case in found.get("cases", ()):
-            yield _case_row(case, f"{value}: ")
+            row = case_row(case, f"{value}: ")
+            if "driver_bytes" in case:
+                # What the process takes beside torch's allocator: CUDA's context, and kernels.
+                row["context_mib"] = round((case["driver_bytes"] - case["reserved_bytes"]) / 2**20)
+            yield row
 
 
-def _steps_request(bench: Bench, cases: Sequence[PlannerCase]) -> dict[str, Any]:
-    """A request for `planner_steps`, without predictions: these need no GPU."""
+def steps_request(bench: Bench, cases: Sequence[PlannerCase]) -> dict[str, Any]:
+    """A request for `planner_steps`."""
     device = bench.device.type
     requests = [case.request(device) for case in cases]
     return {"cases": requests, "device": device, "steps": bench.pick(12, 1), "seconds": 1.2}
 
 
-def _case_row(case: Mapping[str, Any], prefix: str = "") -> Row:
+def case_row(case: Mapping[str, Any], prefix: str = "") -> Row:
+    """The row of a configuration that `planner_steps` has measured."""
     row: Row = {"row": prefix + case["name"]}
     if case["reason"]:
         return {**row, "error": case["reason"]}
     if case.get("step_seconds"):
         ms = 1000 * sorted(case["step_seconds"])[len(case["step_seconds"]) // 2]
         row |= {"ms": round(ms, 3), "tokens_per_s": round(1000 * case["tokens_a_step"] / ms)}
-    for key, name in (("peak_bytes", "allocated_gib"), ("reserved_bytes", "reserved_gib")):
+    for key, name in (("peak_bytes", "allocated_mib"), ("reserved_bytes", "reserved_mib")):
         if key in case:
-            row[name] = round(case[key] / 2**30, 3)
+            row[name] = round(case[key] / 2**20, 1)
     return row
 
 
@@ -875,17 +904,26 @@ def _products(bench: Bench, call: Call, layers: int) -> Row:
 # L: the planner's configurations
 
 
-def planner(bench: Bench, start: int) -> Iterator[Row]:
-    """Seven uncompiled configurations of the planner's grid, mixtures of experts first."""
+def planner(bench: Bench, start: int, *, rest: bool = False) -> Iterator[Row]:
+    """Seven configurations of the planner's grid, mixtures of experts first.
+
+    Args:
+        bench: the device.
+        start: number of the first configuration.
+        rest: True for configurations that compile or need a package, False for the others.
+    """
     grid = bench.pick(gpu_grid(), dry_grid())
-    cases = [case for case in grid if not case.slow and not case.needs]
+    cases = [case for case in grid if bool(case.slow or case.needs) is rest]
     cases.sort(key=lambda case: case.model != "mixtral-small")
     for case in cases[start : start + bench.pick(7, 1)]:
-        (found,) = measure_steps(_steps_request(bench, [case]))["cases"]
-        yield _case_row(found)
+        (found,) = measure_steps(steps_request(bench, [case]))["cases"]
+        yield case_row(found)
 
 
-def _item(name: str, title: str, seconds: float, rows: Any, *arguments: Any, **named: Any) -> Item:
+def make_item(
+    name: str, title: str, seconds: float, rows: Any, *arguments: Any, **named: Any
+) -> Item:
+    """An item whose function gets further arguments."""
     return Item(name, title, seconds, lambda bench: rows(bench, *arguments, **named))
 
 
@@ -894,24 +932,24 @@ _REGIONAL = {**_COMPILE, "efficiency.compile_regional": True}
 _GRAPHS = {**_COMPILE, "efficiency.compile_mode": "reduce-overhead"}
 
 ITEMS: tuple[Item, ...] = (
-    _item("A", "Facts", 5, facts),
-    _item("B", "Attention kernels", 12, attention),
-    _item("C", "New lengths, with cuDNN's attention and without", 15, new_lengths),
-    _item("D-124m", "Decoding, GPT-2 124M", 15, decoding, "gpt2-124m"),
-    _item("D-1b", "Decoding, Llama 1B", 15, decoding, "llama-1b"),
-    _item("E", "Training GPT-2 124M, 32 x 1,024, compiled", 45, training_124m),
-    _item("F", "The same in bf16 between layers", 35, bf16_stream),
-    _item("G-eager", "Training 44.5M with Muon, 8 x 512, not compiled", 8, small_run, {}),
-    _item("G-compiled", "The same, compiled", 22, small_run, _COMPILE),
-    _item("G-regional", "The same, layers and loss compiled", 13, small_run, _REGIONAL),
-    _item("G-graphs", "The same, compiled to CUDA graphs", 26, small_run, _GRAPHS),
-    _item("H-bf16", "Training Llama 1B, 4 x 2,048, compiled", 55, training_1b, "bf16"),
-    _item("H-fp8", "The same in fp8", 55, training_1b, "fp8"),
-    _item("I", "The loss in chunks", 25, loss_in_chunks),
-    _item("J", "expandable_segments", 30, expandable_segments),
-    _item("K", "int8 weights", 12, int8),
-    _item("L-1", "The planner's configurations 1 to 7", 24, planner, 0),
-    _item("L-2", "The planner's configurations 8 to 14", 24, planner, 7),
-    _item("L-3", "The planner's configurations 15 to 21", 24, planner, 14),
-    _item("M", "QLoRA of Llama 8B, 1 x 2,048, compiled", 70, qlora_8b),
+    make_item("A", "Facts", 5, facts),
+    make_item("B", "Attention kernels", 12, attention),
+    make_item("C", "New lengths, with cuDNN's attention and without", 15, new_lengths),
+    make_item("D-124m", "Decoding, GPT-2 124M", 15, decoding, "gpt2-124m"),
+    make_item("D-1b", "Decoding, Llama 1B", 15, decoding, "llama-1b"),
+    make_item("E", "Training GPT-2 124M, 32 x 1,024, compiled", 45, training_124m),
+    make_item("F", "The same in bf16 between layers", 35, bf16_stream),
+    make_item("G-eager", "Training 44.5M with Muon, 8 x 512, not compiled", 8, small_run, {}),
+    make_item("G-compiled", "The same, compiled", 22, small_run, _COMPILE),
+    make_item("G-regional", "The same, layers and loss compiled", 13, small_run, _REGIONAL),
+    make_item("G-graphs", "The same, compiled to CUDA graphs", 26, small_run, _GRAPHS),
+    make_item("H-bf16", "Training Llama 1B, 4 x 2,048, compiled", 55, training_1b, "bf16"),
+    make_item("H-fp8", "The same in fp8", 55, training_1b, "fp8"),
+    make_item("I", "The loss in chunks", 25, loss_in_chunks),
+    make_item("J", "expandable_segments", 30, expandable_segments),
+    make_item("K", "int8 weights", 12, int8),
+    make_item("L-1", "The planner's configurations 1 to 7", 24, planner, 0),
+    make_item("L-2", "The planner's configurations 8 to 14", 24, planner, 7),
+    make_item("L-3", "The planner's configurations 15 to 21", 24, planner, 14),
+    make_item("M", "QLoRA of Llama 8B, 1 x 2,048, compiled", 70, qlora_8b),
 )

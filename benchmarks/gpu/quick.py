@@ -1,26 +1,31 @@
-"""What speed work needs to know of a GPU, in one process and less than ten minutes.
+"""`python -m benchmarks gpu`: figures of firstlight on one GPU, in one process and calls of less
+than ten minutes.
 
-    python -m benchmarks.gpu.quick --out DIR                  # measures, or continues
-    python -m benchmarks.gpu.quick --out DIR --device cpu     # a dry run: every item, tiny shapes
-    python -m benchmarks.gpu.quick --report DIR [DIR...]      # prints the tables
+    python -m benchmarks gpu --out DIR                  # measures, or continues
+    python -m benchmarks gpu --out DIR --device cpu     # a dry run: every item, tiny shapes
+    python -m benchmarks gpu --report DIR               # prints the tables
+    python -m benchmarks gpu --fit DIR                  # the planner's errors, and its constants
 
-DIR/lines.jsonl has one line for each item of `items.ITEMS`, written as soon as it is measured: its
-rows, the commit, and the machine. The same command continues where it stopped: an item that has a
-line of this source is skipped, one that failed is tried again. No item starts if less time is left
-than it is expected to take. Code that torch.compile made is kept in DIR/inductor.cache, so that
-later calls on the same GPU with the same torch don't compile again.
+DIR/lines.jsonl has one line for each item of `ITEMS`, written as soon as it is measured: its rows,
+the commit, and the machine. The same command continues where it stopped: an item that has a line of
+this source is skipped, one that failed is tried again. No item starts if less time is left than it
+is expected to take. Code that torch.compile made is kept in DIR/inductor.cache, so that later calls
+on the same GPU with the same torch don't compile again.
 
 `--report` sets the lines of several commits beside each other, with the medians of several runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import hashlib
+import importlib
+import importlib.metadata
 import json
 import os
+import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -31,21 +36,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 
-from benchmarks.__main__ import find_benchmarks_in_processes
+from benchmarks.gpu import items, published
 from benchmarks.gpu.calls import free_memory
-from benchmarks.gpu.items import ITEMS, Bench, Item, Row, in_words
-from benchmarks.gpu.parts import driver_version
+from benchmarks.gpu.items import Bench, Item, Row, in_words
+from benchmarks.options import GPUBench
 from benchmarks.pages import markdown_table
+from firstlight.bench.options import Result, require_known
+from firstlight.cli.output import show
+from firstlight.console import say
+from firstlight.errors import ConfigError, InputError
 from firstlight.hardware.device import find_hardware, synchronize
+from firstlight.hardware.environment import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES_NAME, CACHE_NAME = "lines.jsonl", "inductor.cache"
 
-#: Default of --seconds: a machine that is lent for ten minutes needs some to copy the results.
-_SECONDS = 530.0
+#: All items: those of speed work first, which one call measures.
+ITEMS: tuple[Item, ...] = (*items.ITEMS, *published.ITEMS)
 
 #: An item is stopped after this multiple of its expected seconds, and a minute.
 _MOST_EXCESS = 2.0
@@ -83,6 +92,7 @@ def facts(bench: Bench, commit: str) -> dict[str, Any]:
         commit: name of the commit, for a machine without git; "" asks git.
     """
     on_gpu = bench.device.type == "cuda"
+    cpu = find_hardware("cpu").name
     return {
         "commit": commit or _git("rev-parse", "HEAD"),
         "describe": commit or _git("describe", "--always", "--dirty"),
@@ -90,8 +100,37 @@ def facts(bench: Bench, commit: str) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "driver": driver_version() if on_gpu else "",
         "device": bench.hardware.name,
+        "memory_bytes": bench.hardware.memory_bytes,
+        "host": f"{usable_cpus()} cores of {cpu}; {', '.join(_software())}",
         "dry": bench.dry,
     }
+
+
+def _software() -> Iterator[str]:
+    """The versions of what figures depend on, beside torch."""
+    yield f"Python {platform.python_version()}"
+    for name in ("triton", "transformers", "bitsandbytes", "torchao"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"{name} {importlib.metadata.version(name)}"
+
+
+def driver_version() -> str:
+    """The driver's version from NVML, or from nvidia-smi if NVML fails; "" if both fail."""
+    try:
+        pynvml: Any = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
+    except Exception:  # noqa: BLE001  (a version that is not known stops nothing)
+        pass
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return said.stdout.splitlines()[0].strip() if said.stdout.strip() else ""
+    return ""
 
 
 def measure(
@@ -116,16 +155,9 @@ def measure(
         The names of the items that are left for the next call.
     """
     lines = read_lines(out / LINES_NAME)
-    done = {
-        line["item"]
-        for line in lines
-        if "error" not in line
-        and all(line.get(key) == shared[key] for key in ("source", "device", "torch", "dry"))
-    }
+    waiting = [item for item in items if not any(_is_of(item, line, shared) for line in lines)]
     left = []
-    for number, item in enumerate(items):
-        if item.name in done:
-            continue
+    for number, item in enumerate(waiting):
         remaining = end - clock()
         if item.seconds > remaining and not bench.dry:
             left.append(item.name)
@@ -146,10 +178,17 @@ def measure(
         try:
             _clean_up(bench)
         except RuntimeError as error:  # after an illegal access every call fails
-            print(f"the device is lost: {error}", file=sys.stderr)
-            return left + [one.name for one in items[number + 1 :] if one.name not in done]
+            say(f"the device is lost: {error}")
+            return left + [one.name for one in waiting[number + 1 :]]
         save_cache(out / CACHE_NAME)
     return left
+
+
+def _is_of(item: Item, line: dict[str, Any], shared: dict[str, Any]) -> bool:
+    """True if a line has the figures of an item on this machine, of this source or of any."""
+    keys = ["device", "torch", "dry", "driver" if item.of_machine else "source"]
+    is_same = all(line.get(key) == shared[key] for key in keys)
+    return line["item"] == item.name and is_same and "error" not in line
 
 
 @contextlib.contextmanager
@@ -221,8 +260,7 @@ def _say(item: Item, line: dict[str, Any]) -> None:
     failed = sum("error" in row for row in line["rows"])
     said = f"{len(line['rows'])} rows" + (f", {failed} failed" if failed else "")
     problem = f": {line['error']}" if "error" in line else ""
-    text = f"{item.name:<10} {line['seconds']:>6.1f} of {item.seconds:.0f} s  {said}{problem}"
-    print(text, file=sys.stderr, flush=True)
+    say(f"{item.name:<11} {line['seconds']:>6.1f} of {item.seconds:.0f} s  {said}{problem}")
 
 
 # The tables
@@ -230,10 +268,12 @@ def _say(item: Item, line: dict[str, Any]) -> None:
 
 def report(folders: Sequence[Path]) -> str:
     """The tables of all lines in some folders, in Markdown. Each row is shown for each commit that
-    measured it, with the medians of its runs."""
-    lines = [line for folder in folders for line in read_lines(folder / LINES_NAME)]
-    if not lines:
-        return "Nothing is measured.\n"
+    measured it, with the medians of its runs.
+
+    Raises:
+        InputError: a folder has no lines.
+    """
+    lines = [line for folder in folders for line in known_lines(folder)]
     parts = [_machines(lines)]
     for item in ITEMS:
         own = [line for line in lines if line["item"] == item.name]
@@ -244,13 +284,17 @@ def report(folders: Sequence[Path]) -> str:
 
 
 def _machines(lines: Sequence[dict[str, Any]]) -> str:
-    found = dict.fromkeys(
+    return "# Figures of a GPU\n\n" + "\n".join(dict.fromkeys(map(_machine, lines))) + "\n"
+
+
+def _machine(line: dict[str, Any]) -> str:
+    """The commit, the machine and the day of a line."""
+    dry = "; a dry run, whose figures mean nothing" if line["dry"] else ""
+    return (
         f"- {line['describe'] or line['source']}: {line['device']}, driver "
-        f"{line['driver'] or 'none'}, torch {line['torch']}; {line['date'][:10]}"
-        + ("; a dry run, whose figures mean nothing" if line["dry"] else "")
-        for line in lines
+        f"{line['driver'] or 'none'}, torch {line['torch']}, "
+        f"{line.get('host') or 'unknown host'}; {line['date'][:10]}{dry}"
     )
-    return "# GPU: quick figures\n\n" + "\n".join(found) + "\n"
 
 
 #: (row, commit)
@@ -303,55 +347,55 @@ def _profiles(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"<details><summary>{name}, {commit}</summary>\n\n{text}\n</details>\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, or print the tables."""
-    began = psutil.Process().create_time() if arguments is None else time.time()
-    find_benchmarks_in_processes()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.quick",
-        description="Measure a GPU for speed work in one process; or print the tables.",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the lines")
-    parser.add_argument(
-        "--seconds", type=float, default=_SECONDS, help="longest duration [%(default).0f]"
-    )
-    parser.add_argument("--items", default="", help="only these, such as A,C,D-124m")
-    parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a dry run [cuda]"
-    )
-    parser.add_argument("--commit", default="", help="name of the commit [that of git]")
-    parser.add_argument(
-        "--report", type=Path, nargs="+", metavar="DIR", help="print the tables of these folders"
-    )
-    options = parser.parse_args(arguments)
-    if (options.out is None) == (options.report is None):
-        parser.error("give --out DIR to measure, or --report DIR to print the tables")
-    if options.report is not None:
-        missing = [folder for folder in options.report if not (folder / LINES_NAME).is_file()]
-        if missing:
-            parser.error(f"{missing[0]} has no {LINES_NAME}: name the --out of an earlier call")
-        print(report(options.report), end="")
-        return
-    names = [name for name in options.items.split(",") if name]
-    known = [item.name for item in ITEMS]
+def bench_gpu(bench: GPUBench) -> Result:
+    """Measure for some minutes.
+
+    Returns:
+        - "lines": path of lines.jsonl
+        - "left": names of the items that are left for the next call
+
+    Raises:
+        ConfigError: an option is invalid, or there is no GPU.
+        StorageError: a file system error.
+    """
+    begun = time.time()
+    if bench.seconds <= 0:
+        raise ConfigError(f"--seconds {bench.seconds:g}: more than 0 are needed")
+    require_known("device", [bench.device], ["cuda", "cpu"])
     # "D" stands for D-124m and D-1b.
+    known = [name for item in ITEMS for name in (item.name, item.name.split("-")[0])]
+    require_known("item", bench.items, list(dict.fromkeys(known)))
     chosen = [
-        item for item in ITEMS if not names or {item.name, item.name.split("-")[0]} & {*names}
+        item
+        for item in ITEMS
+        if not bench.items or {item.name, item.name.split("-")[0]} & {*bench.items}
     ]
-    for name in names:
-        if not any(one == name or one.startswith(f"{name}-") for one in known):
-            parser.error(f"no item {name}: {', '.join(known)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(
+    if bench.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
             f"torch {torch.__version__} finds no CUDA GPU: --device cpu runs every item on the CPU"
         )
-    bench = Bench(find_hardware(options.device), dry=options.device == "cpu")
-    if not bench.dry:
-        load_cache(options.out / CACHE_NAME)
-    shared = facts(bench, options.commit)
-    left = measure(chosen, bench, options.out, began + options.seconds, shared)
-    print(f"left for the next call: {', '.join(left)}" if left else "all is measured")
+    device = Bench(find_hardware(bench.device), dry=bench.device == "cpu", out=bench.folder)
+    if not device.dry:
+        load_cache(bench.folder / CACHE_NAME)
+    end = begun + bench.seconds
+    left = measure(chosen, device, bench.folder, end, facts(device, bench.commit))
+    show(f"left for the next call: {', '.join(left)}" if left else "all is measured")
+    return {"lines": bench.folder / LINES_NAME, "left": left}
+
+
+def known_lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a folder.
+
+    Raises:
+        InputError: it has none.
+    """
+    lines = read_lines(folder / LINES_NAME)
+    if not lines:
+        raise InputError(f"{folder} has no {LINES_NAME}: name the --out of an earlier call")
+    return lines
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.__main__ import main
+
+    sys.exit(main(["gpu", *sys.argv[1:]]))

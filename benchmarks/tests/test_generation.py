@@ -20,6 +20,7 @@ from benchmarks.generation import (
 )
 from benchmarks.generation import measure as generation_once
 from benchmarks.options import GenerationBench
+from benchmarks.rows import has_package
 from firstlight.bench.runner import RowOutcome
 from firstlight.errors import ConfigError, ModelError
 from firstlight.files.atomic import write_json
@@ -146,19 +147,22 @@ def test_a_model_folder_is_measured_with_the_tokens_that_it_says(
     write_model(folder)
     bench = GenerationBench(
         str(folder), batch_sizes=[2], prompt_tokens=5, new_tokens=9, repeats=1,
-        rows=["transformers-fp32", "fp32", "fp32-no-cache"],
+        rows=["transformers-fp32", "fp32", "fp32-no-cache", "llama.cpp-fp32"],
     )  # fmt: skip
     seen: list[bool] = []
     result = bench_generation(bench, lambda so_far: seen.append(so_far["complete"]))
-    assert seen == [False, False, False, True]
-    theirs, ours, no_cache = result["rows"]
-    assert theirs["reason"] == ours["reason"] == no_cache["reason"] == ""
+    theirs, ours, no_cache, *llama_cpp = result["rows"]
+    assert len(llama_cpp) == has_package("llama_cpp")
+    assert seen == [False, False, False, *([False] * len(llama_cpp)), True]
+    assert {row["reason"] for row in result["rows"]} == {""}
     prompts = torch.randint(101, (2, 5), generator=torch.Generator().manual_seed(2)).tolist()
     config = SamplingConfig(max_new_tokens=9, temperature=0)
     expected = list(generate_ids(load(folder).model, prompts[0], config))
     assert ours["batches"][0]["token_ids"] == theirs["batches"][0]["token_ids"] == expected
     assert ours["batches"][0]["tokens_per_second"] > 0
-    assert no_cache["batches"][0]["token_ids"] == expected
+    assert [row["batches"][0]["token_ids"] for row in (no_cache, *llama_cpp)] == [expected] * (
+        1 + len(llama_cpp)
+    )
     rates = [row["batches"][0]["tokens_per_second"] for row in (ours, no_cache)]
     assert no_cache["batches"][0]["cache_speedup"] == pytest.approx(rates[0] / rates[1])
     show_generation(result)

@@ -1,9 +1,11 @@
-"""`benchmarks.gpu.quick`: every item on tiny shapes, continuing, failures, and the tables."""
+"""`benchmarks gpu`: every item on tiny shapes, continuing, failures, and the tables."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 
 from benchmarks import planner_steps
-from benchmarks.gpu import calls, items, quick
-from benchmarks.gpu.items import ITEMS, Bench, Item, Row, attempt
+from benchmarks.__main__ import main
+from benchmarks.gpu import calls, items, published, quick
+from benchmarks.gpu.items import Bench, Item, Row, attempt
+from benchmarks.gpu.quick import ITEMS
+from benchmarks.options import GPUBench
+from firstlight.errors import TrainingError
 from firstlight.hardware.device import find_hardware
 
 BENCH = Bench(find_hardware("cpu"))
@@ -27,6 +33,26 @@ SHARED = {
 }
 
 
+def _run_folder(folder: Path) -> Row:
+    """Write a run of `firstlight train` into a folder; the result of the command."""
+    peaks = {"predicted": {"peak_bytes": 5 * 2**30}, "measured": {"peak_bytes": 2**32}}
+    run = folder / "runs" / "stdlib"
+    run.mkdir(parents=True)
+    (run / "report.png").write_bytes(b"PNG")
+    (run / "forecast.json").write_text(json.dumps(peaks), encoding="utf-8")
+    steps = [{"step": n, "tokens_seen": 4096 * n, "tokens_per_second": 1e5 + n} for n in range(4)]
+    text = "".join(json.dumps(step) + "\n" for step in steps)
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+    return {
+        "run_folder": "runs/stdlib",
+        "choices": {"parameters": 54_820_000, "choices": []},
+        "bits_per_byte": 1.046,
+        "gzip_bits_per_byte": 1.945,
+        "xz_bits_per_byte": 1.609,
+        "expected_bits_per_byte": [0.92, 1.19],
+    }
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_every_item_in_a_dry_run_has_rows_of_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -38,27 +64,53 @@ def test_every_item_in_a_dry_run_has_rows_of_figures(
         settings.append(environment["PYTORCH_ALLOC_CONF"])
         return planner_steps.measure(request)
 
+    commands = []
+
+    def train(command: Sequence[str], folder: Path) -> tuple[Row, float]:
+        commands.append(command)
+        return _run_folder(folder), 171.0
+
     monkeypatch.setattr(items, "ask", ask)
-    quick.main(["--out", str(tmp_path), "--device", "cpu", "--commit", "here"])
+    monkeypatch.setattr(published, "train", train)
+    call = ["gpu", "--out", str(tmp_path), "--device", "cpu", "--commit", "here"]
+    assert main(call) == 0
     assert settings == ["expandable_segments:True", "expandable_segments:False"]
+    assert main(call) == 0
     lines = quick.read_lines(tmp_path / "lines.jsonl")
-    assert [line["item"] for line in lines] == [item.name for item in ITEMS]
+    assert [line["item"] for line in lines] == [item.name for item in ITEMS], "each is there once"
     failed = {line["item"]: line["error"] for line in lines if "error" in line}
     assert failed == {}
     # The CPU has none of these attention kernels, and the dry grid few configurations.
-    assert all(line["rows"] for line in lines if line["item"] not in ("L-2", "L-3"))
+    empty = [line["item"] for line in lines if not line["rows"]]
+    assert empty == ["L-2", "L-3", "L-4", "L-5", "L-6", "L-quantized"]
     missing = ("No available kernel", "No viable backend")
     for line in lines:
         for row in line["rows"]:
             assert not row.get("error") or any(text in row["error"] for text in missing), row
     by_item = {line["item"]: line["rows"] for line in lines}
-    for name in ("D-1b", "E", "F", "G-eager", "H-bf16", "M"):
+    for name in ("D-1b", "E", "F", "G-eager", "H-bf16", "M", "O"):
         first = by_item[name][0]
         assert first["kernels"], name
         assert first["attention"], name
         assert first["tokens_per_s"] > 0, name
+    assert by_item["Q"] == [
+        {
+            "row": "as it is",
+            "wall_s": 171.0,
+            "bits_per_byte": 1.046,
+            "gzip": 1.945,
+            "xz": 1.609,
+            "parameters": 54_820_000,
+            "steps": 3,
+            "tokens": 12288,
+            "tokens_per_s": 100_002,
+            "measured_peak_gib": 4.0,
+            "predicted_peak_gib": 5.0,
+            "expected_bits_per_byte": "0.92 to 1.19",
+        }
+    ]
     capsys.readouterr()
-    quick.main(["--report", str(tmp_path)])
+    assert main(["gpu", "--report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     for item in ITEMS:
         assert f"## {item.name}: {item.title}\n" in printed
@@ -86,10 +138,12 @@ def test_call_without_time_for_an_item_leaves_it_and_the_next_call_continues(
     lines = quick.read_lines(tmp_path / "lines.jsonl")
     assert [line["item"] for line in lines] == ["A", "C", "B"]
     assert lines[0] == {**SHARED, **lines[0], "rows": [{"row": "one", "ms": 2.0}]}
-    # Figures of another source are measured anew.
+    # Figures of another source are measured anew, except those of the machine alone.
     changed = {**SHARED, "source": "s2"}
-    quick.measure(three[:1], BENCH, tmp_path, 60.0, changed, clock=lambda: 0.0)
-    assert len(quick.read_lines(tmp_path / "lines.jsonl")) == 4
+    both = [three[0], replace(three[2], of_machine=True)]
+    quick.measure(both, BENCH, tmp_path, 60.0, changed, clock=lambda: 0.0)
+    lines = quick.read_lines(tmp_path / "lines.jsonl")
+    assert [line["item"] for line in lines[3:]] == ["A"]
 
 
 def test_item_that_fails_keeps_its_rows_ends_no_other_and_is_tried_again(tmp_path: Path) -> None:
@@ -147,6 +201,11 @@ def test_report_of_two_commits_sets_medians_beside_each_other(tmp_path: Path) ->
     assert "| as it is | v1 | 11 | fmha |\n| as it is | v2 | 7.5 | fmha |\n" in text
     assert "| gemm | 1.500 | 12 |" in text
     assert "## A:" not in text
+
+
+def test_run_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"firstlight train: .*missing\.txt"):
+        published.train(["train", "missing.txt", "--json"], tmp_path)
 
 
 class _Graph:
@@ -218,19 +277,25 @@ def test_kernels_that_overlap_are_busy_once() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "give --out DIR to measure, or --report DIR"),
-        (["--out", "a", "--items", "A,Z"], "no item Z: A, B, C, D-124m"),
+        ([], "takes --out DIR to measure, --report DIR to print the tables, or --fit DIR"),
+        (["--out", "a", "--report", "b"], "takes --out DIR to measure, --report DIR to print"),
+        (["--out", "a", "--items", "A,G-egaer"], "item 'G-egaer' is unknown (did you mean 'G-eag"),
+        (["--out", "a", "--device", "gpu"], "device 'gpu' is unknown"),
+        (["--out", "a", "--seconds", "0"], "--seconds 0: more than 0 are needed"),
         (["--report", "missing"], "missing has no lines.jsonl"),
     ],
 )
 def test_command_line_refuses_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        quick.main(arguments)
-    assert message in capsys.readouterr().err
+    assert main(["gpu", *arguments]) in (1, 2)
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
 
 
-def test_items_together_fit_into_a_call() -> None:
-    assert sum(item.seconds for item in ITEMS) <= quick._SECONDS
+def test_items_of_speed_work_fit_into_one_call_and_each_item_into_any() -> None:
+    longest = GPUBench(Path()).seconds
+    assert sum(item.seconds for item in items.ITEMS) <= longest
+    assert max(item.seconds for item in ITEMS) < longest
     assert len({item.name for item in ITEMS}) == len(ITEMS)

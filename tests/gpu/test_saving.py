@@ -115,7 +115,7 @@ def run_of(recipe: dict[str, Any], device: torch.device, run: Path, **keys: Any)
 def test_checkpoints_of_a_run_are_the_same_however_they_are_written(
     recipe: dict[str, Any], device: torch.device, tmp_path: Path
 ) -> None:
-    """How long training stands still is printed: with -s, or by `python -m benchmarks gpu`."""
+    """With -s, how long training stands still is printed."""
     recipe["model"] |= {"hidden_size": 256, "intermediate_size": 1024}
     recipe["efficiency"] = {"precision": "fp32", "compile": False, "attention": "plain"}
     means: dict[str, float] = {}

@@ -61,6 +61,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2-355m": gpt2(1024, 24, 16),
     "gpt2-774m": gpt2(1280, 36, 20),
     "llama-110m": LLAMA_110M,
+    # The shape of SmolLM2-135M.
+    "smollm2-135m": llama(
+        576, 1536, 30, 9, num_key_value_heads=3, vocab_size=49152, rope_theta=100000.0
+    ),
     # The shape of Llama 3.2 1B.
     "llama-1b": llama(2048, 8192, 16, 32, num_key_value_heads=8, **LLAMA_3),
 }

@@ -27,33 +27,22 @@ class RowOutcome:
     """Results of a row.
 
     Attributes:
-        digest: `Row.digest` of the row when it was measured.
         runs: results of the measurement, by turn.
-        seconds: duration of each turn, the start of its process included.
         problem: the reason why a turn has no result; "" without a problem.
-        cut_after: seconds that a turn had run when the end of a call stopped it; 0 if none was.
         refused: True if the row can't be measured on this machine, or the time was over.
     """
 
-    digest: str = ""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     problem: str = ""
-    cut_after: float = 0.0
     refused: bool = False
 
-    def add(self, found: Found, seconds: float = 0.0) -> None:
-        """Record the result of a turn and its seconds, or the error message as problem."""
+    def add(self, found: Found) -> None:
+        """Record the result of a turn, or the error message as problem."""
         if "error" in found:
             self.problem = " ".join(str(found["error"]["message"]).split())
             self.refused = found["error"]["type"] in _REFUSALS
         else:
             self.runs.append(dict(found))
-            self.seconds.append(seconds)
-
-    def expected_seconds(self, declared: float) -> float:
-        """Expected seconds of the next turn, if `declared` are those of the first."""
-        return 1.2 * self.seconds[-1] if self.seconds else max(declared, 1.5 * self.cut_after)
 
     @property
     def is_done(self) -> bool:
