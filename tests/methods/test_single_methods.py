@@ -526,7 +526,7 @@ def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
         )
         apply_methods(model, config, CPU, z_loss_coef=z_loss_coef)
         loss = loss_function(model, config, CPU)(*batch())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None], graphs
 

@@ -236,7 +236,8 @@ def test_little_text_is_read_four_times_by_a_model_that_does_not_memorize_it() -
 
 
 def test_a_budget_is_time_or_tokens() -> None:
-    for budget in ({}, {"seconds": 1.0, "tokens": 1.0}):
+    budgets: list[dict[str, Any]] = [{}, {"seconds": 1.0, "tokens": 1.0}]
+    for budget in budgets:
         with pytest.raises(ConfigError, match="either a time or a number of tokens"):
             suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, **budget)
 

@@ -272,7 +272,9 @@ class RunFacts:
             val_tokens: tokens of the validation split.
         """
         way, why = self.way, "compiling would cost more than it gains"
-        if way.compiles:
+        if machine.compiler is None:
+            why = "torch.compile does not work on this device, or lacks a compiler"
+        elif way.compiles:
             why = f"{way.gain:.2f} times the speed repays about {way.seconds:.0f} s of compiling"
         yield Choice("efficiency.compile", way.compiles, why)
         part = "a layer and the loss alone, which takes less time" if way.regional else ""

@@ -6,6 +6,7 @@ This module does not import torch, because the first line of `train TEXTS` comes
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -70,6 +71,11 @@ def best_way(ways: Iterable[Compiling], seconds: Callable[[Compiling], float]) -
     return min(ways, key=lambda way: seconds(way) + _MARGIN * way.seconds)
 
 
+@functools.cache
+def _torch_version() -> str:
+    return version("torch")
+
+
 @dataclass(frozen=True)
 class Compiler:
     """torch.compile on a machine.
@@ -118,7 +124,7 @@ class Compiler:
 
     def _key(self, regional: bool, *size: tuple[int, int]) -> str:
         part = "layer and loss" if regional else "model"
-        where = f"{self.device}, {self.cores} cores, torch {version('torch')}"
+        where = f"{self.device}, {self.cores} cores, torch {_torch_version()}"
         return ", ".join([where, part, *(f"{layers} layers of {width}" for width, layers in size)])
 
     def _times(self) -> dict[str, float]:
