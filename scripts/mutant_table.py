@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant(
         "cautious decay away from zero",
         "firstlight/optim/spec.py",
-        "(direction * parameter >= 0)",
-        "(direction * parameter <= 0)",
+        "decays = direction * parameter >= 0",
+        "decays = direction * parameter <= 0",
         (_MUON + "only_numbers_that_move_towards_zero_decay",),
     ),
     Mutant(
@@ -871,7 +871,7 @@ MUTANTS = [
         "firstlight/training/step.py",
         "else total + loss.detach()",
         "else total + float(loss)",
-        (_FAKE_STEPS + "a_step_waits_for_the_gpu_as_often_whatever_its_micro_batches",),
+        (_FAKE_STEPS + "a_step_waits_once_for_loss_and_norm_after_its_update",),
     ),
     Mutant(
         "loss of one micro-batch in a graph's memory",
@@ -987,25 +987,24 @@ MUTANTS = [
         (_LATE + "a_run_stands_still_for_one_copy_of_its_state",),
     ),
     Mutant(
-        "activations on a stream of their own",
+        "activations used before they are copied back",
         "firstlight/methods/memory.py",
-        "        return tensor.device, kept.copy_(tensor, non_blocking=tensor.is_cuda)\n",
-        "        with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "            return tensor.device, kept.copy_(tensor, non_blocking=tensor.is_cuda)\n",
-        (_LATE + "what_the_forward_pass_keeps_is_page_locked_and_comes_back",),
+        "        torch.cuda.current_stream(self._device).wait_event(event)\n        self._drop",
+        "        self._drop",
+        (_LATE + "activations_are_copied_beside_the_computation_and_there_when_it_needs_them",),
     ),
     Mutant(
         "a wait for each activation",
         "firstlight/methods/memory.py",
-        'device="cpu", pin_memory=tensor.is_cuda',
+        'device="cpu", pin_memory=True',
         'device="cpu"',
         (_LATE + "what_the_forward_pass_keeps_is_page_locked_and_comes_back",),
     ),
     Mutant(
         "activations do not come back",
         "firstlight/methods/memory.py",
-        "return tensor.to(device, non_blocking=True)",
-        "return tensor",
+        "return _copies(packed.device).bring_back(packed)",
+        "return packed.kept",
         (_LATE + "what_the_forward_pass_keeps_is_page_locked_and_comes_back",),
     ),
     Mutant(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,13 +74,14 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         calls: the operators that ran.
         reads: how many times code waited for a value of the GPU.
+        last_read: number of calls before the last of these.
         truth: what a truth value is that code reads.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
-        self.reads = 0
+        self.reads = self.last_read = 0
         self.truth = True
         self._is_inside = False
         self.supports_higher_order_operators = True
@@ -90,6 +92,16 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = self.reads
         yield
         assert self.reads == reads, "a value of the GPU was read while a graph was recorded"
+
+    def listed(self, tensor: Tensor) -> Any:
+        """`Tensor.tolist`: the values, for which the host waits once."""
+        self._note_read(tensor)
+        value = _READ_VALUES[tensor.is_floating_point()]
+        return np.full(tensor.shape, value).tolist()
+
+    def _note_read(self, tensor: Tensor) -> None:
+        if tensor.device.type == "cuda":
+            self.reads, self.last_read = self.reads + 1, len(self.calls)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -108,13 +120,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func in (_aten._local_scalar_dense.default, _aten.item.default):
-            if args[0].device.type == "cuda":
-                self.reads += 1
+            self._note_read(args[0])
             if args[0].dtype == torch.bool:
                 return self.truth
             return _READ_VALUES[args[0].is_floating_point()]
         if func is _aten.equal.default:
-            self.reads += 1
+            self._note_read(args[0])
             return True
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
             # What autograd takes apart elsewhere, before it comes here.
@@ -303,6 +314,7 @@ def fake_cuda(
         patch.setattr(torch.cuda, "CUDAGraph", _Graph)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         patch.setattr(torch.cuda, "graph", cuda.recording)
+        patch.setattr(FakeTensor, "tolist", lambda tensor: cuda.listed(tensor))
         assert LIBRARY is not None
         LIBRARY.pretend_gpu(1)
         try:

@@ -2,8 +2,8 @@
 noise.
 
 Tensors are real and lie in the host's memory; those made with `device="cpu"` or page-locked count
-as the host's, all others as the GPU's. A copy to page-locked memory with `non_blocking` leaves
-noise there until the host waits for its stream. Streams are in order, each by itself.
+as the host's, all others as the GPU's. `copy_` to or from page-locked memory with `non_blocking`
+leaves noise there until the host waits for its stream. Streams are in order, each by itself.
 """
 
 from __future__ import annotations
@@ -181,6 +181,12 @@ class LateCopies(TorchFunctionMode):
         return changed.clone()
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if not self.is_host(target) and non_blocking and self.is_pinned(source):
+            self.lates += 1
+            target.detach().fill_(math.nan if target.is_floating_point() else 77)
+            # Read when the copy is made, which may be before the source has its own values.
+            self.stream.pending.append(functools.partial(_arrive, target.detach(), source.detach()))
+            return target
         if not self.is_host(target) or self.is_host(source):
             return target.copy_(source)
         if non_blocking and self.is_pinned(target):

@@ -19,6 +19,7 @@ from torch import Tensor
 from firstlight.data.loader import Batch
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.methods import loss_function
+from firstlight.optim.new_model import NEW_MODEL
 from firstlight.recipe import GuardConfig, parse_recipe
 from firstlight.run_log.reader import read_json_lines
 from firstlight.training.guard import DivergedError, Guard
@@ -159,6 +160,9 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "fused": {"optimizer": {"implementation": "fused"}},
     "muon": {"optimizer": {"name": "muon"}},
+    "muon of new models": {"optimizer": {**NEW_MODEL["optimizer"], "weight_decay": 0.1}},
+    "lion": {"optimizer": {"name": "lion", "cautious_weight_decay": True}},
+    "adafactor": {"optimizer": {"name": "adafactor"}},
     "bf16": {"efficiency": {"precision": "bf16"}},
     "bf16_params": {"efficiency": {"precision": "bf16_params"}},
     "fp16": {"efficiency": {"precision": "fp16"}},

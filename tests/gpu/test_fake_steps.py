@@ -13,6 +13,7 @@ from firstlight.data.loader import Batch
 from firstlight.models import build_model
 from firstlight.models.moe import _has_kernel
 from firstlight.optim.eight_bit import quiet_import
+from firstlight.optim.new_model import NEW_MODEL
 from firstlight.recipe import ResolvedRecipe, parse_recipe
 from firstlight.recipe.resolve import Facts, resolve
 from firstlight.training.program import TrainingProgram
@@ -127,13 +128,77 @@ def test_a_step_runs_on_the_gpu_in_its_precision(model: dict[str, Any], precisio
         assert moments == {torch.float32}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_a_step_waits_for_the_gpu_as_often_whatever_its_micro_batches(micro_batches: int) -> None:
-    """For the loss and the norm, since the update does not wait for the factor that clips: a wait
-    in a forward pass would leave the GPU idle once in each."""
+#: Keys of optimizers whose update skips a step without the host.
+SKIPPING: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "cautious adamw": {"optimizer__cautious_weight_decay": True},
+    "muon": {"optimizer__name": "muon"},
+    "muon of new models": {
+        f"optimizer__{key}": value for key, value in NEW_MODEL["optimizer"].items()
+    },
+    "lion": {"optimizer__name": "lion"},
+    "adafactor": {"optimizer__name": "adafactor"},
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_params", "fp16"])
+@pytest.mark.parametrize("name", SKIPPING)
+def test_a_step_waits_once_for_loss_and_norm_after_its_update(name: str, precision: str) -> None:
+    """The update does not wait for the factor that clips, nor for the host's judgement: a wait
+    would leave the GPU idle while the update is launched."""
     with fake_cuda() as (cuda, _):
-        steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16"), micro_batches)
-        assert cuda.reads == 2
+        steps(cuda, recipe_of(LLAMA, efficiency__precision=precision, **SKIPPING[name]), 4)
+        assert cuda.reads == 1
+        assert cuda.last_read == len(cuda.calls)
+
+
+def test_adamw_clips_without_a_pass_over_the_gradients() -> None:
+    with fake_cuda() as (cuda, _):
+        steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16"))
+        assert not cuda.named("_foreach_mul_")
+        updates = cuda.named("_fused_adamw_")
+        assert len(updates) == 2  # with weight decay, and without
+        for update in updates:
+            # Beside five tensors of each parameter: `grad_scale` and `found_inf`.
+            assert len(update.inputs) % 5 == 2
+
+
+#: Operators that launch no kernel.
+VIEWS: tuple[str, ...] = (
+    "alias",
+    "detach",
+    "expand",
+    "lift_fresh",
+    "scalar_tensor",
+    "select",
+    "slice",
+    "t",
+)
+VIEWS += ("transpose", "unbind", "unsqueeze", "view", "_unsafe_view")
+VIEWS += ("_record_function_enter_new", "_record_function_exit")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("adamw", 7), ("muon of new models", 250), ("lion", 75), ("adafactor", 420)]
+)
+def test_an_update_launches_no_more_kernels_than_its_limit(name: str, most: int) -> None:
+    """Of a model with two layers: 16 matrices in 4 sizes, and 5 vectors."""
+    with fake_cuda() as (cuda, _):
+        program = steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16", **SKIPPING[name]))
+        for parameter in program.optimizer.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        found_inf = torch.zeros((), device="cuda")
+        cuda.calls.clear()
+        program.optimizer.step(found_inf)
+        assert len([one for one in cuda.calls if one.name.split(".")[1] not in VIEWS]) <= most
+
+
+def test_small_parameters_are_updated_together_in_the_backward_pass() -> None:
+    model, keys = METHODS["update in the backward pass"]
+    with fake_cuda() as (cuda, _):
+        steps(cuda, recipe_of(model, efficiency__precision="bf16_params", **keys))
+        assert len(cuda.named("_fused_adamw_")) == 2  # with weight decay, and without
+        assert len(cuda.named("_foreach_copy_")) == 1
 
 
 ATTENTION = {

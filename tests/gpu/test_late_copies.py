@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from firstlight.checkpoint.saver import CheckpointSaver, Snapshot
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.hardware.device import find_hardware
-from firstlight.methods.memory import offloaded_activations
+from firstlight.methods.memory import _copies, offloaded_activations
 from firstlight.models import empty_model
 from firstlight.recipe import CheckpointConfig
 from firstlight.tokenizer import Tokenizer
@@ -123,10 +125,11 @@ def test_what_the_forward_pass_keeps_is_page_locked_and_comes_back() -> None:
     large, small = torch.randn(64, 32), torch.randn(8)
     expected = large.clone()
     with late_copies() as gpu:
+        _copies.cache_clear()  # streams of other tests
         hooks: Any = offloaded_activations(layer)
         packed = {name: hooks.pack_hook(t) for name, t in (("large", large), ("small", small))}
         packed["weight"] = hooks.pack_hook(layer.weight)
-        assert gpu.is_pinned(packed["large"][1])
+        assert gpu.is_pinned(packed["large"].kept)
         assert not gpu.waits, "the forward pass waits for no copy"
         for name, tensor in (("small", small), ("weight", layer.weight)):
             assert packed[name][1] is tensor
@@ -134,7 +137,44 @@ def test_what_the_forward_pass_keeps_is_page_locked_and_comes_back() -> None:
         large.zero_()
         back = hooks.unpack_hook(packed["large"])
         assert not gpu.is_host(back)
+        torch.cuda.current_stream().synchronize()
     assert torch.equal(back, expected)
+
+
+def test_activations_are_copied_beside_the_computation_and_there_when_it_needs_them() -> None:
+    tensors = [torch.randn(64, 32) for _ in range(6)]
+    expected = [tensor.clone() for tensor in tensors]
+    with late_copies() as gpu:
+        _copies.cache_clear()
+        stream: Any = _copies(gpu.device)._stream
+        stream.wait_stream = Mock(side_effect=stream.wait_stream)
+        hooks: Any = offloaded_activations(nn.Linear(32, 64))
+        packed = [hooks.pack_hook(tensor) for tensor in tensors]
+        compute = torch.cuda.current_stream()
+        compute.synchronize()
+        # It has waited for all copies but two, whose tensors are kept on the GPU for them.
+        assert [bool(one.kept.isnan().any()) for one in packed] == [False] * 4 + [True] * 2
+        leaving = [tensor for tensor, _ in _copies(gpu.device)._leaving]
+        assert all(map(operator.is_, leaving, tensors[4:]))
+        for tensor in tensors:
+            tensor.zero_()
+        for number in (5, 3, 4, 2, 1, 0):
+            back = hooks.unpack_hook(packed[number])
+            compute.synchronize()
+            assert torch.equal(back, expected[number])
+            started = [i for i, one in enumerate(packed) if one.back is not None]
+            assert started == {5: [3, 4], 3: [1, 2, 4], 4: [1, 2], 2: [0, 1], 1: [0], 0: []}[number]
+            # No more tensors than these wait on the GPU for the computation.
+            assert len(_copies(gpu.device)._arriving) <= 2
+            assert not _copies(gpu.device)._leaving
+        # Again, as with `retain_graph`.
+        back = hooks.unpack_hook(packed[2])
+        compute.synchronize()
+        assert torch.equal(back, expected[2])
+        assert not gpu.waits
+        assert gpu.lates == len(tensors) + 1
+        # Each copy comes after what writes its tensor, or uses the memory before it.
+        assert stream.wait_stream.call_args_list == [call(compute)] * (2 * len(tensors) + 1)
 
 
 def test_batches_come_from_page_locked_memory_without_a_wait(data: Path) -> None:

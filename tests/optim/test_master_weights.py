@@ -223,14 +223,43 @@ def test_values_that_can_not_be_masters_are_refused(value: torch.Tensor) -> None
 
 @each
 @dtypes
-def test_updates_in_the_backward_pass_are_those_of_a_step(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("most", [0, 600])
+def test_updates_in_the_backward_pass_are_those_of_a_step(
+    name: str, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, and in lists as on a GPU."""
     plain, early = new_model(dtype=dtype), new_model(dtype=dtype)
     config = make(name, max_grad_norm=0.0)
-    one, other = Optimizer(plain, config), Optimizer(early, config, in_backward=True)
-    norms, found = steps(plain, one, range(4)), steps(early, other, range(4))
+    one = Optimizer(plain, config)
+    norms = steps(plain, one, range(4))
+    for module in ("optimizer", "spec"):
+        monkeypatch.setattr(f"firstlight.optim.{module}.list_values", lambda _: most)
+    other = Optimizer(early, config, in_backward=True)
+    assert (len(set(other._list_of.values())) < len(other.parameters)) == (most > 0)
+    found = steps(early, other, range(4))
     assert [float(norm) for norm in found] == [float(norm) for norm in norms]
     assert same(full_weights(early, other), full_weights(plain, one))
     assert same(other.state_tensors(), one.state_tensors())
+
+
+def test_a_list_without_all_gradients_is_updated_after_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("firstlight.optim.optimizer.list_values", lambda _: 1 << 20)
+    plain, early = new_model(), new_model()
+    one = Optimizer(plain, make("adamw", max_grad_norm=0.0))
+    other = Optimizer(early, make("adamw", max_grad_norm=0.0), in_backward=True)
+    for model, optimizer in ((plain, one), (early, other)):
+        *others, last = model.parameters()
+        torch.stack([p.square().sum() for p in others]).sum().backward()  # type: ignore[no-untyped-call]
+        assert last.grad is None
+        assert others[0].grad is not None
+        optimizer.clip_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(weights(early), weights(plain))
+    assert same(other.state_tensors(), one.state_tensors())
+    assert len(other.state_tensors()) == 3 * (len(other.parameters) - 1)
 
 
 @dtypes

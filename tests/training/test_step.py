@@ -19,6 +19,7 @@ from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe.schema import GuardConfig
 from firstlight.training.guard import Guard, LossScaler
 from firstlight.training.step import MicroBatchTooLargeError, StepResult, train_step
+from optimizer_models import same
 
 _VOCABULARY, _SEQ_LEN = 23, 8
 
@@ -310,12 +311,17 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
 
 
 def state_after(
-    losses: list[float], *, scaled: bool = False, z_score: float | None = None
-) -> tuple[dict[str, bytes], dict[str, bytes], list[bool]]:
+    losses: list[float],
+    *,
+    scaled: bool = False,
+    z_score: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    **keys: Any,
+) -> tuple[dict[str, bytes], dict[str, Tensor], list[bool]]:
     """Weights, moments and refusals after a step for each number, by which its loss is
     multiplied."""
-    model = llama()
-    optimizer = Optimizer(model, OptimizerConfig(max_grad_norm=0.5))
+    model = llama().to(dtype)
+    optimizer = Optimizer(model, OptimizerConfig(**keys))
     scaler = LossScaler(2.0**4) if scaled else None
     guard, skipped = Guard(GuardConfig(spike_z_score=z_score)), []
     for value in losses:
@@ -335,29 +341,97 @@ def state_after(
             skips_only_infinite=guard.refuses_only_infinite,
         )
         skipped.append(result.skipped)
-    moments = {name: t.numpy().tobytes() for name, t in optimizer.state_tensors().items()}
-    return bits(model), moments, skipped
+    with optimizer.master_weights():
+        return bits(model), optimizer.state_tensors(), skipped
 
 
 _BAD = [1.0, math.nan, 1.0, math.inf, -math.inf, 0.5]
+_CAUTIOUS = {"cautious_weight_decay": True, "weight_decay": 0.1}
+_NORMUON = {"muon_beta2": 0.95, "muon_momentum_warmup_steps": 3, "implementation": "fused"}
+
+_SKIPPING: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "cautious adamw": _CAUTIOUS,
+    "muon": {"name": "muon"},
+    "cautious normuon in stacks": {"name": "muon", **_NORMUON, **_CAUTIOUS},
+    "lion": {"name": "lion"},
+    "cautious lion in lists": {"name": "lion", "implementation": "foreach", **_CAUTIOUS},
+    "adafactor": {"name": "adafactor"},
+    "adafactor in lists": {"name": "adafactor", "implementation": "foreach"},
+}
 
 
 @pytest.mark.parametrize("losses", [[1.0, 2.0, 0.001], _BAD, [math.nan, 1.0]])
 @pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("keys", _SKIPPING.values(), ids=_SKIPPING)
 def test_an_update_that_has_begun_is_the_update(
-    losses: list[float], scaled: bool, monkeypatch: pytest.MonkeyPatch
+    losses: list[float], scaled: bool, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = state_after(losses, scaled=scaled)
+    # Without clipping, by whose factor the two divide and multiply.
+    weights, moments, skipped = state_after(losses, scaled=scaled, max_grad_norm=0.0, **keys)
     begun = run_ahead(monkeypatch)
-    assert state_after(losses, scaled=scaled) == expected
-    assert begun == expected[2] == [not math.isfinite(value) for value in losses]
+    ahead = state_after(losses, scaled=scaled, max_grad_norm=0.0, **keys)
+    assert ahead[0] == weights
+    assert same(ahead[1], moments)
+    assert begun == ahead[2] == skipped == [not math.isfinite(value) for value in losses]
+
+
+@pytest.mark.parametrize("keys", _SKIPPING.values(), ids=_SKIPPING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_skipped_update_that_has_begun_changes_no_bit(
+    keys: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also negative zeros, where the loss alone is infinite, and the gradients are not."""
+    run_ahead(monkeypatch)
+    model = llama().to(dtype)
+    optimizer = Optimizer(model, OptimizerConfig(**keys))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(found_inf=torch.zeros(()))
+    with torch.no_grad():
+        for parameter in optimizer.updated.values():
+            parameter.flatten()[:3] = -0.0
+        for moment in optimizer.state_shards().values():
+            if moment.dim():
+                moment.flatten()[:2] *= -0.0
+    before = [
+        t.detach().clone()
+        for t in (*optimizer.updated.values(), *optimizer.state_shards().values())
+    ]
+    for value in (1.0, math.nan, math.inf, -math.inf):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.clip_gradients()
+        optimizer.step(found_inf=torch.ones(()))
+        optimizer.take_back_counts()
+        after = (*optimizer.updated.values(), *optimizer.state_shards().values())
+        for one, other in zip(before, after, strict=True):
+            assert one.numpy().tobytes() == other.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_clipped_in_the_update_are_those_of_a_pass_to_rounding(
+    name: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moments(**keys: Any) -> dict[str, Tensor]:
+        return state_after([1.0], scaled=scaled, name=name, **keys)[1]
+
+    expected, free = moments(max_grad_norm=0.1), moments(max_grad_norm=0.0)
+    run_ahead(monkeypatch)
+    found = moments(max_grad_norm=0.1)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=0)
+        assert not value.dim() or not torch.allclose(free[key], value, rtol=0.5, atol=0)
 
 
 def test_no_update_begins_before_spikes_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = [*(1.0 + 0.001 * (i % 3) for i in range(20)), 1000.0, 1.0]
-    expected = state_after(losses, z_score=6.0)
+    expected = state_after(losses, z_score=6.0, max_grad_norm=0.0)
     begun = run_ahead(monkeypatch)
-    assert state_after(losses, z_score=6.0) == expected
+    found = state_after(losses, z_score=6.0, max_grad_norm=0.0)
+    assert found[0] == expected[0]
+    assert found[2] == expected[2]
     assert expected[2] == [False] * 20 + [True, False]
     assert begun == [None] * 21
 
@@ -366,18 +440,20 @@ def test_no_update_begins_before_spikes_are_looked_for(monkeypatch: pytest.Monke
     "changes",
     [
         {"name": "sgd"},
-        {"name": "muon"},
-        {"cautious_weight_decay": True},
+        {"name": "adafactor", "adafactor_variant": "torch"},
+        {"name": "muon", "implementation": "for-loop"},  # of the AdamW beside it
         {"implementation": "foreach"},
     ],
 )
-def test_only_kernels_that_read_found_inf_get_it(
+def test_only_updates_that_read_found_inf_get_it(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not Optimizer(gpt2(), OptimizerConfig()).reads_found_inf, "a CPU does not run ahead"
+    for keys in _SKIPPING.values():
+        assert not Optimizer(gpt2(), OptimizerConfig(**keys)).reads_found_inf
     run_ahead(monkeypatch)
     assert not Optimizer(gpt2(), OptimizerConfig(**changes)).reads_found_inf
-    assert Optimizer(gpt2(), OptimizerConfig()).reads_found_inf
+    for keys in ({}, _SKIPPING["adafactor"], _SKIPPING["cautious lion in lists"]):
+        assert Optimizer(gpt2(), OptimizerConfig(**keys)).reads_found_inf
 
 
 # --- clipping --------------------------------------------------------------------------------

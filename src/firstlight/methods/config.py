@@ -62,8 +62,8 @@ class EfficiencyConfig(Section):
     logits are never in memory at once; 0 computes all at once. null is 512 for fp32 on a CPU and a
     vocabulary from 16,384 on, where it costs no time, else 0."""
     optimizer_in_backward: bool = False
-    """update each parameter as soon as its gradient is there, and free the gradient. Needs one
-    micro-batch a step and no clipping."""
+    """update each parameter as soon as its gradient is there, and free the gradient; on a GPU,
+    parameters of up to 8 million values together. Needs one micro-batch a step and no clipping."""
     empty_cache_steps: int = Field(0, ge=0)
     """number of steps after which the GPU's unused cached memory is given back; 0 is never."""
     vocab_multiple: int = Field(1, ge=1)

@@ -11,7 +11,10 @@ import ctypes
 import functools
 import inspect
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,26 +120,121 @@ def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> Che
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
     """A context in which activations of a forward pass are kept in the CPU's memory, page-locked if
-    there is a GPU, until the backward pass needs them. Parameters and buffers are not moved.
-
-    The copies are on the stream of the computation, so nothing is read before it is written.
+    there is a GPU, until the backward pass needs them. Parameters and buffers are not moved. A GPU
+    makes the copies beside the computation, see `_Copies`.
     """
     # By storage, because autograd also saves views of parameters, such as a transposed weight.
     weights = (*model.parameters(), *model.buffers())
     parameters = {weight.untyped_storage().data_ptr() for weight in weights}
 
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor] | _Activation:
         is_parameter = tensor.untyped_storage().data_ptr() in parameters
         if is_parameter or tensor.numel() < _OFFLOADED_ELEMENTS:
             return tensor.device, tensor
-        kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return tensor.device, kept.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            return _copies(tensor.device).take(tensor)
+        return tensor.device, torch.empty_like(tensor, device="cpu").copy_(tensor)
 
-    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+    def unpack(packed: tuple[torch.device, Tensor] | _Activation) -> Tensor:
+        if isinstance(packed, _Activation):
+            return _copies(packed.device).bring_back(packed)
         device, tensor = packed
         return tensor.to(device, non_blocking=True)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+#: Number of activations whose copies run beside the computation, in each direction.
+_COPIES_BESIDE = 2
+
+#: A tensor on the GPU, and the event at the end of its copy.
+_Copy = tuple[Tensor, torch.cuda.Event]
+
+
+@dataclass(eq=False)
+class _Activation:
+    """An activation of a GPU in page-locked memory.
+
+    Attributes:
+        kept: the values.
+        device: the GPU.
+        before: function that returns the activation that was taken before this one, and that the
+            backward pass needs after it; None if it is freed.
+        back: the copy on the GPU, from its start until the backward pass takes it.
+        is_back: True if the backward pass has taken the copy.
+    """
+
+    kept: Tensor
+    device: torch.device
+    before: Callable[[], _Activation | None]
+    back: _Copy | None = None
+    is_back: bool = False
+
+
+class _Copies:
+    """Copies of activations from a GPU to page-locked memory and back, on a stream of their own.
+
+    All tensors on the GPU are allocated by the stream of the computation, which waits for the end
+    of a tensor's copy before the tensor is dropped: what gets its memory later comes after that
+    wait. (With `Tensor.record_stream`, memory would not be free again before the host sees the end
+    of a copy, and a host that runs ahead would take more for each layer.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        #: In the order of the copies.
+        self._leaving: deque[_Copy] = deque()
+        self._arriving: deque[_Copy] = deque()
+        self._last: Callable[[], _Activation | None] = lambda: None
+
+    def take(self, tensor: Tensor) -> _Activation:
+        """Start the copy of an activation to page-locked memory."""
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._leaving.append((tensor, self._copy(kept, tensor)))
+        self._drop(self._leaving, _COPIES_BESIDE)
+        activation = _Activation(kept, self._device, self._last)
+        self._last = weakref.ref(activation)
+        return activation
+
+    def bring_back(self, activation: _Activation) -> Tensor:
+        """The activation on the GPU. Also starts the copies of those that are needed next."""
+        self._drop(self._leaving, 0)
+        activation.is_back = False
+        following: _Activation | None = activation
+        for _ in range(1 + _COPIES_BESIDE):
+            if following is None:
+                break
+            if following.back is None and not following.is_back:
+                tensor = torch.empty_like(following.kept, device=self._device)
+                following.back = tensor, self._copy(tensor, following.kept)
+                self._arriving.append(following.back)
+            following = following.before()
+        assert activation.back is not None
+        tensor, event = activation.back
+        activation.back, activation.is_back = None, True
+        torch.cuda.current_stream(self._device).wait_event(event)
+        self._drop(self._arriving, _COPIES_BESIDE)
+        return tensor
+
+    def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        """Start a copy behind all that the computation has started; return the event at its end."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def _drop(self, copies: deque[_Copy], most: int) -> None:
+        """Drop the first tensors, so that at most `most` stay."""
+        while len(copies) > most:
+            torch.cuda.current_stream(self._device).wait_event(copies[0][1])
+            copies.popleft()
+
+
+#: The copies of each GPU. They outlive a backward pass, since they may hold a tensor whose copy has
+#: been started, and that no operation has used.
+_copies = functools.cache(_Copies)
 
 
 # The C library's heap
@@ -311,13 +409,14 @@ def _linear_cross_entropy(
             # The gradient of z^2 is 2 z p.
             grad_nV.mul_(1 + 2 * z_loss_coef * z_n1)
         grad_nV.scatter_add_(1, target_n1, -torch.ones_like(target_n1, dtype=loss.dtype))
-        grad_nV.mul_(valid_n[:, None])
         if softcap:
             grad_nV.mul_(slope_nV)
         low_nV = grad_nV.to(dtype)
-        grad_x_NC[part] = low_nV @ weight
+        # Tokens without a label have no gradient. Their rows are set to zero after the products: a
+        # pass over the gradient of the logits would take much longer.
+        grad_x_NC[part] = (low_nV @ weight).mul_(valid_n[:, None])
         if learns:
-            grad_weight_VC += low_nV.T @ x_nC
+            grad_weight_VC += low_nV.T @ (x_nC * valid_n[:, None])
     return loss, grad_x_NC, grad_weight_VC
 
 

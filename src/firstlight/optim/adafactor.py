@@ -16,6 +16,7 @@ from firstlight.optim.spec import (
     Layout,
     OptimizerKeys,
     OptimizerSpec,
+    lerp_unless,
 )
 
 AdafactorVariant = Literal["auto", "paper", "torch"]
@@ -69,17 +70,20 @@ class Adafactor(ForeachOptimizer):
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """See `ForeachOptimizer.update`."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        states = [self._state_of(p) for p in parameters]
+        states, skips = [self._state_of(p) for p in parameters], self.skips
         fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
         # Lists of tensors [] instead of Python numbers, which would wait for the GPU.
         rates = torch._foreach_clamp_min(_root_mean_squares(parameters), _EPS_OF_SCALE)
         torch._foreach_mul_(rates, group["lr"])
-        updates = _directions(gradients, states, fresh)
+        updates = _directions(gradients, states, fresh, skips)
         scales = _root_mean_squares(updates)
         torch._foreach_div_(scales, group["d"])
         torch._foreach_clamp_min_(scales, 1.0)
         torch._foreach_div_(updates, scales)
         torch._foreach_mul_(updates, rates)
+        if skips is not None:
+            for change in (*rates, *updates):
+                change.masked_fill_(skips, 0)
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, [1 - group["weight_decay"] * rate for rate in rates])
         torch._foreach_sub_(parameters, updates)
@@ -107,7 +111,10 @@ def _root_mean_squares(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _directions(
-    gradients: list[Tensor], states: list[dict[str, Tensor]], fresh: list[float]
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    fresh: list[float],
+    skips: Tensor | None,
 ) -> list[Tensor]:
     """The gradients divided by the roots of their second moments, in the gradients' shapes. The
     second moments in `states` are updated with these gradients first.
@@ -116,18 +123,19 @@ def _directions(
         gradients: gradients of any shapes.
         states: state of each gradient's parameter.
         fresh: weight of this step's squared gradient in the second moment, for each parameter.
+        skips: see `lerp_unless`.
     """
     inverse_roots = []
     for gradient, state, share in zip(gradients, states, fresh, strict=True):
         if "variance" in state:
-            state["variance"].lerp_(gradient.square() + _EPS_OF_SQUARES, share)
+            lerp_unless(skips, state["variance"], gradient.square() + _EPS_OF_SQUARES, share)
             inverse_roots.append(state["variance"].rsqrt())
             continue
         for key, dim in (("row_var", -1), ("col_var", -2)):
             # The norm gives the mean of the squares without a temporary copy of the squares.
             norm = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True)
             mean = norm.square_().div_(gradient.shape[dim]).add_(_EPS_OF_SQUARES)
-            state[key].lerp_(mean, share)
+            lerp_unless(skips, state[key], mean, share)
         row = state["row_var"]
         inverse_roots.append(
             (row / row.mean(dim=-2, keepdim=True)).rsqrt() * state["col_var"].rsqrt()

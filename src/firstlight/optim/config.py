@@ -80,7 +80,8 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
         eps=config.eps,
         **_switches(groups, config),
     )
-    if config.cautious_weight_decay:
+    # Without weight decay, the hook of each step would do nothing.
+    if config.cautious_weight_decay and any(group["weight_decay"] for group in groups):
         make_cautious(optimizer)
     return optimizer
 
@@ -99,8 +100,10 @@ def make_cautious(optimizer: torch.optim.AdamW) -> None:
 
 @torch.no_grad()
 def _decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    skips = None if found_inf is None else found_inf > 0
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in group["params"] if group["cautious_weight_decay"] else ():
             if parameter.grad is None:
                 continue
             direction = own_shard(parameter.grad, parameter)
@@ -110,7 +113,7 @@ def _decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 average = own_shard(state["exp_avg"], parameter)
                 direction = average.lerp(direction, 1 - group["betas"][0])
             amount = group["lr"] * group["cautious_weight_decay"]
-            decay_cautiously(own_shard(parameter, parameter), direction, amount)
+            decay_cautiously(own_shard(parameter, parameter), direction, amount, skips)
 
 
 def _adamw_layout(parameter: Tensor, *_: Any) -> Layout:
@@ -243,7 +246,8 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     keep their rates. null takes all rates as they are."""
     max_grad_norm: float = Field(1.0, ge=0)
     """upper bound of the global L2 norm of the gradients, which are scaled down to it; 0 switches
-    clipping off. Costs reading all gradients once, and writing them once when they are scaled."""
+    clipping off. Costs reading all gradients once, and writing them once when they are scaled;
+    AdamW scales them in its update on a GPU."""
     clip_after_warmup: bool = False
     """true clips gradients only after the learning rate's warm-up; false clips in all steps."""
 

@@ -16,6 +16,8 @@ from firstlight.optim.spec import (
     Layout,
     OptimizerSpec,
     decay_cautiously,
+    factor_unless,
+    lerp_unless,
 )
 
 
@@ -61,17 +63,25 @@ class Lion(ForeachOptimizer):
         own = [own_shard(p, p) for p in parameters]
         moments = [own_shard(self.state[p]["exp_avg"], p) for p in parameters]
         gradients = [own_shard(p.grad, p) for p in parameters if p.grad is not None]
+        skips = self.skips
         beta1, beta2 = group["betas"]
         directions = torch._foreach_lerp(moments, gradients, 1 - beta1)
         torch._foreach_sign_(directions)
         if group["cautious"]:
             for parameter, direction in zip(own, directions, strict=True):
-                decay_cautiously(parameter, direction, group["lr"] * group["weight_decay"])
+                decay_cautiously(parameter, direction, group["lr"] * group["weight_decay"], skips)
         elif group["weight_decay"]:
-            torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(own, factor_unless(skips, 1 - group["lr"] * group["weight_decay"]))
+        if skips is not None:
+            for direction in directions:
+                direction.masked_fill_(skips, 0)
         torch._foreach_add_(own, directions, alpha=-group["lr"])
         # Last, since the direction needs the moment without this step's gradient.
-        torch._foreach_lerp_(moments, gradients, 1 - beta2)
+        if skips is None:
+            torch._foreach_lerp_(moments, gradients, 1 - beta2)
+        else:
+            for moment, gradient in zip(moments, gradients, strict=True):
+                lerp_unless(skips, moment, gradient, 1 - beta2)
 
 
 def _lion(groups: Groups, config: Any) -> Lion:

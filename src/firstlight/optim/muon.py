@@ -29,7 +29,9 @@ from firstlight.optim.spec import (
     OptimizerKeys,
     OptimizerSpec,
     decay_cautiously,
+    factor_unless,
     is_sharded_like,
+    lerp_unless,
     momentum_layout,
 )
 
@@ -96,7 +98,9 @@ def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
     return squares.mean(-2 if transposed else -1, keepdim=True)
 
 
-def neuron_factors(squares: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+def neuron_factors(
+    squares: Tensor, second_moment: Tensor, beta2: float, skips: Tensor | None = None
+) -> Tensor:
     """Factors of the neurons of orthogonalised matrices, which give neurons about equal size, and
     matrices a root mean square of one (NorMuon, arXiv 2510.05491).
 
@@ -104,11 +108,12 @@ def neuron_factors(squares: Tensor, second_moment: Tensor, beta2: float) -> Tens
         squares: mean squares of the neurons, [..., F, 1] or [..., 1, C].
         second_moment: moving average of `squares`, updated in place.
         beta2: decay rate of the moving average.
+        skips: see `lerp_unless`.
 
     Returns:
         The shape and dtype of `second_moment`.
     """
-    second_moment.lerp_(squares, 1 - beta2)
+    lerp_unless(skips, second_moment, squares, 1 - beta2)
     inverse = 1 / (second_moment.sqrt() + _EPS)
     # The mean square of the rescaled matrix follows from those of its neurons, without a second
     # pass over the matrix.
@@ -163,7 +168,10 @@ class Muon(torch.optim.Optimizer):
     Attributes:
         process: (rank of this process, number of processes) among those that have the same full
             gradients and parameters and share the orthogonalisation; (0, 1) without sharing.
+        found_inf: see `ForeachOptimizer`.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -192,10 +200,12 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.process = (0, 1)
         self._stacked = stacked
+        self._skips: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
+        self._skips = None if self.found_inf is None else self.found_inf > 0
         found: dict[Any, list[_Pair]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -305,7 +315,7 @@ class Muon(torch.optim.Optimizer):
         assert parameter.grad is not None
         state, gradient = self._state_of(parameter, group), own_shard(parameter.grad, parameter)
         average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
-        average.lerp_(gradient, 1 - momentum)
+        lerp_unless(self._skips, average, gradient, 1 - momentum)
         # Nesterov momentum: this step's gradient is mixed in once more.
         return gradient.lerp(average, momentum)
 
@@ -338,7 +348,7 @@ class Muon(torch.optim.Optimizer):
             # Every process keeps the mean squares of all neurons, since the factors need their
             # mean: they are few numbers.
             torch.distributed.broadcast(squares, group=team, group_src=owner)
-        return neuron_factors(squares, second_moment, group["beta2"])
+        return neuron_factors(squares, second_moment, group["beta2"], self._skips)
 
     def _apply(self, direction: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
         """Apply weight decay and the update to the parameter, or to this process' shard of it.
@@ -359,9 +369,11 @@ class Muon(torch.optim.Optimizer):
             scale *= math.sqrt(max(parameter.shape[-2:]))
         decay = group["lr"] * group["weight_decay"]
         if group["cautious"]:
-            decay_cautiously(own, direction, decay)
+            decay_cautiously(own, direction, decay, self._skips)
         else:
-            own.mul_(1 - decay)
+            own.mul_(factor_unless(self._skips, 1 - decay))
+        if self._skips is not None:
+            direction.masked_fill_(self._skips, 0)
         own.add_(direction, alpha=-group["lr"] * scale)
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:

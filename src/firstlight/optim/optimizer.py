@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,14 @@ from firstlight.optim.config import (
 )
 from firstlight.optim.dtensors import full_tensor, is_sharded, shard_like
 from firstlight.optim.muon import Muon
-from firstlight.optim.spec import Layout, OptimizerSpec, is_sharded_like
+from firstlight.optim.spec import (
+    ForeachOptimizer,
+    Layout,
+    OptimizerSpec,
+    in_lists,
+    is_sharded_like,
+    list_values,
+)
 
 
 class MasterWeights:
@@ -60,16 +68,17 @@ class MasterWeights:
         self.refill()
 
     @torch.no_grad()
-    def refill(self) -> None:
-        """Set the parameters to their master weights, rounded to nearest."""
-        for name in self._low:
-            self.refill_one(name)
+    def refill(self, names: Collection[str] | None = None) -> None:
+        """Set the parameters to their master weights, rounded to nearest.
 
-    @torch.no_grad()
-    def refill_one(self, name: str) -> None:
-        """`refill` for one parameter; does nothing if it has no master weight."""
-        if name in self._low:
-            self._low[name].copy_(self._masters[name])
+        Args:
+            names: names of parameters, of which those without a master weight are left out; None
+                for all.
+        """
+        names = [name for name in (names or self._low) if name in self._low]
+        if names:
+            rounded: list[Tensor] = [self._low[name] for name in names]
+            torch._foreach_copy_(rounded, [self._masters[name] for name in names])
 
     def take_gradients(self) -> None:
         """Add the parameters' gradients to those of the master weights, in fp32, and free them."""
@@ -160,9 +169,10 @@ class Optimizer:
         model: model whose parameters with `requires_grad` are updated. Their names become the names
             of the state.
         config: the recipe's section.
-        in_backward: update each parameter in the backward pass, as soon as it has its gradient, and
-            free the gradient: 4 bytes a parameter less at the peak. A step can then have only one
-            backward pass, and `clip_gradients` reports a non-finite gradient after its update.
+        in_backward: update the parameters in the backward pass, as soon as those of a list have
+            their gradients (see `in_lists`), and free the gradients: 4 bytes a parameter less at
+            the peak. A step can then have only one backward pass, and `clip_gradients` reports a
+            non-finite gradient after its update.
         initial: fp32 values by parameter name, which become the master weights. A master weight
             without one starts from the model's own rounded value.
 
@@ -202,7 +212,14 @@ class Optimizer:
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
-        parts = [{name: p} for name, p in updated.items()] if in_backward else [updated]
+        parts = [updated]
+        if in_backward:
+            items, most = iter(updated.items()), max(map(list_values, updated.values()), default=0)
+            parts = [
+                dict(itertools.islice(items, len(some)))
+                for some in in_lists(updated.values(), most)
+            ]
+        self._list_of = {name: tuple(part) for part in parts for name in part}
         kinds = parameter_kinds(model)
         self._parts = [one for part in parts for one in make_optimizers(part, kinds, config)]
         self._peaks = [
@@ -220,6 +237,7 @@ class Optimizer:
             map(_reads_found_inf, self._torch_optimizers)
         )
         self._norms: dict[str, Tensor] = {}
+        self._divisor: Tensor | None = None
         if in_backward:
             for name, parameter in self.parameters.items():
                 self._update_in_backward(name, parameter)
@@ -282,7 +300,8 @@ class Optimizer:
         """Divide the gradients by `grad_scale`, then, if `clips`, scale them down to
         `max_grad_norm`.
 
-        Norm and gradients are the same as with torch's `clip_grad_norm_`.
+        Norm and gradients are the same as with torch's `clip_grad_norm_`. With `reads_found_inf`,
+        torch's kernels make both changes in `step`, for which they do not read the gradients twice.
 
         Args:
             grad_scale: factor by which the loss was multiplied.
@@ -301,6 +320,10 @@ class Optimizer:
                     "efficiency.optimizer_in_backward can't take scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
+            # Lists in which a parameter has no gradient are not complete.
+            for names in dict.fromkeys(self._list_of.values()):
+                if any(self._masters.updated[name].grad is not None for name in names):
+                    self._update_list(names)
             norms = [self._norms[name] for name in self.parameters if name in self._norms]
             return full_tensor(nn.utils.get_total_norm(norms))
         self.accumulate()
@@ -313,7 +336,18 @@ class Optimizer:
         if not gradients or (limit == math.inf and grad_scale == 1):
             return norm
         if self.reads_found_inf:  # the host does not read the factor, for which it would wait
-            torch._foreach_mul_(gradients, factor / grad_scale)
+            factor = factor / grad_scale
+            self._divisor = factor.reciprocal()
+            rest = [
+                p.grad
+                for optimizer in self._torch_optimizers
+                if not _divides_gradients(optimizer)
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
+            if rest:
+                torch._foreach_mul_(rest, factor)
         elif (number := float(factor) / grad_scale) != 1:
             torch._foreach_mul_(gradients, number)
         return norm
@@ -330,14 +364,28 @@ class Optimizer:
         self.accumulate()
         for optimizer in self._torch_optimizers:
             if self.reads_found_inf:
-                # For torch's fused kernels, as torch.amp.GradScaler sets it.
+                # As torch.amp.GradScaler sets them for torch's fused kernels.
+                divisor = self._divisor if _divides_gradients(optimizer) else None
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+                optimizer.grad_scale = divisor  # type: ignore[attr-defined]
             optimizer.step()
         self._masters.refill()
+
+    def take_back_counts(self) -> None:
+        """Lower the counters of updates that the last `step` has raised on the host, because its
+        `found_inf` was 1. To be called before the gradients are freed."""
+        for optimizer in self._torch_optimizers:
+            if isinstance(optimizer, torch.optim.AdamW):
+                continue  # its kernel has not counted the update
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and "step" in optimizer.state[parameter]:
+                        optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
         """Free the gradients, and forget the norms that `in_backward` has taken."""
         self._norms.clear()
+        self._divisor = None
         for name, parameter in self.parameters.items():
             parameter.grad = None
             self._masters.updated[name].grad = None
@@ -356,19 +404,26 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def _update(self, name: str) -> None:
-        """Update one parameter from its gradient, and free the gradient."""
+        """Take a parameter's gradient, with which its list may be complete."""
         if name in self._norms:
             raise ConfigError(
                 "efficiency.optimizer_in_backward makes an update in every backward pass: "
                 "set batch.gradient_accumulation_steps to 1"
             )
-        master, (_, optimizer, _) = self._masters.updated[name], self._part_of[name]
         self._masters.take_gradient(name)
-        assert master.grad is not None
-        self._norms[name] = torch.linalg.vector_norm(master.grad)
-        optimizer.step()
-        master.grad = None
-        self._masters.refill_one(name)
+        gradient = self._masters.updated[name].grad
+        assert gradient is not None
+        self._norms[name] = torch.linalg.vector_norm(gradient)
+        if all(one in self._norms for one in self._list_of[name]):
+            self._update_list(self._list_of[name])
+
+    def _update_list(self, names: tuple[str, ...]) -> None:
+        """Update the parameters of a list from their gradients, and free the gradients."""
+        for optimizer in dict.fromkeys(self._part_of[name][1] for name in names):
+            optimizer.step()
+        for name in names:
+            self._masters.updated[name].grad = None
+        self._masters.refill(names)
 
     # State
 
@@ -471,19 +526,23 @@ class Optimizer:
 
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer reads `found_inf` on the GPU.
+    """True if an optimizer reads `found_inf` on the GPU: our own, and torch's fused AdamW.
 
     torch's fused SGD reads it as well, but leaves its momentum without a value if its first update
-    does not take place.
+    does not take place. The other optimizers of torch, and the 8-bit ones, do not read it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return (
-        isinstance(optimizer, torch.optim.AdamW)
-        and bool(optimizer.defaults["fused"])
-        # A hook, such as cautious weight decay's, changes parameters without reading it.
-        and not optimizer._optimizer_step_pre_hooks
-        and all(_runs_ahead(p) and not is_sharded(p) for p in parameters)
+    is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+    return (is_fused or isinstance(optimizer, Muon | ForeachOptimizer)) and all(
+        _runs_ahead(p) and not is_sharded(p) for p in parameters
     )
+
+
+def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """True if an optimizer that reads `found_inf` also divides gradients by its `grad_scale`."""
+    # A hook, such as cautious weight decay's, reads the gradients before they are divided.
+    is_torchs = isinstance(optimizer, torch.optim.AdamW)
+    return is_torchs and not optimizer._optimizer_step_pre_hooks
 
 
 def _runs_ahead(tensor: Tensor) -> bool:

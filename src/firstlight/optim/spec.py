@@ -6,15 +6,18 @@ decay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from firstlight.section import Section
+
+_P = TypeVar("_P", bound=Tensor)
 
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 
@@ -37,9 +40,10 @@ class OptimizerKeys(Section):
     kernel for each operation over all parameters, with temporary copies as large as the parameters;
     "for-loop", parameter by parameter, the least memory without fused kernels and the slowest on
     GPUs. "auto" is fused where the device has it, else foreach. For Adafactor and Lion, which have
-    no fused kernel, it is for-loop, since foreach costs the memory that they save. Muon itself
-    updates small matrices of one size together with "foreach" and "fused", and with "auto" on a
-    GPU. All give the same numbers up to rounding."""
+    no fused kernel, it is for-loop, since foreach costs the memory that they save; on a GPU, small
+    parameters of up to 8 million values are still updated together. Muon itself updates small
+    matrices of one size together with "foreach" and "fused", and with "auto" on a GPU. All give the
+    same numbers up to rounding."""
     learning_rate: float = Field(1e-3, gt=0)
     """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
     `head_lr_multiple` and `vector_lr_multiple` give some of them a multiple of it."""
@@ -63,7 +67,23 @@ def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
     return key != "second_moment" and tuple(shape) == tuple(parameter.shape)
 
 
-def decay_cautiously(parameter: Tensor, direction: Tensor, amount: float) -> None:
+def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: float) -> None:
+    """`average.lerp_(value, weight)`, which leaves every bit of `average` as it is if `skips`, bool
+    [], is true, even where `value` is not finite. None updates."""
+    if skips is None:
+        average.lerp_(value, weight)
+    else:
+        torch.where(skips, average, average.lerp(value, weight), out=average)
+
+
+def factor_unless(skips: Tensor | None, factor: float) -> float | Tensor:
+    """`factor`, or fp32 [] that is 1 if `skips`, bool [], is true."""
+    return factor if skips is None else torch.where(skips, 1.0, factor)
+
+
+def decay_cautiously(
+    parameter: Tensor, direction: Tensor, amount: float, skips: Tensor | None = None
+) -> None:
     """Apply weight decay to the numbers that the update moves towards zero too, and to no others
     (cautious weight decay; Chen et al. 2025, arXiv 2510.12402).
 
@@ -74,26 +94,67 @@ def decay_cautiously(parameter: Tensor, direction: Tensor, amount: float) -> Non
         direction: tensor of the parameter's shape; its signs are those of the update, which the
             step subtracts from the parameter.
         amount: learning rate times weight decay.
+        skips: bool [], true to change nothing; None to apply the decay.
     """
     if amount:
-        parameter.mul_(1 - amount * (direction * parameter >= 0))
+        decays = direction * parameter >= 0
+        if skips is not None:
+            decays.masked_fill_(skips, False)
+        parameter.mul_(1 - amount * decays)
+
+
+#: Greatest number of values of parameters that are updated together on a GPU, with temporary copies
+#: of up to 32 MiB. The update of a larger parameter keeps a GPU busy by itself.
+LIST_VALUES = 1 << 23
+
+
+def list_values(parameter: Tensor) -> int:
+    """`most_values` of `in_lists`: on a GPU, launching the update of a small parameter takes longer
+    than computing it; elsewhere, parameters are updated one by one."""
+    return LIST_VALUES if parameter.is_cuda else 0
+
+
+def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]:
+    """The parameters in lists, in their order. A list with more than one parameter has at most
+    `most_values` values."""
+    found: list[_P] = []
+    values = 0
+    for parameter in parameters:
+        values += parameter.numel()
+        if found and values > most_values:
+            yield found
+            found, values = [], parameter.numel()
+        found.append(parameter)
+    if found:
+        yield found
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
     """Base of optimizers whose update is written for lists of parameters.
 
     A group with `foreach` is updated in one list, which takes few kernels but temporary copies as
-    large as the group's parameters. Any other group is updated parameter by parameter.
+    large as the group's parameters. Any other group is updated by `in_lists`.
+
+    Attributes:
+        found_inf: see `skips`.
     """
+
+    found_inf: Tensor | None = None
+
+    @property
+    def skips(self) -> Tensor | None:
+        """Bool [] on the parameters' device, true if `found_inf` is 1: the update then leaves all
+        parameters and moments as they are, but raises counters on the host. None updates."""
+        return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
         for group in self.param_groups:
             found = [p for p in group["params"] if p.grad is not None]
-            for part in [found] if group["foreach"] else [[p] for p in found]:
-                if part:
-                    self.update(part, group)
+            most = math.inf if group["foreach"] or not found else list_values(found[0])
+            for part in in_lists(found, most):
+                self.update(part, group)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update one or more parameters of a group, of any shapes, which all have gradients."""

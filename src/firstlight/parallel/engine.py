@@ -275,14 +275,15 @@ class Engine:
         """
         return norm
 
-    def sum(self, value: float) -> float:
-        """The sum of a number over the parts of a global batch, added up in fp64. All processes
-        have to call it, and get the same sum."""
+    def sums(self, *values: float) -> list[float]:
+        """The sum of each number over the parts of a global batch, added up in fp64. All processes
+        have to call it, and get the same sums."""
         if self.world.size == 1:
-            return value
-        # Processes that compute one part together have the same number: only one adds it.
-        own = value if self.group_rank == 0 else 0.0
-        return float(all_reduce_sum(torch.tensor(own, dtype=torch.float64)))
+            return list(values)
+        # Processes that compute one part together have the same numbers: only one adds them.
+        own = values if self.group_rank == 0 else [0.0] * len(values)
+        sums: list[float] = all_reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        return sums
 
     # Checkpoints
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from firstlight.data.loader import Batch
 from firstlight.errors import DIVERGED_REMEDY, TrainingError
 from firstlight.hardware.device import is_out_of_memory
@@ -74,8 +76,10 @@ def train_step(
         TrainingError: the global batch has no labels, or memory ran out where others wait.
     """
     batches, engine = list(batches), engine or one_process()
-    tokens = int(engine.sum(sum(batch.num_valid for batch in batches)))
-    terms = int(engine.sum(sum(batch.num_terms for batch in batches)))
+    counts = engine.sums(
+        sum(batch.num_valid for batch in batches), sum(batch.num_terms for batch in batches)
+    )
+    tokens, terms = map(int, counts)
     if tokens == 0:
         raise TrainingError("a global batch has no labels: check the data's loss mask")
     scale = 1.0 if scaler is None else scaler.scale
@@ -99,15 +103,18 @@ def train_step(
         problem = _repeatable_problem(error, optimizer, engine)
     else:
         if engine.world.size > 1:
-            mean = engine.sum(float(total)) / terms
+            mean = engine.sums(float(total))[0] / terms
             return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
         loss = total / terms
         is_begun = optimizer.reads_found_inf and (skips_only_infinite or accepts is None)
         if is_begun:
+            numbers = torch.stack((loss.double(), norm.double()))
             # The same test as in `_update`, on the GPU.
-            is_finite = (loss.double().abs() + norm.double().abs()).isfinite()
-            optimizer.step(found_inf=(~is_finite).float())
-        result = StepResult(float(loss), float(norm), tokens)
+            optimizer.step(found_inf=(~numbers.isfinite().all()).float())
+            mean, length = numbers.tolist()
+        else:
+            mean, length = float(loss), float(norm)
+        result = StepResult(mean, length, tokens)
         return _update(optimizer, result, scaler, accepts, is_begun=is_begun)
     # Outside of the handler, in which the error's traceback keeps the passes' tensors in memory.
     optimizer.zero_grad()
@@ -137,6 +144,8 @@ def _update(
         accepted = finite if accepts is None else accepts(result.loss, result.grad_norm)
     assert not is_begun or accepted == finite, "a refused step was made"
     if not accepted:
+        if is_begun:
+            optimizer.take_back_counts()
         optimizer.zero_grad()
         if optimizer.in_backward or (scaler is None and accepts is None):
             raise DivergedError(

@@ -26,7 +26,7 @@ _firstlight: Any = torch.ops.firstlight
 Layout = tuple[tuple[int, ...], torch.dtype]
 
 #: Number of equally long lists, one after the other, in the inputs of operators on lists.
-LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1}
+LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1, "_foreach_copy_": 2}
 
 
 @dataclass(frozen=True)

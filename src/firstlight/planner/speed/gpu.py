@@ -186,6 +186,7 @@ _LIST_TRAFFIC = {
     "_foreach_add_": 2.0,
     "_foreach_div_": 2.0,
     "_foreach_lerp_": 1.5,
+    "_foreach_copy_": 1.0,
     "_foreach_addcmul_": 4 / 3,
     "_foreach_addcdiv_": 4 / 3,
 }

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from firstlight.hardware.gpus import GPU
 from firstlight.methods.compilation import records_cuda_graphs
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
+from firstlight.optim.spec import LIST_VALUES, in_lists
 from firstlight.planner.memory.kernels import OperatorCount, total_bytes
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.ranks import copies_of, engine_of
@@ -379,12 +380,12 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
 
 
 def updates_of(recipe: ResolvedRecipe) -> int:
-    """Number of calls of torch optimizers in a step: one for each trained parameter if the backward
-    pass updates."""
+    """Number of calls of torch optimizers in a step: one for each list of parameters if the
+    backward pass updates."""
     if not recipe.efficiency.optimizer_in_backward:
         return 1
     # Adapters are not counted, nor frozen weights left out.
-    return sum(1 for _ in meta_model(recipe.model).parameters())
+    return sum(1 for _ in in_lists(meta_model(recipe.model).parameters(), LIST_VALUES))
 
 
 #: Largest number of micro-batches of a step that `trace_memory` traces.
