@@ -649,19 +649,11 @@ _MUON = {
 }
 
 
-def small_run(
-    bench: Bench, changes: Mapping[str, Any], *, compiled_loss: bool = False
-) -> Iterator[Row]:
+def small_run(bench: Bench, changes: Mapping[str, Any]) -> Iterator[Row]:
     """Steps of the model of `firstlight train stdlib --budget 3m`."""
     training = _Training(bench, "stdlib-44m", 8, 512, {**_MUON, **changes})
-    if compiled_loss:
-        model = training.program.model
-        model.head_loss = bench.compiled(model.head_loss)
     yield attempt("as it is", lambda: training.row(calls=10))
-    if not compiled_loss:
-        yield attempt(
-            "loss read a step late", lambda: training.row(training.step_read_late, calls=10)
-        )
+    yield attempt("loss read a step late", lambda: training.row(training.step_read_late, calls=10))
 
 
 def training_1b(bench: Bench, precision: str) -> Iterator[Row]:
@@ -956,14 +948,7 @@ ITEMS: tuple[Item, ...] = (
     make_item("F", "The same in bf16 between layers", 35, bf16_stream),
     make_item("G-eager", "Training 44.5M with Muon, 8 x 512, not compiled", 8, small_run, {}),
     make_item("G-compiled", "The same, compiled", 22, small_run, _COMPILE),
-    make_item(
-        "G-regional",
-        "The same, layers and loss compiled",
-        13,
-        small_run,
-        _REGIONAL,
-        compiled_loss=True,
-    ),
+    make_item("G-regional", "The same, layers and loss compiled", 13, small_run, _REGIONAL),
     make_item("G-graphs", "The same, compiled to CUDA graphs", 26, small_run, _GRAPHS),
     make_item("H-bf16", "Training Llama 1B, 4 x 2,048, compiled", 55, training_1b, "bf16"),
     make_item("H-fp8", "The same in fp8", 55, training_1b, "fp8"),

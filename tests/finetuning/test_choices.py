@@ -48,7 +48,7 @@ from firstlight.weights.stored import save_weights
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 MACHINE = MachineFacts("two cores", "cpu", [(9e6, 20_000.0)], 8 << 30)
-MODEL = StartingModel(260_000, 64, 512)
+MODEL = StartingModel(260_000, 64, 2, 512)
 FULL = Method()
 CHATS = TuningData("chat", 1000, longest=200, usual=150)
 

@@ -15,6 +15,7 @@ from firstlight.from_texts.plan import Choices, expected_range
 from firstlight.from_texts.request import request_of
 from firstlight.from_texts.run_folder import commented_yaml
 from firstlight.from_texts.scan import CorpusFacts, estimated_text
+from firstlight.hardware.compiling import NOT_COMPILED, Compiler
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     Hardness,
@@ -115,6 +116,37 @@ def test_the_time_of_small_steps_counts_when_a_model_is_chosen() -> None:
     found = choose(text, gpu, Length(180.0))
     assert 2000 < found.steps <= 3600
     assert found.tokens_per_second == pytest.approx(found["batch.global_batch_tokens"] / 0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "given", "way"),
+    [
+        (30.0, {}, (False, False)),
+        (110.0, {}, (True, True)),
+        (110.0, {"efficiency.compile": False}, (False, False)),
+        (110.0, {"efficiency.compile_regional": False}, (True, False)),
+        (30.0, {"efficiency.compile": True}, (True, False)),
+    ],
+    ids=str,
+)
+def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
+    seconds: float, given: dict[str, Any], way: tuple[bool, bool]
+) -> None:
+    compiler = Compiler("cpu", device="", cores=2)
+    machine = dataclasses.replace(MACHINE, compiler=compiler)
+    found = choose(TEXT, machine, Length(seconds), given, "tiny")
+    plain = choose(TEXT, MACHINE, Length(seconds), None, "tiny")
+    compiles, regional = way
+    assert (found["efficiency.compile"], found["efficiency.compile_regional"]) == way
+    width, layers = found["model.hidden_size"], found["model.num_hidden_layers"]
+    ways = {one.regional: one for one in compiler.ways((width, layers))}
+    chosen = ways[regional] if compiles else NOT_COMPILED
+    # The time of compiling is not left for steps.
+    rate = chosen.gain * plain.tokens_per_second
+    assert found.tokens_per_second == pytest.approx(rate)
+    evaluated = 1 - defaults.EVALUATION_SHARE
+    assert found.tokens == pytest.approx(rate * (seconds - chosen.seconds) * evaluated, rel=0.02)
+    assert found.seconds == pytest.approx(seconds, rel=0.02)
 
 
 def test_long_runs_have_longer_sequences() -> None:

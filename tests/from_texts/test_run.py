@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import inspect
@@ -42,6 +43,7 @@ from firstlight.from_texts.result import TextRun, first_words, result_lines
 from firstlight.from_texts.run import train_texts, work_of
 from firstlight.from_texts.run_folder import RunCall, command_of, run_name
 from firstlight.from_texts.scan import scan_corpus, scan_texts
+from firstlight.hardware.compiling import Compiler
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import speed as speed_module
@@ -511,6 +513,43 @@ def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open
     watch(speed_of_step)
     watch(speed_of_step | {"tokens_per_second": 9 * rate})  # later speeds do not count
     assert [line.removesuffix(" for the time that is left") for line in lines] == told
+
+
+def test_speed_of_a_compiled_run_is_that_of_its_steps_after_compiling(tmp_path: Path) -> None:
+    lines: list[str] = []
+    text = TextFacts(512, 1e6, 1.9, Hardness(1.72, 2.24, 1.0), 1e5)
+    compiler = Compiler("cpu", device="", cores=2)
+    speed = MachineFacts("two cores", "cpu", [(9e6, 1000.0)], 8 << 30, compiler=compiler)
+    choices = choose(text, speed, Length(600.0))
+    assert choices["efficiency.compile"]
+    plan: Any = TextPlan(
+        request=Request(("texts",), 620.0),
+        scan=Mock(),
+        machine=Mock(),
+        speed=speed,
+        text=text,
+        vocabulary="",
+        choices=choices,
+    )
+    watch = new_model._FirstSteps(
+        plan, RunCall(tmp_path, time.time(), lines.append, progress=False)
+    )
+    step = {"tokens_per_second": choices.tokens_per_second, "seconds": 4.0, "elapsed_seconds": 60.0}
+    for _ in range(2):
+        watch(step | {"tokens_per_second": 1.0, "seconds": 30.0})
+    for _ in range(3):
+        watch(step)
+    assert not lines
+    # Compiling counts neither as seconds of steps nor as their speed.
+    watch = new_model._FirstSteps(
+        plan, RunCall(tmp_path, time.time(), lines.append, progress=False)
+    )
+    for seconds in (30.0, 1.0, 5.0):
+        watch(step | {"tokens_per_second": 3 * choices.tokens_per_second, "seconds": seconds})
+    assert not lines
+    with contextlib.suppress(new_model._OtherModelError):
+        watch(step | {"tokens_per_second": 3 * choices.tokens_per_second, "seconds": 5.0})
+        assert lines
 
 
 def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from firstlight.data.loader import Batch
+from firstlight.hardware.compiling import Compiler
 from firstlight.models import build_model
 from firstlight.models.moe import _has_kernel
 from firstlight.optim.eight_bit import quiet_import
@@ -45,7 +46,7 @@ LLAMA = {
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
 ROWS, TOKENS = 2, 128
 #: What recipes are resolved with: a GPU that has bf16, and triton.
-GPU = Facts("cuda", "bf16", True, lambda _: 1e15)
+GPU = Facts("cuda", "bf16", Compiler("cuda", device="", cores=16), lambda _: 1e15)
 
 
 def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:

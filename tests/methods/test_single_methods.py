@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +20,27 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
-from firstlight.methods import EfficiencyConfig, apply_methods, loss_function, precision, same_bits
+from firstlight.methods import (
+    EfficiencyConfig,
+    apply_methods,
+    compilation,
+    loss_function,
+    precision,
+    same_bits,
+)
 from firstlight.methods.attention import (
     choose_attention,
     flex_mask,
     resolve_attention,
     varying_lengths,
 )
-from firstlight.methods.compilation import keep_results, require_compiler, uses_cuda_graphs
+from firstlight.methods.compilation import (
+    find_compiler,
+    keep_results,
+    remember_compiling,
+    require_compiler,
+    uses_cuda_graphs,
+)
 from firstlight.methods.memory import (
     _DROPOUT_AT,
     _linear_cross_entropy,
@@ -502,6 +516,65 @@ def test_methods_leave_the_names_of_parameters_alone() -> None:
     apply_methods(model, config, CPU)
     loss_function(model, config, CPU)
     assert list(model.state_dict()) == names
+
+
+def test_time_of_compiling_is_remembered_for_the_usual_backend_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compilation, "can_compile", lambda _: True)
+    counters = torch._dynamo.utils.counters["inductor"]
+    monkeypatch.setitem(counters, "fxgraph_cache_miss", 1)
+    model = small_model().config
+    unusual = (
+        EfficiencyConfig(compile=False),
+        EfficiencyConfig(compile=True, compile_backend="aot_eager"),
+        EfficiencyConfig(compile=True, compile_mode="max-autotune"),
+    )
+    for config in unusual:
+        remember_compiling(config, CPU, model, 99.0)
+    assert not list(tmp_path.iterdir())
+    remember_compiling(EfficiencyConfig(compile=True, compile_regional=True), CPU, model, 99.0)
+    compiler = find_compiler(CPU)
+    assert compiler is not None
+    seconds = {way.regional: way.seconds for way in compiler.ways((model.hidden_size, 77))}
+    assert seconds[True] == pytest.approx(99.0)  # as slow for all models
+    assert seconds[False] != 99.0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("chunk", [0, 8])
+@pytest.mark.parametrize("z_loss_coef", [0.0, 0.1])
+def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
+    chunk: int, z_loss_coef: float
+) -> None:
+    """With the graphs run as they are: inductor's kernels are compared in `test_methods.py`."""
+
+    def found(regional: bool) -> tuple[Tensor, list[Tensor], int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = small_model()
+        config = EfficiencyConfig(
+            precision="fp32",
+            loss_chunk_tokens=chunk,
+            compile=True,
+            compile_regional=regional,
+            compile_backend="aot_eager",
+        )
+        apply_methods(model, config, CPU, z_loss_coef=z_loss_coef)
+        loss = loss_function(model, config, CPU)(*batch())
+        loss.backward()  # type: ignore[no-untyped-call]
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None], graphs
+
+    whole, gradients, graphs = found(regional=False)
+    regional, same_gradients, more_graphs = found(regional=True)
+    assert torch.equal(whole, regional)
+    assert len(gradients) == len(same_gradients)
+    assert all(map(torch.equal, gradients, same_gradients))
+    # One for the layers, which are alike, and one for head and loss.
+    assert (graphs, more_graphs) == (1, 2)
 
 
 def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:

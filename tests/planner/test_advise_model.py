@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from firstlight.errors import ConfigError
 from firstlight.from_texts.choices import choose
+from firstlight.hardware.compiling import Compiler, Compiling
+from firstlight.methods import EfficiencyConfig
+from firstlight.methods.compilation import open_ways
 from firstlight.models import FAMILIES, LlamaConfig, ModelConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import model as model_module
@@ -25,6 +27,7 @@ from firstlight.planner.advise.law import (
     worth_of_bytes,
 )
 from firstlight.planner.advise.model import (
+    Rate,
     Suggestion,
     _without_run,
     batch_tokens,
@@ -50,11 +53,11 @@ _MODELS = list(model_ladder(_LLAMA))
 _MUCH = usual_text(_VOCAB, None)
 
 
-def rate_of(flops: float, memory: float = math.inf) -> Callable[[Suggestion, float], float | None]:
+def rate_of(flops: float, memory: float = math.inf) -> Rate:
     """Of hardware that only multiplies, and holds 16 bytes for each parameter."""
 
-    def rate(model: Suggestion, _: float) -> float | None:
-        return flops / model.flops if 16 * model.parameters <= memory else None
+    def rate(model: Suggestion, _: float, way: Compiling) -> float | None:
+        return way.gain * flops / model.flops if 16 * model.parameters <= memory else None
 
     return rate
 
@@ -104,6 +107,8 @@ def test_batches_grow_with_the_root_of_the_tokens_and_leave_a_hundred_steps() ->
 def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_texts() -> None:
     draws = random.Random(0)
     chosen: set[tuple[int, int]] = set()
+    ways: set[tuple[bool, bool]] = set()
+    compilers = (None, Compiler("cpu", device="", cores=2), Compiler("cuda", device="", cores=16))
     target = find_machine("H100")
     for _ in range(100):
         vocab_size = draws.choice((512, 8192))
@@ -113,15 +118,22 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
         # Small models reach a smaller share of the rate.
         rates = [(1e7, draws.uniform(0.2, 1) * flops / 1e7), (5e8, flops / 5e8)]
         memory = int(10 ** draws.uniform(8.5, 10.2))
-        machine = MachineFacts("a machine", "cpu", rates, memory)
+        compiler = draws.choice(compilers)
+        machine = MachineFacts("a machine", "cpu", rates, memory, compiler=compiler)
         text = usual_text(vocab_size, tokens)
 
-        def rate(model: Suggestion, step: float, machine: MachineFacts = machine) -> float | None:
+        def open_to(config: ModelConfig, compiler: Compiler | None = compiler) -> list[Compiling]:
+            size = config.hidden_size, config.num_hidden_layers
+            return open_ways(EfficiencyConfig(), compiler, size)
+
+        def rate(
+            model: Suggestion, step: float, way: Compiling, machine: MachineFacts = machine
+        ) -> float | None:
             config: Any = model.config
             size = ModelSize(config.hidden_size, config.num_hidden_layers, config.vocab_size, 512)
             if size.state_bytes > machine.usable_bytes:
                 return None
-            return machine.tokens_per_second(model.flops, step)
+            return machine.tokens_per_second(model.flops, step, way)
 
         model = LlamaConfig(
             model_type="qwen3",
@@ -152,17 +164,22 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
                 seq_len=512,
                 seconds=length.seconds,
                 tokens=length.tokens,
+                ways=open_to,
             )
             own = (texts["model.hidden_size"], texts["model.num_hidden_layers"])
             assert own == (plan.config.hidden_size, plan.config.num_hidden_layers)
             assert texts["batch.global_batch_tokens"] == plan.global_batch_tokens
             assert texts.tokens == plan.tokens
+            way = texts["efficiency.compile"], texts["efficiency.compile_regional"]
+            assert way == (plan.way.compiles, plan.way.regional)
+            ways.add(way)
             optimizer = optimizer_of_width(resolved, written, plan.config.hidden_size)
             expected = new_model_rates(name, plan.config.hidden_size)
             assert {key: texts[f"optimizer.{key}"] for key in expected} == expected
             assert {key: getattr(optimizer, key) for key in expected} == expected
             chosen.add(own)
     assert len(chosen) > 10
+    assert ways == {(False, False), (True, True), (True, False)}
 
 
 def test_the_ladder_rises_and_each_rung_is_a_model() -> None:
@@ -219,7 +236,8 @@ def test_little_text_is_read_four_times_by_a_model_that_does_not_memorize_it() -
 
 
 def test_a_budget_is_time_or_tokens() -> None:
-    for budget in ({}, {"seconds": 1.0, "tokens": 1.0}):
+    budgets: list[dict[str, Any]] = [{}, {"seconds": 1.0, "tokens": 1.0}]
+    for budget in budgets:
         with pytest.raises(ConfigError, match="either a time or a number of tokens"):
             suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, **budget)
 

@@ -144,26 +144,28 @@ def test_a_device_that_is_not_here_is_named() -> None:
         find_machine(device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "compiles", "rate"), [(60.0, False, 300e3), (1800.0, True, 200e3)]
-)
-def test_a_compiled_run_is_not_forecast_by_the_speed_without_compiling(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, compiles: bool, rate: float
+@pytest.mark.parametrize(("seconds", "gain"), [(15.0, 1.0), (60.0, 1.8), (1800.0, 2.07)])
+def test_run_is_forecast_by_the_speed_that_it_was_planned_with(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, gain: float
 ) -> None:
     planned = Forecast(GIB, "backward", {}, (150e3, 200e3, 250e3))
     monkeypatch.setattr(machine_module, "forecast_run", lambda *_: planned)
     speed = MachineFacts("H100", "cuda", [(1e3, 300e3), (1e13, 300e3)], 70 * GIB, "measured here")
+    speed = replace(speed, compiler=H100.compiler)
     choices = choose(
         TextFacts(8192, 3.4e8, 3.3, Hardness(1.72, 2.24, 1.0), 3e5), speed, Length(seconds)
     )
-    assert choices["efficiency.compile"] is compiles
+    assert choices["efficiency.compile"] is (gain > 1)
+    assert choices["efficiency.compile_regional"] is (gain == 1.8)
     values = choices.values
     values["data"] |= {"dir": "unused"}
     plan = Mock(request=Request(("texts",)), choices=choices, machine=H100, speed=speed)
     found = fitted_recipe(plan, values, lambda: Length(seconds))
     assert found.forecast is not None
     assert found.forecast.tokens_per_second is not None
-    assert found.forecast.tokens_per_second[1] == pytest.approx(rate)
+    assert found.forecast.tokens_per_second[1] == pytest.approx(gain * 300e3)
+    efficiency = found.resolved.efficiency
+    assert (efficiency.compile, efficiency.compile_regional) == (gain > 1, gain == 1.8)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from firstlight.planner.advise.defaults import new_model_rates
 from firstlight.planner.advise.law import MachineFacts
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
+from firstlight.planner.plan import estimate as estimating
 from firstlight.planner.plan import plan as planning
 from firstlight.planner.plan import search
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
@@ -74,7 +75,8 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     def speed(machine: Machine) -> MachineFacts:
         rates = [(1.8e7, 1.9e6), (1.8e8, 5e5), (1.3e9, 1e5)]
         steps = [(1.8e7, 0.015), (1.8e8, 0.027), (1.3e9, 0.079)]
-        return MachineFacts(machine.name, "cuda", rates, machine.usable_bytes, steps=steps)
+        known = machine.name, "cuda", rates, machine.usable_bytes
+        return MachineFacts(*known, compiler=machine.compiler, steps=steps)
 
     monkeypatch.setattr(planning, "new_model_speed", speed)
 
@@ -510,6 +512,27 @@ def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None
     # Compiling leaves what lies beside the allocator.
     assert rows["Adafactor"][2] == "does not fit"
     assert any("< is without torch.compile" in line for line in blocks(plan) if type(line) is str)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "regional", "traces"),
+    [(None, False, True), (60.0, False, True), (3.0, False, False), (None, True, False)],
+)
+def test_compiled_step_of_a_short_run_is_not_traced_for_its_forecast(
+    monkeypatch: pytest.MonkeyPatch, minutes: float | None, regional: bool, traces: bool
+) -> None:
+    asked: list[Candidate] = []
+
+    def noted(_: Estimator, candidate: Candidate) -> Estimate:
+        asked.append(candidate)
+        return Estimate("", {}, candidate.recipe)
+
+    monkeypatch.setattr(Estimator, "estimate", noted)
+    machine = find_machine("RTX 4090")
+    efficiency = {"compile": True, "compile_regional": regional}
+    written = recipe(efficiency=efficiency, schedule={"max_minutes": minutes})
+    estimating.estimate(resolve_for(written, machine), machine)
+    assert [one.compiles for one in asked] == [traces]
 
 
 def test_why_the_loss_is_computed_in_chunks_is_said_of_compiled_steps_too() -> None:

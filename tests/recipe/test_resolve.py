@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
+from firstlight.hardware.compiling import Compiler
 from firstlight.hardware.device import Hardware
 from firstlight.methods import precision
 from firstlight.planner.plan import machine as machines
@@ -60,6 +61,7 @@ class Place:
     rate: float = 1e12
     precision: Any = "bf16"
     compiles: bool = True
+    cores: int = 16
     device: str = "cpu"
     rows: int = 4
     tokens: int | None = 10**6
@@ -77,7 +79,7 @@ class Place:
         facts = Facts(
             self.device,
             self.precision,
-            self.compiles,
+            Compiler(self.device, device="", cores=self.cores) if self.compiles else None,
             lambda _: self.rate,
             processes=self.processes,
             epoch_tokens=self.tokens,
@@ -168,6 +170,51 @@ def test_a_long_run_compiles_where_it_can() -> None:
     assert Place(rate=1e3, compiles=False).resolve(recipe_of()).efficiency.compile is False
     # How long it will be is not known: most runs are long.
     assert Place(tokens=None).resolve(recipe_of()).efficiency.compile is True
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "chosen"),
+    [
+        ("cuda", 16, {20: None, 40: True, 60: True, 200: True, 400: False}),  # such as an H100
+        ("cuda", 2, {40: None, 60: None, 200: True, 1200: False}),  # such as a T4
+        ("cpu", 2, {40: None, 60: None, 200: None, 600: True}),
+    ],
+)
+def test_compile_auto_by_length_of_run_compiles_where_it_saves_time(
+    device: str, cores: int, chosen: dict[int, bool | None]
+) -> None:
+    """`chosen` is `compile_regional` by seconds of the run; None is not compiled."""
+    wide = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+    place = Place(device=device, cores=cores, tokens=None)
+    for seconds, regional in chosen.items():
+        recipe = recipe_of(model=wide, schedule={"max_minutes": seconds / 60})
+        found = place.resolve(recipe).efficiency
+        assert (found.compile, found.compile_regional) == (regional is not None, regional is True)
+
+
+def test_compile_auto_with_a_given_compile_regional_keeps_it() -> None:
+    for regional in (True, False):
+        recipe = recipe_of(efficiency={"compile_regional": regional})
+        found = Place(device="cuda", tokens=None).resolve(recipe).efficiency
+        assert (found.compile, found.compile_regional) == (True, regional)
+
+
+def test_resumed_run_keeps_its_way_to_compile() -> None:
+    deep = {"num_hidden_layers": 8}
+    recipe, short = recipe_of(model=deep), recipe_of(model=deep, schedule={"max_minutes": 1.0})
+    first = Place(device="cuda", tokens=None).resolve(short)
+    assert first.efficiency.compile_regional is True
+    again = Place(device="cuda", tokens=None).resolve(recipe, first.model_dump())
+    assert (again.efficiency.compile, again.efficiency.compile_regional) == (True, True)
+    off = first.with_keys("efficiency", compile=False, compile_regional=False).model_dump()
+    assert Place(device="cuda", tokens=None).resolve(recipe, off).efficiency.compile is False
+
+
+def test_steps_that_wait_for_launches_count_for_compiling() -> None:
+    """At the peak rate, 20,000 steps of this tiny model would take no time."""
+    recipe = recipe_of(schedule={"max_steps": 20_000}, model={"num_hidden_layers": 8})
+    assert Place(device="cuda", rate=1e15).resolve(recipe).efficiency.compile is True
+    assert Place(device="cpu", rate=1e15).resolve(recipe).efficiency.compile is False
 
 
 @pytest.mark.parametrize(
@@ -356,7 +403,7 @@ _RECIPES = st.fixed_dictionaries(
         "head_dim": st.sampled_from([16, 64]),
         "precision": st.sampled_from(["auto", "fp32", "bf16", "bf16_params", "fp16", "tf32"]),
         "compile": st.sampled_from(["auto", True, False]),
-        "compile_regional": st.booleans(),
+        "compile_regional": st.sampled_from([None, True, False]),
         "attention": st.sampled_from(["auto", "sdpa", "plain"]),
         "loss_chunk_tokens": st.sampled_from([None, 0, 128]),
         "micro_batch_size": st.sampled_from([None, 2]),
@@ -417,14 +464,9 @@ def test_train_and_plan_resolve_alike(
             },
             "efficiency": {
                 key: drawn[key]
-                for key in (
-                    "precision",
-                    "compile",
-                    "compile_regional",
-                    "attention",
-                    "loss_chunk_tokens",
-                )
-            },
+                for key in ("precision", "compile", "attention", "loss_chunk_tokens")
+            }
+            | named("compile_regional", drawn["compile_regional"]),
             "batch": {key: drawn[key] for key in ("micro_batch_size", "global_batch_tokens")},
             "schedule": {"max_steps": drawn["max_steps"], **named("kind", drawn["kind"])},
             "distributed": {"engine": drawn["engine"]},
@@ -438,7 +480,8 @@ def test_train_and_plan_resolve_alike(
         for module in (machines, precision):
             patched.setattr(module, "bf16_is_faster", lambda _: True)
         patched.setattr(resolving, "peak_flops", lambda *_: rate)
-        patched.setattr(resolving, "can_compile", lambda _: compiler)
+        known = Compiler("cpu", device="", cores=2) if compiler else None
+        patched.setattr(resolving, "find_compiler", lambda _: known)
         planned = resolve_for(recipe, machines.find_machine())
         trained = resolve(recipe, facts_here(cpu, epoch_tokens=tokens, new_model=True))
         # As before there were settings of new models.

@@ -236,6 +236,9 @@ def test_parts_of_a_step_are_kept_apart() -> None:
     assert list(times.steps) == [(8, 4.0)] * 2
     assert times.seconds == {"evaluation": 5.0, "save": 2.0}
     assert (times.settled_steps, times.settled_seconds, times.elapsed) == (2, 8.0, 51.0)
+    assert times.compile_seconds == 0.0
+    times.slow_steps[0] = (4, 62.0)
+    assert times.compile_seconds == 60.0
 
 
 def test_an_evaluation_that_is_broken_off_is_no_step_and_no_evaluation() -> None:
@@ -402,6 +405,33 @@ def test_a_run_ends_in_time_at_any_speed(
     if kind in ("cosine", "linear"):
         assert record["decided_at"] == 10
         assert rates[-1] == pytest.approx(0.1 * max(rates))
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_time_of_compiling_is_part_of_the_runs_time_and_is_remembered(
+    recipe: dict[str, Any],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    is_busy: bool,
+) -> None:
+    found: list[float] = []
+
+    def first_step_compiles(*args: Any, **options: Any) -> Any:
+        machine.now += 60.0 if machine.now < 1002.0 else 0.0
+        return machine.takes(train_step, "step")(*args, **options)
+
+    monkeypatch.setattr(loop, "train_step", first_step_compiles)
+    monkeypatch.setattr(loop, "cores_are_busy", lambda: is_busy)
+    monkeypatch.setattr(loop, "remember_compiling", lambda *args: found.append(args[-1]))
+    recipe["schedule"]["kind"] = kind
+    result = train(recipe)
+    record = read_length(folder_of(recipe))
+    assert 0.95 * 180 < record["seconds_used"] <= 1.001 * 180
+    # Of 180 s, 120 s are left for steps of 2 s, and for evaluations and saves.
+    assert 40 < result.step < 60
+    assert found == ([] if is_busy else [pytest.approx(60.0)])
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,17 @@ from firstlight.from_texts.plan import (
     Choice,
     Choices,
     RunFacts,
+    compile_ways,
     given_batch,
     given_keys,
     given_unit,
 )
 from firstlight.from_texts.request import Request
+from firstlight.hardware.compiling import NOT_COMPILED, Compiling
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.defaults import finetuning_rate
 from firstlight.planner.advise.law import Length, MachineFacts
+from firstlight.planner.advise.model import batch_and_rate
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,13 @@ class StartingModel:
 
     Attributes:
         parameters: number of parameters.
-        hidden_size: width of the model.
+        hidden_size, layers: width and depth of the model.
         context: context length in tokens.
     """
 
     parameters: int
     hidden_size: int
+    layers: int
     context: int
 
 
@@ -187,18 +191,25 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     most: float = fixed.get("schedule.epochs", data.most_epochs) * facts.epoch_tokens
     given = given_batch(fixed, row.value)
 
-    def tokens_at(rate: float) -> float:
+    def tokens_at(rate: float, way: Compiling = NOT_COMPILED) -> float:
         if length.seconds is None:
             return length.tokens or most
-        return min(rate * length.seconds * (1 - defaults.EVALUATION_SHARE), most)
+        left = max(length.seconds - way.seconds, 0.0)
+        return min(rate * left * (1 - defaults.EVALUATION_SHARE), most)
 
     # The batch is the one for full speed: a smaller one would make a GPU slower still.
     unit = given_unit(fixed, row.value)
     batch = given or _batch_tokens(tokens_at(rate), row.value, unit)
-    rate = machine.tokens_per_second(flops, batch)
-    tokens = tokens_at(rate)
+    batch, rate, way = batch_and_rate(
+        lambda step, way: machine.tokens_per_second(flops, step, way),
+        tokens_at,
+        lambda _: batch,
+        compile_ways(machine, fixed, (facts.model.hidden_size, facts.model.layers)),
+        length.steps,
+    )
+    tokens = tokens_at(rate, way)
     steps = length.steps or max(round(tokens / batch), 1)
-    run = RunFacts(steps, batch, row.value, rate)
+    run = RunFacts(steps, batch, row.value, rate, way)
     epochs = run.tokens / max(facts.epoch_tokens, 1.0)
     items = [
         row,

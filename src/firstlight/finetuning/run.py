@@ -161,6 +161,7 @@ class FineTuning:
         self._model = StartingModel(
             count_parameters(meta_model(self._config)).total,
             self._config.hidden_size,
+            self._config.num_hidden_layers,
             self._config.max_position_embeddings,
         )
         self._chats: Conversations | None = None

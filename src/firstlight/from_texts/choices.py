@@ -18,6 +18,7 @@ from firstlight.from_texts.plan import (
     Choice,
     Choices,
     RunFacts,
+    compile_ways,
     expected_range,
     given_batch,
     given_keys,
@@ -25,6 +26,7 @@ from firstlight.from_texts.plan import (
 )
 from firstlight.from_texts.request import HEADS, Request, parameters_of
 from firstlight.from_texts.scan import CorpusFacts
+from firstlight.hardware.compiling import Compiling
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.defaults import new_model_rates
 from firstlight.planner.advise.law import (
@@ -104,7 +106,7 @@ class _Candidate:
 
     @property
     def seconds(self) -> float:
-        return self.run.tokens / self.run.rate
+        return self.run.tokens / self.run.rate + self.run.way.seconds
 
 
 def choose(
@@ -202,19 +204,22 @@ def _candidate(
     given = given_batch(fixed, shape.seq_len)
     unit = given_unit(fixed, shape.seq_len)
 
-    def tokens_at(rate: float) -> float:
+    def tokens_at(rate: float, way: Compiling) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
-        return tokens_in_time(rate, length.seconds, text, fixed.get("schedule.epochs"))
+        left = length.seconds - way.seconds
+        return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
-    batch, rate = batch_and_rate(
-        lambda step: machine.tokens_per_second(shape.flops_per_token, step),
+    batch, rate, way = batch_and_rate(
+        lambda step, way: machine.tokens_per_second(shape.flops_per_token, step, way),
         tokens_at,
         lambda tokens: given or -(-batch_tokens(tokens, shape.seq_len) // unit) * unit,
+        compile_ways(machine, fixed, (shape.hidden_size, shape.num_hidden_layers)),
+        length.steps,
     )
-    tokens = tokens_at(rate)
+    tokens = tokens_at(rate, way)
     steps = length.steps or max(round(tokens / batch), 1)
-    run = RunFacts(steps, batch, shape.seq_len, rate)
+    run = RunFacts(steps, batch, shape.seq_len, rate, way)
     # A given batch may be a multiple of the short sequences only.
     context = fixed.get("model.max_position_embeddings", defaults.LONG_SEQ_LEN)
     tokens_given = fixed.get("batch.global_batch_tokens", 0)

@@ -77,14 +77,14 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     else:
         rate, origin = predicted_rate(busy, machine), PREDICTED
         steps = [(flops, seq_len / predicted_rate(few, machine))]
-    usable = machine.usable_bytes
+    usable, compiler = machine.usable_bytes, machine.compiler
     return MachineFacts(
         machine.name,
         kind,
         [(flops, rate)],
         usable,
         origin=origin,
-        compiles=machine.compiles,
+        compiler=compiler and replace(compiler, is_busy=is_busy),
         steps=steps,
         is_busy=is_busy,
     )
@@ -144,9 +144,7 @@ def fitted_recipe(
         assert left is not None
         values["schedule"]["max_minutes"] = minutes = round(left / 60, 4)
         choices = choices.with_value("schedule.max_minutes", minutes)
-    # A compiled run is faster than what was measured, without compiling.
-    compiles = resolved.efficiency.compile
-    if forecast is not None and plan.speed.origin == MEASURED and not compiles:
+    if forecast is not None and plan.speed.origin == MEASURED:
         rate = choices.tokens_per_second
         forecast = replace(forecast, tokens_per_second=(0.7 * rate, rate, 1.3 * rate))
     recipe = parse_recipe(values, "the chosen recipe", overrides)

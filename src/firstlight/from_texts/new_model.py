@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Seconds of a run's first steps, after which its speed is compared with the measured one.
 _FIRST_SECONDS = 10.0
-#: First steps, which allocate memory.
+#: First steps, which compile and allocate memory.
 _SLOW_STEPS = 2
 
 
@@ -222,10 +222,8 @@ class _FirstSteps:
         self._plan, self._call = plan, call
         self._rates: list[float] = []
         self._seconds = 0.0
-        # For given tokens or steps, the choice is the same at any speed. A compiled run is faster
-        # than the measured steps, which were not compiled.
-        is_open = plan.request.seconds is not None and plan.request.size is None
-        self._is_done = not is_open or plan.choices["efficiency.compile"]
+        # For given tokens or steps, the choice is the same at any speed.
+        self._is_done = plan.request.seconds is None or plan.request.size is not None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """See `train`.
@@ -238,8 +236,9 @@ class _FirstSteps:
         if self._is_done:
             return
         self._rates.append(record["tokens_per_second"])
-        self._seconds += record["seconds"]
-        if self._seconds < _FIRST_SECONDS or len(self._rates) <= _SLOW_STEPS:
+        if len(self._rates) > _SLOW_STEPS:
+            self._seconds += record["seconds"]
+        if self._seconds < _FIRST_SECONDS:
             return
         self._is_done = True
         reached = statistics.median(self._rates[_SLOW_STEPS:])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from firstlight.console import plain, rounded, time_text
 from firstlight.errors import ConfigError
+from firstlight.hardware.compiling import NOT_COMPILED, Compiling
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts, TextFacts
 
@@ -158,6 +159,24 @@ def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def compile_ways(
+    machine: MachineFacts, fixed: Mapping[str, Any], size: tuple[int, int]
+) -> list[Compiling]:
+    """The ways to compile a model, or not to, that the user leaves open.
+
+    Args:
+        machine: the machine to train on.
+        fixed: values given by the user, by `section.key`.
+        size: hidden size and number of layers of the model.
+    """
+    # Imported only here, because they import torch: the first line of `train TEXTS` comes before.
+    from firstlight.methods import EfficiencyConfig
+    from firstlight.methods.compilation import open_ways
+
+    config = EfficiencyConfig.model_validate(given_keys("efficiency", fixed))
+    return open_ways(config, machine.compiler, size)
+
+
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     """True if the user gives another key that says the same as `key`, such as warmup_ratio for
     warmup_steps."""
@@ -177,12 +196,14 @@ class RunFacts:
         batch_tokens: tokens of a step.
         seq_len: tokens of a sequence.
         rate: speed of training in tokens per second.
+        way: the way in which the run is compiled.
     """
 
     steps: int
     batch_tokens: int
     seq_len: int
     rate: float
+    way: Compiling = NOT_COMPILED
 
     @property
     def tokens(self) -> int:
@@ -191,8 +212,8 @@ class RunFacts:
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of the training loop, evaluations included."""
-        return self.tokens / self.rate / (1 - defaults.EVALUATION_SHARE)
+        """Expected seconds of the training loop, compiling and evaluations included."""
+        return self.tokens / self.rate / (1 - defaults.EVALUATION_SHARE) + self.way.seconds
 
     def choices(
         self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
@@ -250,11 +271,14 @@ class RunFacts:
             machine: the machine to train on.
             val_tokens: tokens of the validation split.
         """
-        is_long = self.tokens / self.rate >= defaults.COMPILE_SECONDS
-        compiles = machine.kind == "cuda" and machine.compiles and is_long
-        cost = "compiling would cost more than it gains"
-        why = "half a minute of compiling is repaid" if compiles else cost
-        yield Choice("efficiency.compile", compiles, why)
+        way, why = self.way, "compiling would cost more than it gains"
+        if machine.compiler is None:
+            why = "torch.compile does not work on this device, or lacks a compiler"
+        elif way.compiles:
+            why = f"{way.gain:.2f} times the speed repays about {way.seconds:.0f} s of compiling"
+        yield Choice("efficiency.compile", way.compiles, why)
+        part = "a layer and the loss alone, which takes less time" if way.regional else ""
+        yield Choice("efficiency.compile_regional", way.regional, part)
         count = defaults.EVALUATIONS
         every = max(math.ceil(self.steps / count), 1)
         yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")

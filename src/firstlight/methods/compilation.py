@@ -15,7 +15,9 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
+from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling
 from firstlight.hardware.device import Hardware
+from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 
@@ -49,14 +51,22 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
+def find_compiler(hardware: Hardware) -> Compiler | None:
+    """torch.compile for a device of this machine when no other programs run; None if it can't
+    compile."""
+    if not can_compile(hardware.device):
+        return None
+    return Compiler(hardware.device.type, hardware.name, usable_cpus())
+
+
 def compiled(
     model: Model, config: EfficiencyConfig, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
     """The forward pass through torch.compile, with the same inputs and outputs. The names of the
     model's parameters do not change.
 
-    With `compile_regional` the layers share one compiled function (they are alike), and the
-    operations before and after them are not compiled.
+    With `compile_regional` the layers share one compiled function (they are alike), head and loss
+    are another, and the embedding and the final norm are not compiled.
 
     Args:
         model: the model; its layers are changed in place with `compile_regional`.
@@ -69,12 +79,55 @@ def compiled(
         options["mode"] = config.compile_mode
     if not config.compile_regional:
         return torch.compile(forward, **options)
+
+    def in_training(owner: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+        compiled_function = torch.compile(plain, **options)
+        return functools.partial(_compiled_in_training, owner, plain, compiled_function)
+
     for layer in model.layers:
-        plain = layer.forward
-        layer.forward = functools.partial(
-            _compiled_in_training, layer, plain, torch.compile(plain, **options)
-        )
+        layer.forward = in_training(layer, layer.forward)
+    model.head_loss = in_training(model, model.head_loss)
     return forward
+
+
+def needs_compiling(config: EfficiencyConfig) -> bool:
+    """True if keys are set that need torch.compile."""
+    return (
+        config.compile_regional
+        or config.compile_mode != "default"
+        or config.activation_checkpointing == "budget"
+    )
+
+
+def open_ways(
+    config: EfficiencyConfig, compiler: Compiler | None, size: tuple[int, int]
+) -> list[Compiling]:
+    """The ways to compile a model, or not to, that a recipe leaves open.
+
+    Args:
+        config: the recipe's section.
+        compiler: torch.compile for the device; None if it does not work there.
+        size: hidden size and number of layers of the model.
+    """
+    ways = [] if compiler is None else compiler.ways(size)
+    compiles = config.compile is True or needs_compiling(config)
+    if compiles or "compile_regional" in config.model_fields_set:
+        ways = [way for way in ways if way.regional == config.compile_regional]
+    if config.compile is False or not ways:
+        return [NOT_COMPILED]
+    return ways if compiles else [NOT_COMPILED, *ways]
+
+
+def remember_compiling(
+    config: EfficiencyConfig, hardware: Hardware, model: ModelConfig, seconds: float
+) -> None:
+    """Keep the time that compiling took for later runs; nothing for a run without torch.compile, or
+    with another backend or mode than the default."""
+    compiler, how = find_compiler(hardware), (config.compile_backend, config.compile_mode)
+    if config.compile and compiler is not None and how == ("inductor", "default"):
+        size = model.hidden_size, model.num_hidden_layers
+        cold = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"] > 0
+        compiler.remember(size, seconds, regional=config.compile_regional, cold=cold)
 
 
 def records_cuda_graphs(config: EfficiencyConfig) -> bool:
@@ -113,14 +166,14 @@ def keep_results(model: Model) -> None:
 
 
 def _compiled_in_training(
-    layer: nn.Module,
+    owner: nn.Module,
     plain: Callable[..., Any],
-    compiled_forward: Callable[..., Any],
+    compiled_function: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
     # Every call of generation has another length, and would be compiled anew.
-    in_training = layer.training and torch.is_grad_enabled()
-    return (compiled_forward if in_training else plain)(*arguments)
+    in_training = owner.training and torch.is_grad_enabled()
+    return (compiled_function if in_training else plain)(*arguments)
 
 
 @contextlib.contextmanager

@@ -76,7 +76,8 @@ class EfficiencyConfig(Section):
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the training step's forward and backward pass: fewer passes over memory, and
     less of it. Costs seconds to a minute at the start; needs a C++ compiler on CPUs, triton on
-    GPUs. "auto" compiles if these are installed and the run is long enough to gain time."""
+    GPUs. "auto" compiles if these are installed and the run is long enough to gain time, in short
+    runs with `compile_regional`."""
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = "inductor"
     """backend of torch.compile: "inductor"; "cudagraphs", torch's own kernels launched together as
     CUDA graphs, without a compiler; or "aot_eager" and "eager" to look for errors."""
@@ -85,8 +86,8 @@ class EfficiencyConfig(Section):
     ] = "default"
     """mode of torch.compile; "max-autotune" and "reduce-overhead" are for GPUs."""
     compile_regional: bool = False
-    """compile one layer and use it for all, instead of the whole model: a fraction of the time at
-    the start, a little slower after."""
+    """compile one layer, which is used for all, and head and loss, instead of the whole model: a
+    fraction of the time at the start, a little slower after."""
 
     @model_validator(mode="after")
     def _one_precision_of_products(self) -> Self:

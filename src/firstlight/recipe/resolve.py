@@ -20,14 +20,15 @@ import torch
 from firstlight.data.corpus import Kind
 from firstlight.data.loader import NO_MASKING
 from firstlight.errors import ConfigError
+from firstlight.hardware.compiling import Compiler, Compiling, best_way
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.methods import (
     EfficiencyConfig,
-    can_compile,
     resolve_attention,
     resolve_precision,
 )
 from firstlight.methods.attention import GPU_BACKENDS
+from firstlight.methods.compilation import find_compiler, needs_compiling, open_ways
 from firstlight.methods.precision import dtype_of, has_only_fp16_units
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
@@ -40,12 +41,14 @@ from firstlight.parallel.engine_choice import named_engine
 from firstlight.recipe.micro_batch import resolve_micro_batch
 from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
 
-#: torch.compile pays if the run's matrix products would take at least this number of seconds at the
-#: device's peak rate: the real run takes several times as long, and compiling up to a minute.
-WORTH_COMPILING_SECONDS = 240.0
-
 #: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
 USUAL_MFU = 0.4
+
+#: Seconds of a run whose length is not known: most runs are long.
+_LONG_SECONDS = 1e6
+
+#: Seconds of a step that a GPU waits for a layer's kernels to be launched, at least.
+_LAUNCH_SECONDS = 2e-3
 
 #: Vocabulary size from which computing the loss in chunks saves much memory.
 _LARGE_VOCABULARY = 16384
@@ -65,7 +68,7 @@ class Facts:
     Attributes:
         device: type of the device: "cpu", "cuda" or "mps".
         precision: the precision to which "auto" is resolved.
-        compiles: True if the compiler that torch.compile needs for the device is installed.
+        compiler: torch.compile for the device; None if it does not work there.
         flops: function from a dtype to the peak rate of matrix products in FLOP/s; None if unknown.
         processes: number of processes that share each optimizer step.
         epoch_tokens: number of tokens of the training split; None if the data is not on this
@@ -81,7 +84,7 @@ class Facts:
 
     device: str
     precision: AutoPrecision
-    compiles: bool
+    compiler: Compiler | None
     flops: Callable[[torch.dtype], float | None]
     processes: int = 1
     epoch_tokens: int | None = None
@@ -105,7 +108,7 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
     return Facts(
         hardware.device.type,
         "bf16" if dtype == torch.bfloat16 else narrow,
-        can_compile(hardware.device),
+        find_compiler(hardware),
         lambda dtype: peak_flops(hardware.device, dtype),
         **more,
     )
@@ -215,6 +218,8 @@ def resolve(
     efficiency = _resolve_efficiency(known, model, seq_len, facts)
     if efficiency != known.efficiency:
         compiling = "compiled" if efficiency.compile is True else "not compiled"
+        if efficiency.compile_regional:
+            compiling = "layers and loss compiled"
         tell(
             f"chosen for this machine: {efficiency.precision}, attention {efficiency.attention}, "
             f"{compiling}"
@@ -296,7 +301,7 @@ def attention_backend(
         model,
         seq_len=seq_len,
         documents=recipe.data.document_masking,
-        compiles=facts.compiles,
+        compiles=facts.compiler is not None,
     )
 
 
@@ -313,15 +318,18 @@ def _resolve_efficiency(
         chosen["precision"] = earlier.get("precision", own)
     precision = chosen.get("precision", config.precision)
     if config.compile == "auto":
-        pays = earlier.get("compile")
-        if pays is None:
-            seconds = ideal_seconds(recipe, model, seq_len, precision, facts=facts)
+        ways = ways_to_compile(recipe, model, facts.compiler)
+        if precision == "fp8":
             # Uncompiled, the casts of fp8 take longer than its products save.
-            pays = precision == "fp8" or seconds >= WORTH_COMPILING_SECONDS
-        # `conflicts.py` refuses compiling with other engines and with parts of layers.
-        able = _is_whole(recipe) and not named_engine(recipe.distributed).updates_itself
-        pays = pays is True and able and facts.compiles
-        chosen["compile"] = _says_how_to_compile(config) or pays
+            ways = [way for way in ways if way.compiles] or ways
+        way = ways[0]
+        if len(ways) > 1 and (before := earlier.get("compile")) is not None:
+            way = Compiling(before is True, earlier.get("compile_regional", False))
+        elif len(ways) > 1:
+            seconds = usual_seconds(recipe, model, seq_len, precision, facts=facts)
+            way = best_way(ways, lambda way: seconds / way.gain)
+        chosen["compile"] = needs_compiling(config) or way.compiles
+        chosen["compile_regional"] = config.compile_regional or way.regional
     if config.loss_chunk_tokens is None:
         chunk = _loss_chunk_tokens(recipe, model, facts.device, precision)
         chosen["loss_chunk_tokens"] = earlier.get("loss_chunk_tokens", chunk)
@@ -371,13 +379,21 @@ def _is_whole(recipe: Recipe) -> bool:
     return recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
 
 
-def _says_how_to_compile(config: EfficiencyConfig) -> bool:
-    """True if keys are set that need torch.compile."""
-    return (
-        config.compile_regional
-        or config.compile_mode != "default"
-        or config.activation_checkpointing == "budget"
-    )
+def ways_to_compile(
+    recipe: Recipe, model: ModelConfig, compiler: Compiler | None
+) -> list[Compiling]:
+    """The ways to compile, or not to, that a recipe leaves open.
+
+    Args:
+        recipe: the recipe as written.
+        model: config of the model.
+        compiler: torch.compile for the device; None if it does not work there.
+    """
+    # `conflicts.py` refuses compiling with other engines and with parts of layers.
+    if not _is_whole(recipe) or named_engine(recipe.distributed).updates_itself:
+        compiler = None
+    size = model.hidden_size, model.num_hidden_layers
+    return open_ways(recipe.efficiency, compiler, size)
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
@@ -411,24 +427,26 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
     return find(recipe)
 
 
-def ideal_seconds(
+def usual_seconds(
     recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, *, facts: Facts
 ) -> float:
-    """Seconds that the run's matrix products take at the device's peak rate; infinity if the peak
-    rate or the length of the run is unknown."""
-    flops = facts.flops(dtype_of(precision))
-    batch = recipe.batch
-    steps = recipe.schedule.max_steps
-    minutes = recipe.schedule.max_minutes
-    if steps is not None:
-        rows = 1 if batch.micro_batch_size == "auto" else batch.rows
-        a_step = rows * (batch.gradient_accumulation_steps or 1) * seq_len
-        tokens: float = steps * (batch.global_batch_tokens or a_step)
-    elif facts.epoch_tokens is not None and (minutes is None or recipe.schedule.epochs is not None):
-        tokens = facts.epoch_tokens * (recipe.schedule.epochs or 1)
-    else:
-        tokens = math.inf
-    # A run of some minutes computes as much as the peak rate does in this fraction of the time.
-    most = math.inf if minutes is None else USUAL_MFU * 60 * minutes
-    token_flops = train_flops_per_token(meta_model(model), seq_len)
-    return most if flops is None else min(token_flops * tokens / flops, most)
+    """Seconds that the run's steps usually take without torch.compile."""
+    batch, schedule = recipe.batch, recipe.schedule
+    minutes = schedule.max_minutes
+    rows = 1 if batch.micro_batch_size == "auto" else batch.rows
+    # The part of each process.
+    tokens: float = rows * (batch.gradient_accumulation_steps or 1) * seq_len
+    if batch.global_batch_tokens is not None:
+        tokens = batch.global_batch_tokens / facts.processes
+    steps = math.inf
+    if schedule.max_steps is not None:
+        steps = schedule.max_steps
+    elif facts.epoch_tokens is not None and (minutes is None or schedule.epochs is not None):
+        steps = facts.epoch_tokens * (schedule.epochs or 1) / (tokens * facts.processes)
+    flops = facts.flops(dtype_of(precision)) or 0.0
+    work = train_flops_per_token(meta_model(model), seq_len) * tokens / USUAL_MFU
+    step = work / flops if flops else math.inf
+    if facts.device == "cuda":
+        step = max(step, _LAUNCH_SECONDS * model.num_hidden_layers)
+    most = _LONG_SECONDS if minutes is None else 60 * minutes
+    return min(steps * step if steps else 0.0, most)

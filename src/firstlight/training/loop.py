@@ -23,7 +23,8 @@ from firstlight.errors import (
     lacks_memory,
 )
 from firstlight.evaluation.perplexity import Evaluation
-from firstlight.hardware.environment import sharing_cores
+from firstlight.hardware.environment import cores_are_busy, sharing_cores
+from firstlight.methods.compilation import remember_compiling
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.load import with_deepspeed_file
@@ -299,13 +300,19 @@ def _watched(
     freeze: Callable[[], None],
 ) -> Callable[[Mapping[str, Any]], None]:
     """The function that gives each step's metrics to the progress view, to the comparison with the
-    forecast, and to `on_step`. After a step it calls `freeze`, see `_frozen_objects`."""
+    forecast, and to `on_step`. After a step it calls `freeze`, see `_frozen_objects`. It keeps the
+    time of compiling as soon as a settled step shows it, unless other programs kept the cores busy
+    when the run began."""
+    is_busy = cores_are_busy()  # now: later the threads of the steps would count
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
             return  # the evaluation before the first step has no figures of a step
         run.bar.step(record)
         comparison.add(record)
+        if run.times.settled_steps == 1 and run.engine.is_main and not is_busy:
+            efficiency, model = run.recipe.efficiency, run.recipe.model
+            remember_compiling(efficiency, run.program.hardware, model, run.times.compile_seconds)
         if on_step is not None and run.engine.is_main:
             on_step(record)
         freeze()

@@ -82,6 +82,13 @@ class LoopTimes:
         """Seconds since the first step of this process began."""
         return 0.0 if self._begun is None else self._clock() - self._begun
 
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds of the first steps beyond those of as many settled steps, of which there is at
+        least one. In a run that is compiled, they are those of compiling."""
+        each = statistics.median(seconds / sequences for sequences, seconds in self.steps)
+        return sum(max(seconds - each * sequences, 0.0) for sequences, seconds in self.slow_steps)
+
     def begin_step(self) -> None:
         """End the step before, if there was one, and begin the next one."""
         now = self._clock()

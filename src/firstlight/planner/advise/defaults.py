@@ -193,9 +193,6 @@ PREPARED_BYTES = 64 << 20
 EVALUATION_SHARE, EVALUATIONS = 0.06, 4
 #: Tokens per second of an evaluation, divided by those of training.
 EVALUATION_SPEED = 3.0
-#: Length of a run in seconds from which compiling pays on a GPU. On an H100 it took 25 s for a
-#: GPT-2 of 124M parameters, and gave 2.3 times the speed.
-COMPILE_SECONDS = 180.0
 
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0

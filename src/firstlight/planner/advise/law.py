@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling
 from firstlight.planner.advise import defaults
 
 #: The constant R* of Muennighoff et al. 2023 (arXiv 2305.16264): see `worth_of_bytes`.
@@ -38,11 +39,10 @@ class MachineFacts:
         rates: training FLOPs per token and tokens per second of some models, the smallest first.
         usable_bytes: memory that a run may use, in bytes.
         origin: text with the source of the rates, for the user.
-        compiles: True if torch.compile works on this device.
+        compiler: torch.compile on this machine; None if it does not work on this device.
         steps: pairs (training FLOPs per token, seconds of a step of few tokens) of some models, the
             smallest first. On a GPU, such a step takes the time of starting its kernels. Empty on a
-            CPU, where a step of few tokens is short. `steps` and `rates` are without torch.compile:
-            a compiled run is faster than expected.
+            CPU, where a step of few tokens is short. `steps` and `rates` are without torch.compile.
         is_busy: True if other programs kept the cores busy when the speed was measured.
     """
 
@@ -51,7 +51,7 @@ class MachineFacts:
     rates: Sequence[tuple[float, float]]
     usable_bytes: int
     origin: str = "measured"
-    compiles: bool = True
+    compiler: Compiler | None = None
     steps: Sequence[tuple[float, float]] = ()
     is_busy: bool = False
 
@@ -61,7 +61,9 @@ class MachineFacts:
         steps = [(flops, seconds / factor) for flops, seconds in self.steps]
         return replace(self, rates=rates, steps=steps)
 
-    def tokens_per_second(self, flops: float, step_tokens: float = math.inf) -> float:
+    def tokens_per_second(
+        self, flops: float, step_tokens: float = math.inf, way: Compiling = NOT_COMPILED
+    ) -> float:
         """Estimated training speed of a model in tokens per second.
 
         The time of a token is interpolated linearly between the models of `rates`, extrapolated
@@ -71,16 +73,18 @@ class MachineFacts:
         Args:
             flops: training FLOPs per token of the model.
             step_tokens: tokens of a step; without them, as many as keep the device busy.
+            way: the way in which the step is compiled.
         """
         seconds = [(size, 1 / rate) for size, rate in self.rates]
         if len(seconds) == 1:
             rate = seconds[0][0] / seconds[0][1] / flops
         else:
             rate = 1 / max(_on_line(seconds, flops), min(one for _, one in seconds) / 2)
+        rate *= way.gain
         if not self.steps or step_tokens == math.inf:
             return rate
         least = self.steps[0][1] if len(self.steps) == 1 else _on_line(self.steps, flops)
-        return min(rate, step_tokens / max(least, self.steps[0][1] / 2))
+        return min(rate, way.launch_gain * step_tokens / max(least, self.steps[0][1] / 2))
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:

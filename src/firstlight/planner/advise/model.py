@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
+from firstlight.hardware.compiling import NOT_COMPILED, Compiling, best_way
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     USUAL_HARDNESS,
@@ -56,29 +57,41 @@ def tokens_in_time(
         epochs: largest number of passes over the text; None is `defaults.MOST_EPOCHS`.
     """
     most = (defaults.MOST_EPOCHS if epochs is None else epochs) * text.train_tokens
-    return min(rate * seconds * (1 - defaults.EVALUATION_SHARE), most)
+    return min(rate * max(seconds, 0.0) * (1 - defaults.EVALUATION_SHARE), most)
 
 
 def batch_and_rate(
-    rate: Callable[[float], float],
-    tokens_at: Callable[[float], float],
+    rate: Callable[[float, Compiling], float],
+    tokens_at: Callable[[float, Compiling], float],
     batch_for: Callable[[float], int],
-) -> tuple[int, float]:
-    """Tokens of a step, and tokens per second of a run.
+    ways: Sequence[Compiling],
+    steps: int | None = None,
+) -> tuple[int, float, Compiling]:
+    """Tokens of a step and tokens per second of a run, and the way to compile with which it takes
+    the least time.
 
     The batch follows from the run's tokens, these from the speed, and the speed from the batch.
 
     Args:
-        rate: function from the tokens of a step to the tokens per second.
-        tokens_at: function from the tokens per second to the tokens of the run.
+        rate: function from the tokens of a step and the way to the tokens per second.
+        tokens_at: function from the tokens per second and the way to the tokens of the run.
         batch_for: function from the tokens of the run to those of a step.
+        ways: the ways to compile, or not to, that are open.
+        steps: steps of the run; None if its tokens are given or follow from its time.
     """
-    reached = rate(math.inf)
-    # As the batch grows with the root of the tokens, the second round hardly changes it.
-    for _ in range(2):
-        batch = batch_for(tokens_at(reached))
-        reached = rate(batch)
-    return batch, reached
+
+    def found(way: Compiling) -> tuple[int, float]:
+        reached = rate(math.inf, way)
+        # As the batch grows with the root of the tokens, the second round hardly changes it.
+        for _ in range(2):
+            batch = batch_for(tokens_at(reached, way))
+            reached = rate(batch, way)
+        return batch, reached
+
+    batch, plain = found(NOT_COMPILED)
+    tokens = steps * batch if steps else tokens_at(plain, NOT_COMPILED)
+    best = best_way(ways, lambda way: tokens / rate(batch, way))
+    return (*found(best), best)
 
 
 class Trained(Protocol):
@@ -157,9 +170,10 @@ class Suggestion:
         flops: training FLOPs per token.
         tokens: tokens of the run.
         global_batch_tokens, max_steps: suggested values of the recipe's keys.
-        seconds: duration at the expected rate.
+        seconds: duration at the expected rate, compiling included.
         bits: expected bits per byte of held-out text at the end.
         epochs: passes over the text at hand; None if its size is not known.
+        way: the way in which the run is compiled.
     """
 
     config: ModelConfig
@@ -173,6 +187,7 @@ class Suggestion:
     seconds: float
     bits: float
     epochs: float | None
+    way: Compiling = NOT_COMPILED
 
     @property
     def bits_per_byte(self) -> tuple[float, float]:
@@ -194,8 +209,13 @@ def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
     )
 
 
+#: Function from a model, the tokens of a step and the way to compile to the tokens per second at
+#: which the model trains; None if it does not fit.
+Rate = Callable[["Suggestion", float, Compiling], float | None]
+
+
 def suggest(
-    rate: Callable[[Suggestion, float], float | None],
+    rate: Rate,
     models: Iterable[ModelConfig],
     text: TextFacts,
     *,
@@ -203,18 +223,19 @@ def suggest(
     seconds: float | None = None,
     tokens: float | None = None,
     epochs: float | None = None,
+    ways: Callable[[ModelConfig], Sequence[Compiling]] = lambda _: (NOT_COMPILED,),
 ) -> Suggestion:
     """The best model for a budget.
 
     Args:
-        rate: function from a model and the tokens of a step to the tokens a second at which it
-            trains here; None if the model does not fit.
+        rate: see `Rate`.
         models: candidate models, smallest first; see `model_ladder`.
         text: facts about the text.
         seq_len: tokens of a sequence.
         seconds, tokens: the budget as time or as tokens; exactly one of them.
         epochs: largest number of passes over the text in a budget of time; None is
             `defaults.MOST_EPOCHS`.
+        ways: function from a model to the ways to compile it, or not to, that are open.
 
     Raises:
         ConfigError: not even the smallest model fits, or not exactly one budget is given.
@@ -225,7 +246,7 @@ def suggest(
     for config in models:
         model = _without_run(config, seq_len)
         # The models are sorted by size: no larger one fits either.
-        if rate(model, math.inf) is None:
+        if rate(model, math.inf, NOT_COMPILED) is None:
             break
         fitting.append(model)
     if not fitting:
@@ -235,13 +256,16 @@ def suggest(
         )
 
     def in_time(time: float | None) -> list[Suggestion]:
-        def tokens_at(reached: float) -> float:
+        def tokens_at(reached: float, way: Compiling) -> float:
             if time is not None:
-                return tokens_in_time(reached, time, text, epochs)
+                return tokens_in_time(reached, time - way.seconds, text, epochs)
             assert tokens is not None
             return tokens
 
-        return [_with_run(one, rate, tokens_at, text, seq_len=seq_len) for one in fitting]
+        return [
+            _with_run(one, rate, tokens_at, text, seq_len=seq_len, ways=ways(one.config))
+            for one in fitting
+        ]
 
     return best_model(in_time(seconds), text, seconds is not None, in_time)
 
@@ -270,23 +294,27 @@ def _without_run(config: ModelConfig, seq_len: int) -> Suggestion:
 
 def _with_run(
     model: Suggestion,
-    rate: Callable[[Suggestion, float], float | None],
-    tokens_at: Callable[[float], float],
+    rate: Rate,
+    tokens_at: Callable[[float, Compiling], float],
     text: TextFacts,
+    *,
     seq_len: int,
+    ways: Sequence[Compiling],
 ) -> Suggestion:
     """The model with its batch and its number of steps."""
 
-    def rate_of(batch: float) -> float:
-        found = rate(model, batch)
+    def rate_of(batch: float, way: Compiling) -> float:
+        found = rate(model, batch, way)
         assert found is not None
         return found
 
-    batch, reached = batch_and_rate(rate_of, tokens_at, lambda n: batch_tokens(n, seq_len))
-    steps = max(round(tokens_at(reached) / batch), 1)
-    return with_steps(
-        replace(model, global_batch_tokens=batch, seconds=steps * batch / reached), steps, text
+    batch, reached, way = batch_and_rate(
+        rate_of, tokens_at, lambda n: batch_tokens(n, seq_len), ways
     )
+    steps = max(round(tokens_at(reached, way) / batch), 1)
+    seconds = steps * batch / reached + way.seconds
+    found = replace(model, global_batch_tokens=batch, seconds=seconds, way=way)
+    return with_steps(found, steps, text)
 
 
 def _other_parameters(model: Any, config: ModelConfig) -> int:

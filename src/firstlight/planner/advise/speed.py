@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,13 +67,14 @@ def new_model_speed(machine: Machine) -> MachineFacts:
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
     ]
     usable, origin = machine.usable_bytes, MEASURED if timed_tokens else PREDICTED
+    compiler = machine.compiler
     return MachineFacts(
         machine.name,
         kind,
         rates,
         usable,
         origin=origin,
-        compiles=machine.compiles,
+        compiler=compiler and replace(compiler, is_busy=is_busy),
         steps=steps,
         is_busy=is_busy,
     )

@@ -24,11 +24,14 @@ from firstlight.planner.speed.throughput import SpeedPrediction, estimate_speed
 from firstlight.planner.speed.timed import StepTime, time_step, timed_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
-from firstlight.recipe.resolve import attention_backend
+from firstlight.recipe.resolve import attention_backend, ways_to_compile
 
 #: Seconds of timed steps after which an `Estimator` times no further candidates, and after which it
 #: times no further methods of the table.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
+
+#: Minutes of a run from which tracing its compiled step, which takes ten seconds, is little of it.
+_TRACED_MINUTES = 10.0
 
 _GIB = 2**30
 
@@ -166,7 +169,7 @@ class Estimator:
             return estimate
         recipe = estimate.recipe
         machine = candidate.machine
-        gain = 1.0
+        gain = ways_to_compile(recipe, recipe.model, machine.compiler)[0].gain
         try:
             speed = estimate_speed(estimate.traced, recipe, machine)
             if speed is not None and recipe.efficiency.compile and _is_timed(machine):
@@ -214,14 +217,18 @@ def _is_offloaded(recipe: ResolvedRecipe) -> bool:
 
 
 def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
-    """The estimate for a recipe as it stands, made in this process without timing steps.
+    """The estimate for a recipe as it stands, made in this process without timing steps. In a short
+    run that compiles, memory is that of the step without torch.compile, mostly an upper bound.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
         evaluates: True includes the memory of evaluations.
     """
-    return Estimator().estimate(Candidate(recipe, machine, evaluates=evaluates))
+    minutes = recipe.schedule.max_minutes
+    is_short = minutes is not None and minutes < _TRACED_MINUTES
+    traces = not (is_short or recipe.efficiency.compile_regional)
+    return Estimator().estimate(Candidate(recipe, machine, evaluates=evaluates, compiles=traces))
 
 
 def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:

@@ -17,10 +17,11 @@ from firstlight.data.corpus import Kind
 from firstlight.data.packing import kind_of, open_training_split
 from firstlight.data.shards import MANIFEST_NAME
 from firstlight.errors import ConfigError, FirstlightError
+from firstlight.hardware.compiling import Compiler
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
 from firstlight.lora.files import config_folder
-from firstlight.methods.compilation import TRITON_CAPABILITY
+from firstlight.methods.compilation import TRITON_CAPABILITY, find_compiler
 from firstlight.methods.precision import has_only_fp16_units
 from firstlight.models import ModelConfig
 from firstlight.optim.schedule import BatchSchedule, PredictedLength, Schedule, resolve_schedule
@@ -75,12 +76,18 @@ class Machine:
     is_here: bool
 
     @property
-    def compiles(self) -> bool:
-        """True if torch.compile's inductor has code for a GPU: triton begins with capability 7.0,
-        and firstlight doesn't compile for Apple's."""
-        if self.gpu is None:
-            return True
-        return not self.gpu.is_apple and not (0, 0) < self.gpu.capability < TRITON_CAPABILITY
+    def compiler(self) -> Compiler | None:
+        """torch.compile for this device. Triton, which comes with torch, begins with capability
+        7.0, and firstlight doesn't compile for Apple's GPUs. Of other machines, only those with a
+        GPU as old as a T4 are taken to have few cores."""
+        if self.is_here or self.target.kind == "cpu":
+            return find_compiler(self.hardware)
+        old = self.gpu is not None and (0, 0) < self.gpu.capability < (8, 0)
+        if self.gpu is not None and (
+            self.gpu.is_apple or (old and self.gpu.capability < TRITON_CAPABILITY)
+        ):
+            return None
+        return Compiler("cuda", device="", cores=2 if old else 16)
 
     @property
     def notes(self) -> list[str]:
@@ -273,8 +280,7 @@ def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> 
     return Facts(
         machine.target.kind,
         machine.precision,
-        # On another machine triton is assumed to be installed: it comes with torch.
-        machine.compiles,
+        machine.compiler,
         lambda dtype: rates.get(dtype, 0 if gpu is None else gpu.fp32) or None,
         **known,
     )

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from firstlight.errors import ConfigError
+from firstlight.hardware.compiling import Compiling
 from firstlight.hardware.device import synchronize
 from firstlight.hardware.environment import cores_are_busy
+from firstlight.methods.compilation import needs_compiling
 from firstlight.methods.precision import dtype_of, packet_note
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, matrix_shapes, meta_model
@@ -46,7 +48,6 @@ from firstlight.planner.plan.machine import (
     Machine,
     PlannedRun,
     epoch_tokens,
-    facts_of,
     planned_run,
     resolve_for,
     with_changes,
@@ -55,8 +56,7 @@ from firstlight.planner.plan.search import best_estimate, nearest_estimates, ope
 from firstlight.planner.speed.gpu import DEFAULT_SHARES, PACKET_BYTES
 from firstlight.planner.speed.timed import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
-from firstlight.recipe.load import with_deepspeed_file
-from firstlight.recipe.resolve import WORTH_COMPILING_SECONDS, ideal_seconds, resolve
+from firstlight.recipe.resolve import ways_to_compile
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def make_plan(
     estimator = estimator or Estimator()
     estimator.tell("as it stands")
     first = estimator.estimate(Candidate(resolved, machine, "as it stands"))
-    notes = _notes(recipe, resolved, machine, init_from)
+    notes = _notes(recipe, machine)
     first = estimator.timed(first, machine)
     if first.problem:
         raise ConfigError(first.problem)
@@ -256,32 +256,17 @@ def make_plan(
     return plan
 
 
-def _notes(
-    written: Recipe, resolved: ResolvedRecipe, machine: Machine, init_from: str | None
-) -> list[str]:
+def _notes(written: Recipe, machine: Machine) -> list[str]:
     """See `Plan.notes`. The speed of this machine's CPU has to be measured next, because other
     programs may use its cores only for a while."""
     notes = []
     if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
         notes.append("other programs keep this machine busy: it may be faster than measured")
-    if written.efficiency.compile != "auto":
-        return notes
-    precision = resolved.efficiency.precision
-    facts = facts_of(with_deepspeed_file(written, machine.count), machine, init_from)
-    seconds = ideal_seconds(
-        written, resolved.model, resolved.data.seq_len, precision=precision, facts=facts
-    )
-    lengths = (facts.epoch_tokens, written.schedule.max_steps, written.schedule.max_minutes)
-    if lengths == (None, None, None):
+    lengths = (epoch_tokens(written), written.schedule.max_steps, written.schedule.max_minutes)
+    if written.efficiency.compile == "auto" and lengths == (None, None, None):
         notes.append(
             "without the data the length of the run is not known: efficiency.compile auto is "
             "planned as for a long run"
-        )
-    elif machine.is_here and 0.5 < seconds / WORTH_COMPILING_SECONDS < 2:
-        notes.append(
-            f"efficiency.compile auto compiles from {WORTH_COMPILING_SECONDS:.0f} s of matrix "
-            f"products on, and this run has about {seconds:.0f} s at the rate measured here: "
-            "train measures again and may decide otherwise"
         )
     return notes
 
@@ -358,6 +343,7 @@ def _for_budget(
     epochs = largest_epochs(recipe)
     most_parameters = _most_parameters(recipe, machine)
     speed = new_model_speed(machine)
+    compiler = speed.compiler
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
@@ -365,12 +351,13 @@ def _for_budget(
         def rate(
             model: Suggestion,
             step: float,
+            way: Compiling,
             most: float = most_parameters,
             speed: MachineFacts = speed,
         ) -> float | None:
             if model.parameters > most:
                 return None
-            return speed.tokens_per_second(model.flops, step)
+            return speed.tokens_per_second(model.flops, step, way)
 
         found = suggest(
             rate,
@@ -380,21 +367,18 @@ def _for_budget(
             seconds=budget.seconds,
             tokens=budget.tokens,
             epochs=epochs,
+            ways=lambda model: ways_to_compile(written, model, compiler),
         )
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
         suggestion = _suggested_recipe(plan, found, written)
-        if written.efficiency.compile == "auto":
-            efficiency = suggestion.efficiency.model_copy(update={"compile": "auto"})
-            suggestion = suggestion.model_copy(update={"efficiency": efficiency})
-            suggestion = resolve(suggestion, facts_of(suggestion, machine))
+        expected = speed.tokens_per_second(found.flops, found.global_batch_tokens, found.way)
         estimate = best_estimate(suggestion, machine, estimator)
         of_own = estimate is not None and "optimizer.name" not in estimate.changes
         if estimate is not None and estimate.fits and estimate.tokens_per_second is None:
             # Steps of DeepSpeed and of an offloaded state are not timed.
-            rate_here = speed.tokens_per_second(found.flops, found.global_batch_tokens)
-            usual = usual_speed(estimate.recipe, rate_here, machine.hardware)
+            usual = usual_speed(estimate.recipe, expected, machine.hardware)
             estimate = dataclasses.replace(estimate, speed=usual)
         if estimate is None or not of_own or estimate.tokens_per_second is None:
             # Next a model that is a fifth smaller, but not smaller than one that is known to fit.
@@ -405,7 +389,7 @@ def _for_budget(
         if not suggested or one["suggestion"].bits < suggested["suggestion"].bits:
             suggested = one
         reached = estimate.tokens_per_second.expected
-        factor = reached / speed.tokens_per_second(found.flops, found.global_batch_tokens)
+        factor = reached / expected
         is_same = max(factor, 1 / factor) < defaults.OTHER_SPEED or found.config in seen
         # With a budget in tokens, the rate only changes the duration.
         if budget.seconds is None or is_same:
@@ -458,8 +442,8 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
 
 
 def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> ResolvedRecipe:
-    """The recipe with the suggestion's model, batch and number of steps, and with the learning
-    rates of its width."""
+    """The recipe with the suggestion's model, batch, number of steps and way to compile, and with
+    the learning rates of its width."""
     recipe = plan.recipe
     optimizer = optimizer_of_width(recipe, written, found.config.hidden_size)
     schedule = _kept_schedule(plan)
@@ -467,8 +451,13 @@ def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> Resolve
         # The warm-up begins at the same share of the peak.
         ratio = optimizer.learning_rate / recipe.optimizer.learning_rate
         schedule["initial_learning_rate"] = ratio * recipe.schedule.initial_learning_rate
+    efficiency = recipe.efficiency
+    if written.efficiency.compile == "auto" and not needs_compiling(written.efficiency):
+        keys = {"compile": found.way.compiles, "compile_regional": found.way.regional}
+        efficiency = efficiency.model_copy(update=keys)
+    own = {"model": found.config, "optimizer": optimizer, "efficiency": efficiency}
     return with_changes(
-        recipe.model_copy(update={"model": found.config, "optimizer": optimizer}),
+        recipe.model_copy(update=own),
         {
             "batch": {
                 "micro_batch_size": 1,
@@ -545,12 +534,12 @@ def _in_time(
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
-        tokens = tokens_in_time(speed, budget.seconds, text, epochs)
+        tokens = tokens_in_time(speed, budget.seconds - found.way.seconds, text, epochs)
         steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, text)
         changes = {"schedule.max_steps": steps}
         estimate = dataclasses.replace(estimate, recipe=with_changes(estimate.recipe, changes))
-    found = dataclasses.replace(found, seconds=found.tokens / speed)
+    found = dataclasses.replace(found, seconds=found.tokens / speed + found.way.seconds)
     return {"suggestion": found, "suggested": estimate}
 
 
