@@ -30,8 +30,9 @@ from firstlight.bench.models import SMALL, find_model
 from firstlight.bench.options import Keep, Result, require_known, require_positive
 from firstlight.bench.runner import Found, RowOutcome
 from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.console import say
 from firstlight.conversion.convert import convert
-from firstlight.errors import ConfigError, ModelError
+from firstlight.errors import ConfigError, FirstlightError, ModelError
 from firstlight.files.atomic import new_folder, write_json
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
@@ -39,7 +40,7 @@ from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import first_tokens, load, next_tokens
 from firstlight.hardware.device import find_hardware, machine_facts, synchronize
 from firstlight.hardware.environment import for_generation
-from firstlight.hardware.fresh_process import ask, plain_environment
+from firstlight.hardware.fresh_process import ask, error_of, plain_environment
 from firstlight.hardware.process_memory import begin_peak, peak_resident_bytes
 from firstlight.lora.files import config_folder
 from firstlight.models import Model, ModelConfig, empty_model
@@ -126,6 +127,9 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
     bench = decided(bench)
     hardware, own = find_hardware(bench.device), for_generation()
     rows = installed_rows([row for row in ROWS if row.name in bench.rows])
+    if hardware.device.type != "cpu" and any(row.program == "llama.cpp" for row in rows):
+        say("llama.cpp is measured on CPUs only: its rows are left out")
+        rows = [row for row in rows if row.program != "llama.cpp"]
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder, config = _model_folder(bench, Path(temporary))
         sizes = {"prompt_tokens": bench.prompt_tokens, "new_tokens": bench.new_tokens}
@@ -156,7 +160,10 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             times = request["times"] if row.cache else 1
             of_row = {**request, **asdict(row), "times": times}
             if row.program == "llama.cpp":
-                of_row["folder"] = str(_gguf_folder(folder, Path(temporary), row.dtype))
+                try:
+                    of_row["folder"] = str(_gguf_folder(folder, Path(temporary), row.dtype))
+                except FirstlightError as error:  # a model that GGUF lacks: one row has no result
+                    return error_of(type(error).__name__, str(error))
             return ask("benchmarks.generation", of_row, environment)
 
         def result(outcomes: Mapping[str, RowOutcome]) -> Result:
@@ -376,7 +383,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     build = {"transformers": _transformers, "llama.cpp": _llama_cpp}.get(
         request["program"], _firstlight
     )
-    if request["program"] == "transformers":
+    if request["program"] == "llama.cpp":
+        import llama_cpp  # noqa: F401
+    elif request["program"] == "transformers":
         import transformers
         from transformers import AutoModelForCausalLM  # noqa: F401
 
@@ -511,10 +520,12 @@ def _llama_cpp(request: dict[str, Any]) -> Continue:
     (path,) = Path(request["folder"]).iterdir()
     size, largest = request["vocab_size"], max(request["batch_sizes"])
     settings = library.llama_model_default_params()
+    # Weights are repacked for the processor's kernels, as users of llama.cpp have it. Where GCC 12
+    # built the kernels for AMX, which crash, the row has no result.
     settings.n_gpu_layers = 0
     longest = request["prompt_tokens"] + request["new_tokens"]
     options = library.llama_context_default_params()
-    # A size of contexts is a multiple of 256.
+    # llama.cpp rounds the size of a context up to a multiple of 256.
     options.n_ctx = -(-longest // 256) * 256 * largest
     options.n_batch = largest * request["prompt_tokens"]
     options.n_seq_max = largest

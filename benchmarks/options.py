@@ -77,14 +77,16 @@ class GenerationBench:
     """Options of `benchmarks generation`.
 
     Attributes:
-        model: model that continues texts: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b or
-            small, with random weights; or a model's folder. [gpt2-124m; small with --quick]
+        model: model that continues texts: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b,
+            smollm2-135m or small, with random weights; or a model's folder. [gpt2-124m; small with
+            --quick]
         batch_sizes: texts at a time.
         prompt_tokens: tokens of each prompt. [128; 32 with --quick]
         new_tokens: new tokens of each text. [64; 16 with --quick]
         repeats: turns of all rows. [3; 1 with --quick]
         rows: only these: transformers-fp32, transformers-bf16, fp32, fp32-no-cache, bf16, int8,
-            fp32-compiled, bf16-compiled, int8-compiled.
+            fp32-compiled, bf16-compiled, int8-compiled, llama.cpp-fp32, llama.cpp-bf16,
+            llama.cpp-int8.
         device: device to run on: auto, cpu, cuda or cuda:1.
         quick: a small model, one turn, nothing compiled.
     """

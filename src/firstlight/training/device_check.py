@@ -26,7 +26,7 @@ from firstlight.files.atomic import remove_file, write_json
 from firstlight.files.cache import cache_folder
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.few_rows import use_few_rows
-from firstlight.hardware.device import Hardware, find_hardware
+from firstlight.hardware.device import Hardware, find_hardware, is_out_of_memory
 from firstlight.methods import matmul_precision
 from firstlight.methods.attention import choose_attention
 from firstlight.methods.precision import BOUNDS, dtype_of, weights_distance
@@ -70,8 +70,14 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
     """
     names = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     names += ["mps"] if torch.backends.mps.is_available() else []
-    results = []
-    for hardware in map(find_hardware, names):
+    results: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            hardware = find_hardware(name)
+        except ConfigError as error:  # a GPU that the installed torch has no code for
+            unknown = {"device": name, "name": name, "precision": "", "attention": ""}
+            results.append({**unknown, "problem": str(error)})
+            continue
         device = hardware.device
         for precision in dict.fromkeys(("fp32", facts_here(hardware).precision)):
             tell(f"checking {device} in {precision}")
@@ -94,7 +100,7 @@ def require_checked_device(
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
     keys = CheckedKeys(precision, recipe.efficiency.attention)
     is_cpu = hardware.device.type == "cpu"
-    if is_cpu or not recipe.run.check_device or _passed_file(hardware, keys).exists():
+    if is_cpu or not recipe.run.check_device or _has_passed(hardware, keys):
         return
     tell(f"comparing a small step on {hardware.device} ({hardware.name}) with the CPU, once")
     if (problem := check_device(hardware, keys)["problem"]) is not None:
@@ -108,17 +114,23 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
         JSON values: "device", "name", "precision", "attention"; "problem", what is wrong and what
         to do in one line, or None if the device has passed.
     """
-    fault = None
+    problem, name = None, f"{hardware.device} ({hardware.name})"
     try:
         if not _error(hardware, keys) <= 1:  # NaN is wrong, too
-            fault = f"computes wrong values in {keys.precision}: {_wrong_operation(hardware, keys)}"
-    except (RuntimeError, FirstlightError) as error:
-        fault = f"fails in {keys.precision}: {first_line(error)}"
-    problem = fault and f"{hardware.device} ({hardware.name}) {fault}: {_advice(hardware, keys)}"
-    device = {"device": str(hardware.device), "name": hardware.name}
-    result = {**device, **keys._asdict(), "problem": problem}
+            wrong = _wrong_operation(hardware, keys)
+            problem = f"{name} computes wrong values in {keys.precision}: {wrong}"
+    except (RuntimeError, MemoryError, FirstlightError) as error:
+        if is_out_of_memory(error) or isinstance(error, MemoryError):
+            return _result(
+                hardware,
+                keys,
+                f"{name} has too little free memory to be checked: end "
+                "the other programs that use it",
+            )
+        problem = f"{name} fails in {keys.precision}: {first_line(error)}"
+    result = _result(hardware, keys, problem and f"{problem}: {_advice(hardware, keys)}")
     # Without the file, the check is only repeated.
-    with contextlib.suppress(StorageError):
+    with contextlib.suppress(StorageError, *_NO_CACHE):
         if problem is None:
             write_json(_passed_file(hardware, keys), result)
         else:
@@ -126,12 +138,34 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
     return result
 
 
+def _result(hardware: Hardware, keys: CheckedKeys, problem: str | None) -> dict[str, Any]:
+    """See `check_device`."""
+    device = {"device": str(hardware.device), "name": hardware.name}
+    return {**device, **keys._asdict(), "problem": problem}
+
+
+#: Errors of a cache folder that can't be read, and of a person without a home.
+_NO_CACHE = (OSError, RuntimeError)
+
+
+def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
+    """True if the cache says that a device has passed."""
+    try:
+        return _passed_file(hardware, keys).exists()
+    except _NO_CACHE:
+        return False
+
+
 def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
     """The file of the cache that exists if a device has passed."""
     nvidia = Path("/proc/driver/nvidia/version")
-    # Other drivers come with the system's kernel.
+    # Other drivers come with the system's kernel. WSL2 has no such file either.
     driver = nvidia.read_text() if nvidia.exists() else platform.release()
-    facts = "\n".join((hardware.name, driver, str(torch.__version__), *keys))
+    name, device = hardware.name, hardware.device
+    if device.type == "cuda":
+        # One of several equal GPUs may be the one that is wrong.
+        name += f" {torch.cuda.get_device_properties(device).uuid}"
+    facts = "\n".join((name, driver, str(torch.__version__), *keys))
     return cache_folder() / f"device-checks/{hashlib.sha256(facts.encode()).hexdigest()}.json"
 
 
@@ -162,7 +196,7 @@ def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None =
     Args:
         hardware: hardware of the device.
         keys: keys of the recipe.
-        watching: the mode in which the device computes; None for none.
+        watching: comparison that is active while the device computes; None without one.
     """
     most_loss, most_distance = BOUNDS[keys.precision]
     errors = []
@@ -270,7 +304,7 @@ class _Comparison(TorchFunctionMode):
         bound: greatest distance of a right result from fp64, as a share of its L2 norm.
 
     Attributes:
-        bound: the argument.
+        bound: greatest distance of a right result.
         wrong: the first operation with a wrong result and the distance, in words; None without one.
     """
 
