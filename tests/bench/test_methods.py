@@ -673,6 +673,7 @@ def test_a_process_that_takes_too_long_is_ended(
     assert ask("stub", {}, os.environ, 0.01)["error"]["type"] == "TimeoutError"
 
 
+@pytest.mark.slow
 def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
     work: MethodsWork, one_thread: None
 ) -> None:

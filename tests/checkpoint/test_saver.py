@@ -354,6 +354,7 @@ saver.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
 def test_the_saving_thread_brings_no_threads_of_its_own(tmp_path: Path) -> None:
     """With more OpenMP threads than cores, all of the process's sleep between two operators."""

@@ -126,6 +126,7 @@ def test_other_error_counts_as_lack_of_memory_only_under_a_low_limit(
         main(["info", "model"])
 
 
+@pytest.mark.slow
 def test_command_short_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -> None:
     """Libraries report it by errors of many kinds, or abort."""
     script = (

@@ -218,7 +218,7 @@ def test_what_deepspeed_can_not_do_is_refused_by_name(
     section: str, values: dict[str, Any], problem: str
 ) -> None:
     recipe: dict[str, Any] = {
-        "model": {"model_type": "llama", "hidden_size": 16},
+        "model": {"model_type": "llama", "hidden_size": 16, "vocab_size": 32},
         "data": {"dir": "none", "seq_len": 16},
         section: values,
     }

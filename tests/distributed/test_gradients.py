@@ -94,6 +94,7 @@ def test_experts_and_methods_on_two_processes_give_the_gradient_of_one() -> None
     _require_equal([*experts, *_methods(4)], 2)
 
 
+@pytest.mark.slow
 def test_gradients_are_sent_in_the_last_pass_of_a_step_only() -> None:
     base = {"micro": 1, "masks": "unequal", "family": "llama", "dtype": "float64", "count": True}
     cases = [

@@ -350,6 +350,7 @@ def test_typed_and_pasted_messages_and_an_answer_that_can_not_command_the_termin
     assert screen.seen.count(TAMED.encode()) == 3
 
 
+@pytest.mark.slow
 def test_a_signal_to_end_ends_it_and_gives_the_terminal_back(
     models: dict[str, Path], opened: Opened
 ) -> None:

@@ -18,6 +18,7 @@ def four_ranks() -> list[dict[str, str]]:
     return [{"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank)} for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why_not() -> None:
     plan: dict[str, Any] = {"steps": 3, "timeout": 60.0}
     both = two_ranks()

@@ -86,6 +86,7 @@ def test_held_out_ends_are_measured_by_the_beginnings() -> None:
     assert only_two != ends
 
 
+@pytest.mark.slow
 def test_a_large_corpus_is_sampled_evenly() -> None:
     """Its middle is another text, which a sample of the beginning or the end would not know."""
     sample = TextSample()

@@ -46,6 +46,7 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     assert given_back < 50_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
 def test_without_asking_freed_memory_goes_back_at_once() -> None:
     asked, full, freed, _ = measure("do not")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from builders import slow_but
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware
 from firstlight.methods import (
@@ -544,8 +546,9 @@ def test_time_of_compiling_is_remembered_for_the_usual_backend_only(
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("chunk", [0, 8])
-@pytest.mark.parametrize("z_loss_coef", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "z_loss_coef, chunk", slow_but([(0.1, 8)], itertools.product((0.0, 0.1), (0, 8)))
+)
 def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
     chunk: int, z_loss_coef: float
 ) -> None:

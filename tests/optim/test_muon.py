@@ -100,7 +100,7 @@ def test_matrices_updated_together_move_as_they_do_alone(
 ) -> None:
     """To bf16's rounding: two sizes, two groups, and one matrix without a gradient at first. The
     first three that are together are cut into two stacks if two have more than `most` values."""
-    monkeypatch.setattr("firstlight.optim.muon._STACKED_VALUES", most)
+    monkeypatch.setattr("firstlight.optim.muon.LIST_VALUES", most)
     counted = Mock(side_effect=orthogonalised)
     monkeypatch.setattr("firstlight.optim.muon.orthogonalised", counted)
     shapes = [*[(8, 20), (20, 8), (8, 20)] * 2, (16, 16), (8, 20), (3, 8, 20)]

@@ -69,6 +69,7 @@ def test_the_speed_of_a_gpu_here_is_measured(
     assert [seconds for _, seconds in speed.steps] == pytest.approx([0.005] * 2)
 
 
+@pytest.mark.slow
 def test_without_free_memory_the_speed_is_predicted(
     monkeypatch: pytest.MonkeyPatch, timed: list[int]
 ) -> None:

@@ -322,6 +322,7 @@ def test_a_forecast_is_the_planners() -> None:
     assert shared.phases["save"] == found.phases["save"] + _WEIGHTS
 
 
+@pytest.mark.slow
 def test_advice_says_what_filled_memory_and_what_would_have_saved_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -441,7 +442,10 @@ class Keeps:
 @pytest.mark.parametrize(
     "seq_len, sample_tokens, efficiency, optimizer, checkpoint, phase",
     [
-        (2000, 10, {"precision": "fp32"}, "adamw", {"every_steps": 0}, "backward of loss"),
+        pytest.param(
+            *(2000, 10, {"precision": "fp32"}, "adamw", {"every_steps": 0}, "backward of loss"),
+            marks=pytest.mark.slow,
+        ),
         (
             2000,
             10,
@@ -492,6 +496,7 @@ def test_a_forecast_covers_evaluation_samples_and_saves(
     assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_forecast_covers_the_average_of_the_last_weights(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,7 @@ def test_one_run_gets_its_report_and_its_numbers_are_said(
     assert not (tmp_path / "comparison.html").exists()
 
 
+@pytest.mark.slow
 def test_several_runs_are_compared_in_a_file_of_ones_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
+from builders import slow_but
 from firstlight.errors import TokenizerError
 from firstlight.files.limits import LimitedProcess
 from firstlight.tokenizer import SPLIT_PATTERNS, Tokenizer, formats, parts, train_tokenizer
@@ -211,7 +212,9 @@ def test_a_config_that_names_an_unknown_token_is_refused(
         Tokenizer.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "tokenizer.model"])
+@pytest.mark.parametrize(
+    "name", slow_but(["tokenizer.model"], ["tokenizer.json", "vocab.json", "tokenizer.model"])
+)
 def test_vocabularies_of_millions_of_tokens_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

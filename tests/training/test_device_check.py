@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from builders import slow_but
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError
 from firstlight.generation import few_rows
@@ -74,39 +76,52 @@ def _one_thread() -> Iterator[None]:
 _FUNCTIONAL, _TENSOR = "torch.nn.functional", "torch.Tensor"
 
 
-@pytest.mark.parametrize(
-    "kernel, operation",
-    [
-        ("aten::embedding", f"{_FUNCTIONAL}.embedding"),
-        ("aten::embedding_dense_backward", f"the backward pass of {_FUNCTIONAL}.embedding"),
-        ("aten::native_layer_norm", f"{_FUNCTIONAL}.layer_norm"),
-        ("aten::native_layer_norm_backward", f"the backward pass of {_FUNCTIONAL}.layer_norm"),
-        ("rms_norm", f"{_FUNCTIONAL}.rms_norm"),
-        ("aten::addmm", "torch.addmm"),
-        ("aten::mm", "the backward pass of torch.addmm"),
-        ("aten::cos", f"{_TENSOR}.cos"),
-        ("aten::sin", f"{_TENSOR}.sin"),
-        ("aten::neg", f"{_TENSOR}.neg"),
-        ("aten::cat", "torch.cat"),
-        ("attention", f"{_FUNCTIONAL}.scaled_dot_product_attention"),
-        ("attention_backward", f"the backward pass of {_FUNCTIONAL}.scaled_dot_product_attention"),
-        ("aten::gelu", f"{_FUNCTIONAL}.gelu"),
-        ("aten::gelu_backward", f"the backward pass of {_FUNCTIONAL}.gelu"),
-        ("aten::silu", f"{_FUNCTIONAL}.silu"),
-        ("aten::silu_backward", f"the backward pass of {_FUNCTIONAL}.silu"),
-        ("aten::_log_softmax", f"{_FUNCTIONAL}.cross_entropy"),
-        ("aten::nll_loss_backward", f"the backward pass of {_FUNCTIONAL}.cross_entropy"),
-        ("firstlight::linear_cross_entropy", "firstlight.linear_cross_entropy.default"),
-        ("aten::_foreach_norm", "_foreach_norm"),
-        ("aten::_foreach_mul_", "_foreach_mul_"),
-        ("aten::_fused_adamw_", "_fused_adamw_"),
-        ("aten::index_put_", f"{_TENSOR}.__setitem__"),
-        ("aten::_softmax", f"{_TENSOR}.softmax"),
-        ("aten::argmax", f"{_TENSOR}.argmax"),
-    ],
+#: Kernel -> the operation that is named if the kernel is wrong.
+_OPERATIONS = {
+    "aten::embedding": f"{_FUNCTIONAL}.embedding",
+    "aten::embedding_dense_backward": f"the backward pass of {_FUNCTIONAL}.embedding",
+    "aten::native_layer_norm": f"{_FUNCTIONAL}.layer_norm",
+    "aten::native_layer_norm_backward": f"the backward pass of {_FUNCTIONAL}.layer_norm",
+    "rms_norm": f"{_FUNCTIONAL}.rms_norm",
+    "aten::addmm": "torch.addmm",
+    "aten::mm": "the backward pass of torch.addmm",
+    "aten::cos": f"{_TENSOR}.cos",
+    "aten::sin": f"{_TENSOR}.sin",
+    "aten::neg": f"{_TENSOR}.neg",
+    "aten::cat": "torch.cat",
+    "attention": f"{_FUNCTIONAL}.scaled_dot_product_attention",
+    "attention_backward": f"the backward pass of {_FUNCTIONAL}.scaled_dot_product_attention",
+    "aten::gelu": f"{_FUNCTIONAL}.gelu",
+    "aten::gelu_backward": f"the backward pass of {_FUNCTIONAL}.gelu",
+    "aten::silu": f"{_FUNCTIONAL}.silu",
+    "aten::silu_backward": f"the backward pass of {_FUNCTIONAL}.silu",
+    "aten::_log_softmax": f"{_FUNCTIONAL}.cross_entropy",
+    "aten::nll_loss_backward": f"the backward pass of {_FUNCTIONAL}.cross_entropy",
+    "firstlight::linear_cross_entropy": "firstlight.linear_cross_entropy.default",
+    "aten::_foreach_norm": "_foreach_norm",
+    "aten::_foreach_mul_": "_foreach_mul_",
+    "aten::_fused_adamw_": "_fused_adamw_",
+    "aten::index_put_": f"{_TENSOR}.__setitem__",
+    "aten::_softmax": f"{_TENSOR}.softmax",
+    "aten::argmax": f"{_TENSOR}.argmax",
+}
+
+#: Those of `make test`: forward, backward, loss, update, cache and choice.
+_QUICK = (
+    "aten::embedding",
+    "aten::mm",
+    "attention_backward",
+    "aten::silu",
+    "firstlight::linear_cross_entropy",
+    "aten::_fused_adamw_",
+    "aten::index_put_",
+    "aten::argmax",
 )
-def test_device_with_a_wrong_kernel_is_told_with_its_operation(
-    kernel: str, operation: str, monkeypatch: pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize("kernel", slow_but(_QUICK, _OPERATIONS))
+def test_device_with_a_wrong_kernel_names_its_operation(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_check, "_advice", lambda *_: "advice")
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -118,7 +133,7 @@ def test_device_with_a_wrong_kernel_is_told_with_its_operation(
     }
     with WrongKernels(*kernels.get(kernel, (kernel,))):
         problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
-    assert f"computes wrong values in fp32: {operation} is " in problem
+    assert f"computes wrong values in fp32: {_OPERATIONS[kernel]} is " in problem
     assert problem.endswith("off fp64 on the CPU (bound 0.1%): advice")
 
 
@@ -186,7 +201,7 @@ def test_right_device_passes(precision: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_no_operation_of_a_right_device_is_told(precision: str) -> None:
+def test_right_device_names_no_operation(precision: str) -> None:
     fault = device_check._wrong_operation(CPU, CheckedKeys(precision))
     assert fault.startswith("no operation alone")
 
@@ -216,6 +231,15 @@ def _recipe(**run: Any) -> ResolvedRecipe:
     return plain_recipe({"data": data, "model": _MODEL, "efficiency": efficiency, "run": run})
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The properties of `GPU` in torch."""
+    properties = SimpleNamespace(uuid="first")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return properties
+
+
+@pytest.mark.usefixtures("gpu")
 def test_gpu_of_a_run_is_checked_until_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
     problem = "the GPU computes wrong values: use another"
@@ -243,16 +267,55 @@ def test_gpu_of_a_run_is_checked_until_it_has_passed(monkeypatch: pytest.MonkeyP
 
 
 def test_file_of_a_passed_device_is_another_for_each_device_torch_and_setting(
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [
         device_check._passed_file(hardware, keys)
         for hardware in (CPU, GPU)
         for keys in (CheckedKeys("fp32"), CheckedKeys("bf16"), CheckedKeys("bf16", "plain"))
     ]
+    gpu.uuid = "second"  # of the same name
+    paths.append(device_check._passed_file(GPU, CheckedKeys("fp32")))
     monkeypatch.setattr(torch, "__version__", "99.0")
     paths.append(device_check._passed_file(CPU, CheckedKeys("fp32")))
     assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_cache_that_can_not_be_read_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", fail)
+    assert not device_check._has_passed(GPU, CheckedKeys("fp32"))
+
+
+def test_device_without_free_memory_is_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(device_check, "_error", fail)
+    problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
+    assert problem == (
+        f"cpu ({CPU.name}) has too little free memory to be checked: end the other programs that "
+        "use it"
+    )
+
+
+def test_gpu_that_torch_has_no_code_for_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find(name: str) -> Hardware:
+        if name == "cuda:0":
+            raise ConfigError("no code")
+        return CPU
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(device_check, "find_hardware", find)
+    monkeypatch.setattr(device_check, "check_device", lambda *_: {"problem": None})
+    found = [check["problem"] for check in device_check.check_machine(lambda _: None)]
+    assert found.count("no code") == 1
+    assert found.count(None) == len(found) - 1 >= 2
 
 
 def test_run_on_a_wrong_gpu_is_refused_before_its_folder_is_made(

@@ -166,6 +166,7 @@ def test_a_run_without_a_line_of_its_warm_up_is_judged_by_its_recipe(tmp_path: P
         assert found_in(folder) == expected
 
 
+@pytest.mark.slow
 def test_reports_say_it(tmp_path: Path) -> None:
     over = run_of(tmp_path / "over", falling(60), val={40: 4.0, 60: 4.25})
     lost = run_of(tmp_path / "lost", [6.9, *([5000.0] * 59)])

@@ -213,6 +213,7 @@ def test_an_epoch_of_a_ramp_has_more_steps(recipe: dict[str, Any]) -> None:
     assert resolved.batch.schedule(32).before(result.step) >= rows
 
 
+@pytest.mark.slow
 def test_the_report_draws_rate_and_batch(recipe: dict[str, Any]) -> None:
     plain = named(recipe, "plain")
     plain["batch"] = {"micro_batch_size": 2}

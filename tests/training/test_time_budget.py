@@ -838,6 +838,7 @@ def test_a_checkpoint_alone_knows_the_decision(recipe: dict[str, Any], machine: 
     assert train(recipe, resume=True).step == decision["max_steps"]
 
 
+@pytest.mark.slow
 def test_the_report_tells_the_decision(recipe: dict[str, Any], machine: Machine) -> None:
     stop_after(recipe, 30)
     run = read_run(folder_of(recipe))

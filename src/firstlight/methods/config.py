@@ -34,8 +34,9 @@ class EfficiencyConfig(Section):
     inputs of fp32 matrix products to 10 bits on GPUs that have it. "bf16" is autocast: parameters,
     moments and the loss stay in fp32, matrix products run in bf16. "bf16_params" keeps the
     parameters that the model computes with in bf16 and fp32 master weights in the optimizer. "fp16"
-    is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix products of the layers in
-    fp8 (torchao; GPUs from compute capability 8.9)."""
+    is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix products of linear layers
+    of at least 4 million weights in fp8 (torchao; GPUs from compute capability 8.9); experts of
+    mixtures stay in bf16."""
     bf16_residual: bool = False
     """keep the residual stream, to which each layer adds, in bf16 between the layers instead of
     fp32: faster, and less memory of activations. Norms still compute in fp32. With precision "bf16"

@@ -145,7 +145,7 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
 
 
 #: Number of activations whose copies run beside the computation, in each direction.
-_COPIES_BESIDE = 2
+COPIES_BESIDE = 2
 
 #: A tensor on the GPU, and the event at the end of its copy.
 _Copy = tuple[Tensor, torch.cuda.Event]
@@ -172,12 +172,12 @@ class _Activation:
 
 
 class _Copies:
-    """Copies of activations from a GPU to page-locked memory and back, on a stream of their own.
+    """Copies of activations from a GPU to page-locked memory and back, on a separate stream.
 
     All tensors on the GPU are allocated by the stream of the computation, which waits for the end
-    of a tensor's copy before the tensor is dropped: what gets its memory later comes after that
-    wait. (With `Tensor.record_stream`, memory would not be free again before the host sees the end
-    of a copy, and a host that runs ahead would take more for each layer.)
+    of a tensor's copy before the tensor is dropped: memory reused later is therefore written after
+    the copy. (With `Tensor.record_stream`, memory would not be free again before the host sees the
+    end of a copy, and a host that runs ahead would take more for each layer.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -190,9 +190,14 @@ class _Copies:
 
     def take(self, tensor: Tensor) -> _Activation:
         """Start the copy of an activation to page-locked memory."""
+        # Where values have gaps, as in a view of one product for q, k and v, torch would copy them
+        # through pageable memory, for which the host waits. A GPU first makes them dense.
+        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        tensor = tensor.detach() if dense else tensor.detach().contiguous()
         kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        # Without the graph, which a failed pass leaves here until the next one.
         self._leaving.append((tensor, self._copy(kept, tensor)))
-        self._drop(self._leaving, _COPIES_BESIDE)
+        self._drop(self._leaving, COPIES_BESIDE)
         activation = _Activation(kept, self._device, self._last)
         self._last = weakref.ref(activation)
         return activation
@@ -202,7 +207,7 @@ class _Copies:
         self._drop(self._leaving, 0)
         activation.is_back = False
         following: _Activation | None = activation
-        for _ in range(1 + _COPIES_BESIDE):
+        for _ in range(1 + COPIES_BESIDE):
             if following is None:
                 break
             if following.back is None and not following.is_back:
@@ -214,7 +219,8 @@ class _Copies:
         tensor, event = activation.back
         activation.back, activation.is_back = None, True
         torch.cuda.current_stream(self._device).wait_event(event)
-        self._drop(self._arriving, _COPIES_BESIDE)
+        # After the pass's last activation, the next pass would find those of this one.
+        self._drop(self._arriving, COPIES_BESIDE if activation.before() else 0)
         return tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:

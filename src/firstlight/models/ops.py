@@ -156,16 +156,19 @@ def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
     if product_dtype(q_BHTD) not in (torch.float16, torch.bfloat16) or gpu.major < 8:
         return False
     has_flash, has_cudnn = _enabled_kernels()
-    if options.mask is None and size <= 256 and has_flash:
+    # Multiprocessors with less shared memory lack flash attention's backward pass.
+    has_less = (8, 6) <= (gpu.major, gpu.minor) <= (8, 9) or gpu.major == 12
+    no_backward = has_less and (192 < size <= 224 or (size > 224 and options.dropout > 0))
+    learns = torch.is_grad_enabled() and q_BHTD.requires_grad
+    if options.mask is None and size <= 256 and has_flash and not (learns and no_backward):
         return True
     # With cuDNN 9.15.1 or later, which comes with torch's wheels for CUDA 13. (torch.compile can't
     # trace a call for the version.)
     cuda_version = int((torch.version.cuda or "0").partition(".")[0])
     prefers_cudnn = gpu.major in (9, 10) and cuda_version >= 13 and not _CUDNN_IS_LAST
-    # Without gradients, texts may have any length: see `methods.attention.varying_lengths`.
-    is_training = torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
     fits = size <= 128 and size % 8 == 0 and not options.dropout
-    return prefers_cudnn and has_cudnn and is_training and fits
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return prefers_cudnn and has_cudnn and fits and not is_deterministic
 
 
 # torch.compile can't trace these calls.

@@ -46,7 +46,8 @@ class Adafactor(ForeachOptimizer):
             at most 0.
         threshold: upper bound of the root mean square of an update, before `lr` is applied.
         foreach: True runs each operation over all parameters of a group at once, with temporary
-            copies as large as the parameters; False updates parameter by parameter.
+            copies as large as the parameters; False updates lists of small parameters on a GPU, and
+            other parameters one by one.
     """
 
     def __init__(

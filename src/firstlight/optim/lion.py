@@ -17,7 +17,6 @@ from firstlight.optim.spec import (
     OptimizerSpec,
     decay_cautiously,
     factor_unless,
-    lerp_unless,
 )
 
 
@@ -33,7 +32,8 @@ class Lion(ForeachOptimizer):
         lr: distance that every number with a gradient moves in a step, without the weight decay.
         betas: (beta1, weight of the moment in the update; beta2, its weight in the next moment).
         foreach: True runs each operation over all parameters of a group at once, with a temporary
-            copy as large as the parameters; False updates parameter by parameter.
+            copy as large as the parameters; False updates lists of small parameters on a GPU, and
+            other parameters one by one.
         cautious: True applies weight decay by `decay_cautiously`.
     """
 
@@ -81,11 +81,13 @@ class Lion(ForeachOptimizer):
             torch._foreach_lerp_(moments, gradients, 1 - beta2)
         else:
             for moment, gradient in zip(moments, gradients, strict=True):
-                lerp_unless(skips, moment, gradient, 1 - beta2)
+                # Into the gradient, which nothing reads any more, instead of another copy.
+                torch.lerp(moment, gradient, 1 - beta2, out=gradient)
+                torch.where(skips, moment, gradient, out=moment)
 
 
 def _lion(groups: Groups, config: Any) -> Lion:
-    # "auto" is parameter by parameter: the copy of foreach would take the memory that Lion saves.
+    # Not with "auto": the copy of foreach would take the memory that Lion saves.
     foreach = config.implementation == "foreach"
     return Lion(
         groups,

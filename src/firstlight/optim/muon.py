@@ -24,6 +24,7 @@ from firstlight.optim.dtensors import (
     shard_like,
 )
 from firstlight.optim.spec import (
+    LIST_VALUES,
     Groups,
     Layout,
     OptimizerKeys,
@@ -120,10 +121,6 @@ def neuron_factors(
     mean = (squares * inverse.square()).mean((-2, -1), keepdim=True)
     return inverse / (mean.sqrt() + _EPS)
 
-
-#: Greatest number of values of matrices that are stacked for one update: up to half a GiB of
-#: temporary copies. Larger matrices keep a GPU busy one by one.
-_STACKED_VALUES = 1 << 23
 
 #: A parameter and its group.
 _Pair = tuple[Tensor, dict[str, Any]]
@@ -240,7 +237,8 @@ class Muon(torch.optim.Optimizer):
                 key = (id(group), parameter.shape, parameter.dtype, done)
             found.setdefault(key, []).append((parameter, group))
         for stack in found.values():
-            most = max(_STACKED_VALUES // stack[0][0].numel(), 1)
+            # A stack takes up to half a GiB of temporary copies.
+            most = max(LIST_VALUES // stack[0][0].numel(), 1)
             for start in range(0, len(stack), most):
                 yield stack[start : start + most]
 

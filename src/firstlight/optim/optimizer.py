@@ -219,7 +219,10 @@ class Optimizer:
                 dict(itertools.islice(items, len(some)))
                 for some in in_lists(updated.values(), most)
             ]
-        self._list_of = {name: tuple(part) for part in parts for name in part}
+        #: The list with which a parameter is updated in the backward pass.
+        self._list_of = {
+            name: names for names in map(tuple, parts if in_backward else ()) for name in names
+        }
         kinds = parameter_kinds(model)
         self._parts = [one for part in parts for one in make_optimizers(part, kinds, config)]
         self._peaks = [

@@ -12,6 +12,8 @@ import contextlib
 import functools
 import gc
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -29,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from firstlight.hardware.device import Hardware
 from firstlight.methods import EfficiencyConfig, LossFunction
+from firstlight.methods.memory import COPIES_BESIDE
 from firstlight.optim.eight_bit import quiet_import
 from firstlight.optim.optimizer import Optimizer
 from firstlight.planner.memory.kernels import Target
@@ -586,18 +589,26 @@ def host_activations(
     loss_sum: LossFunction, model: nn.Module, tracer: Tracer, target: Target
 ) -> LossFunction:
     """`methods.memory.offloaded_activations` on fake tensors: for a GPU, the activations of the
-    forward pass are counted in the host's memory; on a CPU, they are a copy in the same memory."""
+    forward pass are counted in the host's memory, but for those whose copies run beside the
+    computation; on a CPU, they are a copy in the same memory."""
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
     # Kept alive as long as ids are compared: otherwise another storage could get the same id.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
+    leaving: deque[Tensor] = deque(maxlen=COPIES_BESIDE)
+    last: Callable[[], _Offloaded | None] | None = None
 
     def pack(tensor: Tensor) -> Any:
+        nonlocal last
         if id(tensor.untyped_storage()) in weights or tensor.numel() < _OFFLOADED_ELEMENTS:
             return tensor
         if target.kind == "cpu":
             return _Offloaded(torch.empty_like(tensor))
         tracer.move_to_host(tensor.numel() * tensor.element_size())
-        return _Offloaded(None, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        leaving.append(tensor.detach())
+        layout = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        packed = _Offloaded(None, *layout, before=last)
+        last = weakref.ref(packed)
+        return packed
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -605,9 +616,18 @@ def host_activations(
         if packed.copy is not None:
             copy: Tensor = packed.copy
             return copy
-        made = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype)
-        tracer.move_to_host(-made.numel() * made.element_size())
-        return made
+        leaving.clear()
+        following = packed
+        for _ in range(1 + COPIES_BESIDE):
+            if following is not None and following.on_device is None:
+                made = torch.empty_strided(following.shape, following.stride, dtype=following.dtype)
+                tracer.move_to_host(-made.numel() * made.element_size())
+                following.on_device = made
+            before = following and following.before
+            following = before and before()
+        tensor: Tensor = packed.on_device
+        packed.on_device = None
+        return tensor
 
     def offloaded(*args: Any, **kwargs: Any) -> Tensor:
         assert kept
@@ -617,14 +637,16 @@ def host_activations(
     return offloaded
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Offloaded:
-    """A tensor in the host's memory, or its copy on a CPU."""
+    """A tensor in the host's memory, or its copy on a CPU. See `methods.memory._Activation`."""
 
     copy: Tensor | None
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    before: Callable[[], _Offloaded | None] | None = None
+    on_device: Tensor | None = None
 
 
 #: Hardware that the traced program gets: a CPU with a PiB of memory, and with bf16.

@@ -16,6 +16,7 @@ from firstlight.methods import autocast, same_bits
 from firstlight.methods.attention import varying_lengths
 from firstlight.models import build_model
 from firstlight.models.ops import MaskFunction
+from firstlight.optim import optimizer, spec
 from firstlight.optim.eight_bit import compiles_update
 from firstlight.planner.memory.kernels import Target, this_cpu
 from firstlight.planner.memory.layers import (
@@ -40,6 +41,7 @@ from firstlight.planner.memory.program import (
     marked_log_probs,
     marked_loss,
     optimizer_phases,
+    replaced,
     stubbed_compiler,
     uncompiled,
     watch_program,
@@ -300,12 +302,16 @@ def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
 def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
     """Context in which everything is traced: the tracer, the recipe's program, and a batch."""
     recipe, tracer = planned.recipe, Tracer()
+    lists = (lambda _: spec.LIST_VALUES) if target.kind == "cuda" else spec.list_values
     with (
         fake_tensors(),
         tracer,
         optimizer_phases(tracer),
         # Deterministic runs have no cuDNN attention either.
         varying_lengths() if recipe.run.deterministic else contextlib.nullcontext(),
+        # The tensors here are those of a CPU.
+        replaced(spec, "list_values", lists),
+        replaced(optimizer, "list_values", lists),
         kernels_of(target, planned.kernel),
     ):
         model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
