@@ -45,15 +45,16 @@ CONVERSATION = [
 #: Greatest differences that were measured, as the same fraction:
 #:
 #:     format   random models   stories260K
-#:     f16      0.0041          0.0006
+#:     f16      0.0127          0.0006
 #:     bf16     0.037           0.005
 #:     q8_0     0.073           0.016
 #:
 #: f32 allows for sums that are taken in another order. The random models are 30 of each family,
-#: with 2 to 4 layers and width 64; rounding errors add up more in them than in trained models.
+#: with 2 to 4 layers and width 64; rounding errors add up more in them than in trained models, and
+#: most in the states of linear attention (without them, 0.0041 in f16).
 #: Limits are three times their differences. The limit of bf16 is larger because models of width 10
 #: with heads of size 2 reach 0.13.
-TOLERANCES = {"f32": 3e-5, "f16": 0.0125, "bf16": 0.2, "q8_0": 0.22}
+TOLERANCES = {"f32": 3e-5, "f16": 0.04, "bf16": 0.2, "q8_0": 0.22}
 
 #: Greatest rounding error of a weight in the same formats, as (fraction of its tensor's largest
 #: absolute value, absolute error of subnormal numbers); the two are added.
