@@ -83,6 +83,16 @@ def no_flush() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_compile_times(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Times of compiling are neither those of earlier runs on this machine nor kept for later ones.
+    The other files of the cache, which take long to build, stay."""
+    folder = tmp_path_factory.mktemp("compile-times")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("firstlight.hardware.compiling.cache_folder", lambda: folder)
+        yield
+
+
 class NoForecast:
     """A run's forecaster that forecasts nothing; see `planner.plan.processes.RunForecaster`."""
 

@@ -31,7 +31,7 @@ from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.planner.memory.kernels import Target, cuda_target
 from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.memory.recipe import trace_memory
-from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu
+from firstlight.planner.speed.gpu import BOUNDS, DEFAULT_SHARES, MeasuredGpu, measured_gpu
 from firstlight.planner.speed.throughput import all_micro_batches, exchange_of, workload_of
 from firstlight.recipe import parse_resolved_recipe
 
@@ -134,13 +134,17 @@ def fit(lines: Sequence[Mapping[str, Any]], folder: Path) -> str:
     contexts = [
         row["context_mib"] for line in lines for row in line["rows"] if "context_mib" in row
     ]
+    known = measured_gpu(gpu)
+    context = None if known is None else known.context_bytes
+    if contexts:
+        context = round(statistics.median(contexts) * _MIB)
     measured = MeasuredGpu(
         constants=constants,
         error=percentile(sizes, 0.95),
         fitted=len(fitted),
         held_out=len(held_out),
         torch=last["torch"],
-        context_bytes=round(statistics.median(contexts) * _MIB) if contexts else None,
+        context_bytes=context,
     )
     places = [folder / MEASURED_NAME]
     places += [] if last["dry"] else [cache_folder() / "calibration" / "gpus.json"]

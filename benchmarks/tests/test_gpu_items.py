@@ -20,7 +20,7 @@ from firstlight.hardware.device import Hardware
 from firstlight.hardware.gpus import find_gpu
 from firstlight.planner.memory.kernels import cuda_target
 from firstlight.planner.memory.recipe import trace_memory
-from firstlight.planner.speed.gpu import read_measured
+from firstlight.planner.speed.gpu import measured_gpu, read_measured
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.conflicts import require_combination
 
@@ -154,6 +154,18 @@ def test_fit_writes_constants_and_shows_errors_of_memory_and_speed(
     assert (measured.fitted, measured.held_out, measured.torch) == (2, 2, "2.13")
     assert measured.context_bytes == 599 * 2**20
     assert not (tmp_path / "cache" / "calibration").exists(), "a dry run is for no planner"
+
+
+def test_fit_without_measured_contexts_keeps_the_known_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    known = measured_gpu(find_gpu("H100"))
+    assert known is not None
+    lines = [line for line in _lines("a CPU", dry=True) if line["item"] != "J"]
+    planner.fit(lines, tmp_path)
+    (measured,) = read_measured(tmp_path / "measured_gpus.json").values()
+    assert measured.context_bytes == known.context_bytes
 
 
 def test_fit_without_measured_configurations_is_refused(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
 from firstlight.from_texts.choices import candidate_shapes, choose, choose_vocabulary
-from firstlight.from_texts.plan import Choices, expected_range
+from firstlight.from_texts.plan import Choices, expected_range, run_lines
 from firstlight.from_texts.request import request_of
 from firstlight.from_texts.run_folder import commented_yaml
 from firstlight.from_texts.scan import CorpusFacts, estimated_text
@@ -124,8 +124,10 @@ def test_the_time_of_small_steps_counts_when_a_model_is_chosen() -> None:
         (30.0, {}, (False, False)),
         (110.0, {}, (True, True)),
         (110.0, {"efficiency.compile": False}, (False, False)),
-        (110.0, {"efficiency.compile_regional": False}, (True, False)),
+        (150.0, {"efficiency.compile_regional": False}, (True, False)),
         (30.0, {"efficiency.compile": True}, (True, False)),
+        (30.0, {"efficiency.precision": "fp8"}, (True, True)),
+        (110.0, {"distributed.engine": "deepspeed"}, (False, False)),
     ],
     ids=str,
 )
@@ -147,6 +149,14 @@ def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
     evaluated = 1 - defaults.EVALUATION_SHARE
     assert found.tokens == pytest.approx(rate * (seconds - chosen.seconds) * evaluated, rel=0.02)
     assert found.seconds == pytest.approx(seconds, rel=0.02)
+    line = next(run_lines(found, machine, "the text"))
+    assert (f"x {chosen.gain:.2f} expected by compiling" in line) is compiles
+
+
+def test_model_of_a_run_that_has_no_time_to_compile_is_not_the_largest() -> None:
+    machine = dataclasses.replace(MACHINE, compiler=Compiler("cpu", device="", cores=2))
+    found = choose(TEXT, machine, Length(5.0), {"efficiency.compile": True})
+    assert found.parameters <= choose(TEXT, MACHINE, Length(5.0)).parameters
 
 
 def test_long_runs_have_longer_sequences() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ H100 = Compiler("cuda", "H100", cores=16)
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    folder = tmp_path / "cache"
+    monkeypatch.setattr("firstlight.hardware.compiling.cache_folder", lambda: folder)
+    return folder
 
 
 def seconds_of(compiler: Compiler, size: tuple[int, int]) -> list[float]:
@@ -33,23 +33,26 @@ def test_ways_to_compile_without_stored_times_have_the_usual_ones() -> None:
 
 
 def test_compiling_beside_other_programs_takes_longer() -> None:
-    assert seconds_of(replace(H100, is_busy=True), (768, 12)) == [32.0, 112.0]
+    assert [way.seconds for way in H100.ways((768, 12), is_busy=True)] == [32.0, 112.0]
 
 
 def test_gain_on_a_cpu_is_less_for_wide_models() -> None:
     gains = [Compiler("cpu", "", 2).ways((width, 4))[0].gain for width in (64, 192, 768)]
     assert gains == sorted(gains, reverse=True)
     assert gains[-1] > 1
+    regional, whole = Compiler("cpu", "", 2).ways((64, 4))
+    assert regional.gain < whole.gain  # so that long runs compile the whole model
 
 
-def test_remembered_time_is_that_of_its_model_and_scales_those_of_others() -> None:
-    H100.remember((768, 12), 56.0, regional=False, cold=True)
-    assert seconds_of(H100, (768, 12)) == [8.0, 56.0]
-    assert seconds_of(H100, (512, 8)) == [8.0, pytest.approx(2 * 20.0)]
-    # With its code in inductor's cache, which says nothing about other models.
-    H100.remember((768, 12), 3.2, regional=False, cold=False)
-    assert seconds_of(H100, (768, 12)) == [8.0, 3.2]
-    assert seconds_of(H100, (512, 8)) == [8.0, pytest.approx(2 * 20.0)]
+def test_remembered_time_scales_those_of_all_models_and_the_least_counts() -> None:
+    H100.remember((768, 12), 16.0, regional=True)
+    assert seconds_of(H100, (768, 12)) == [16.0, 56.0]
+    assert seconds_of(H100, (512, 8)) == [16.0, 40.0]
+    # Longer beside other programs.
+    H100.remember((768, 12), 280.0, regional=False)
+    assert seconds_of(H100, (768, 12)) == [16.0, 56.0]
+    H100.remember((512, 8), 30.0, regional=False)
+    assert seconds_of(H100, (768, 12)) == [12.0, 42.0]
     # Of another device, or elsewhere, nothing is remembered.
     for other in (Compiler("cuda", "A100", cores=16), Compiler("cuda", "", cores=16)):
         assert seconds_of(other, (768, 12)) == [8.0, 28.0]
@@ -61,13 +64,13 @@ def test_damaged_file_of_times_is_like_none(cache: Path, content: str) -> None:
     path = cache / "compile_times.json"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
     assert seconds_of(H100, (768, 12)) == [8.0, 28.0]
-    H100.remember((768, 12), 56.0, regional=False, cold=True)
-    assert seconds_of(H100, (768, 12)) == [8.0, 56.0]
+    H100.remember((768, 12), 56.0, regional=False)
+    assert seconds_of(H100, (768, 12)) == [16.0, 56.0]
 
 
 def test_cache_that_cannot_be_written_ends_nothing(cache: Path) -> None:
     cache.write_text("a file", encoding="utf-8")
-    H100.remember((768, 12), 56.0, regional=False, cold=True)
+    H100.remember((768, 12), 56.0, regional=False)
     assert seconds_of(H100, (768, 12)) == [8.0, 28.0]
 
 
@@ -78,3 +81,8 @@ def test_best_way_saves_more_than_the_time_of_compiling() -> None:
     assert best_way(ways, lambda one: 23.9 / one.gain) is NOT_COMPILED
     assert best_way(ways, lambda one: 24.1 / one.gain) is way
     assert best_way([way], lambda one: 1.0 / one.gain) is way
+
+
+def test_time_that_compiling_would_take_leaves_a_tenth_for_steps() -> None:
+    way = Compiling(True, seconds=10.0)
+    assert [way.left_of(seconds) for seconds in (30.0, 10.0, 5.0)] == [20.0, 1.0, 0.5]

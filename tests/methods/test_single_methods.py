@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import platform
+import sysconfig
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +40,9 @@ from firstlight.methods.attention import (
     varying_lengths,
 )
 from firstlight.methods.compilation import (
+    compile_time_recorder,
     find_compiler,
     keep_results,
-    remember_compiling,
     require_compiler,
     uses_cuda_graphs,
 )
@@ -520,28 +523,31 @@ def test_methods_leave_the_names_of_parameters_alone() -> None:
     assert list(model.state_dict()) == names
 
 
-def test_time_of_compiling_is_remembered_for_the_usual_backend_only(
+def test_time_of_compiling_is_recorded_for_the_usual_backend_and_an_empty_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr("firstlight.hardware.compiling.cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compilation, "can_compile", lambda _: True)
-    counters = torch._dynamo.utils.counters["inductor"]
-    monkeypatch.setitem(counters, "fxgraph_cache_miss", 1)
+    counters: Counter[str] = Counter(fxgraph_cache_miss=2, fxgraph_cache_hit=1)
+    monkeypatch.setitem(torch._dynamo.utils.counters, "inductor", counters)
     model = small_model().config
-    unusual = (
-        EfficiencyConfig(compile=False),
-        EfficiencyConfig(compile=True, compile_backend="aot_eager"),
-        EfficiencyConfig(compile=True, compile_mode="max-autotune"),
-    )
-    for config in unusual:
-        remember_compiling(config, CPU, model, 99.0)
+
+    def record(config: EfficiencyConfig, *, misses: int, hits: int) -> None:
+        recorder = compile_time_recorder(config, CPU, model)
+        counters.update(fxgraph_cache_miss=misses, fxgraph_cache_hit=hits)
+        recorder(99.0)
+
+    usual = EfficiencyConfig(compile=True, compile_regional=True)
+    record(EfficiencyConfig(compile=False), misses=1, hits=0)
+    record(EfficiencyConfig(compile=True, compile_backend="aot_eager"), misses=1, hits=0)
+    record(EfficiencyConfig(compile=True, compile_mode="max-autotune"), misses=1, hits=0)
+    record(usual, misses=1, hits=1)
+    record(usual, misses=0, hits=0)
     assert not list(tmp_path.iterdir())
-    remember_compiling(EfficiencyConfig(compile=True, compile_regional=True), CPU, model, 99.0)
+    record(usual, misses=1, hits=0)
     compiler = find_compiler(CPU)
     assert compiler is not None
-    seconds = {way.regional: way.seconds for way in compiler.ways((model.hidden_size, 77))}
-    assert seconds[True] == pytest.approx(99.0)  # as slow for all models
-    assert seconds[False] != 99.0
+    assert compiler.ways((77, 77))[0].seconds == pytest.approx(99.0)  # as slow for all models
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
@@ -787,6 +793,38 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="install g\\+\\+ or clang"):
         require_compiler(EfficiencyConfig(compile=True), CPU)
     require_compiler(EfficiencyConfig(compile=True, compile_backend="aot_eager"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("system", "headers", "openmp", "missing"),
+    [
+        ("Linux", True, False, ""),
+        ("Linux", False, False, "install python3-dev"),
+        ("Darwin", True, False, "brew install libomp"),
+        ("Darwin", True, True, ""),
+    ],
+)
+def test_compiler_without_headers_or_openmp_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    system: str,
+    headers: bool,
+    openmp: bool,
+    missing: str,
+) -> None:
+    monkeypatch.setattr("firstlight.methods.compilation.shutil.which", str)
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("OMP_PREFIX", str(tmp_path))
+    (tmp_path / "include").mkdir()
+    for path, is_there in ((tmp_path / "Python.h", headers), (tmp_path / "include/omp.h", openmp)):
+        if is_there:
+            path.touch()
+    assert compilation.can_compile(CPU.device) is not bool(missing)
+    if missing:
+        with pytest.raises(ConfigError, match=missing):
+            require_compiler(EfficiencyConfig(compile=True), CPU)
 
 
 def test_deterministic_mode_ends_with_the_step() -> None:

@@ -13,8 +13,8 @@ from firstlight.errors import ConfigError
 from firstlight.from_texts.choices import choose
 from firstlight.hardware.compiling import Compiler, Compiling
 from firstlight.methods import EfficiencyConfig
-from firstlight.methods.compilation import open_ways
 from firstlight.models import FAMILIES, LlamaConfig, ModelConfig
+from firstlight.parallel.engine import DistributedConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise import model as model_module
 from firstlight.planner.advise.defaults import new_model_rates
@@ -39,6 +39,7 @@ from firstlight.planner.advise.model import (
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.planner.plan.plan import optimizer_of_width
 from firstlight.recipe import parse_recipe
+from firstlight.recipe.resolve import open_ways
 
 _VOCAB, _ROW = 32000, 1024
 _LLAMA = LlamaConfig(
@@ -124,7 +125,7 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
 
         def open_to(config: ModelConfig, compiler: Compiler | None = compiler) -> list[Compiling]:
             size = config.hidden_size, config.num_hidden_layers
-            return open_ways(EfficiencyConfig(), compiler, size)
+            return open_ways(EfficiencyConfig(), DistributedConfig(), compiler, size)
 
         def rate(
             model: Suggestion, step: float, way: Compiling, machine: MachineFacts = machine
@@ -233,6 +234,13 @@ def test_little_text_is_read_four_times_by_a_model_that_does_not_memorize_it() -
         assert little.bits > much.bits
     enough = usual_text(_VOCAB, 1e12)
     assert suggest(rate_of(1e14), _MODELS, enough, seq_len=_ROW, seconds=1e5).config == much.config
+
+
+def test_time_that_compiling_would_take_still_decides_the_model() -> None:
+    slow = [Compiling(True, seconds=600.0)]
+    found = suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, seconds=60.0, ways=lambda _: slow)
+    plain = suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, seconds=60.0)
+    assert found.parameters <= plain.parameters < 1e9
 
 
 def test_a_budget_is_time_or_tokens() -> None:

@@ -12,13 +12,13 @@ import torch
 from firstlight.errors import ConfigError
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.choices import choose
-from firstlight.from_texts.machine import fitted_recipe
+from firstlight.from_texts.machine import facts_for_model, fitted_recipe
 from firstlight.from_texts.plan import run_lines
 from firstlight.from_texts.request import Request
 from firstlight.hardware.device import Hardware
 from firstlight.planner.advise import speed as speed_module
-from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
-from firstlight.planner.advise.speed import new_model_speed
+from firstlight.planner.advise.law import Hardness, Length, MachineFacts, ModelSize, TextFacts
+from firstlight.planner.advise.speed import _speed_recipe, new_model_speed
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.planner.speed.timed import StepTime
@@ -195,3 +195,20 @@ def test_a_plan_starts_as_many_products_as_its_optimizer(
     )
     # Seven matrices a layer: four of 64 x 64, two of 64 x F, and one of F x 64.
     assert products == 15 * stacks
+
+
+def test_speed_for_a_model_is_without_compiling_whatever_the_recipe_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The way to compile, whose gain multiplies it, is chosen afterwards."""
+    asked: list[Any] = []
+
+    def rate(recipe: ResolvedRecipe, _: Machine) -> float:
+        asked.append(recipe.efficiency.compile)
+        return 1e3
+
+    monkeypatch.setattr(machine_module, "predicted_rate", rate)
+    size = ModelSize(192, 4, 4096, 512)
+    recipe = resolve_for(_speed_recipe(size, 512), H100).with_keys("efficiency", compile=True)
+    facts_for_model(recipe, H100)
+    assert asked == [False, False]

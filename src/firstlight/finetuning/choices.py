@@ -194,7 +194,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     def tokens_at(rate: float, way: Compiling = NOT_COMPILED) -> float:
         if length.seconds is None:
             return length.tokens or most
-        left = max(length.seconds - way.seconds, 0.0)
+        left = way.left_of(length.seconds)
         return min(rate * left * (1 - defaults.EVALUATION_SHARE), most)
 
     # The batch is the one for full speed: a smaller one would make a GPU slower still.

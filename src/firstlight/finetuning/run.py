@@ -92,7 +92,7 @@ class TuningPlan(RunPlan):
         from firstlight.planner.plan.machine import with_changes
 
         def recipe_of(choices: Choices) -> ResolvedRecipe:
-            keys = ("batch.micro_batch_size", "efficiency.compile")
+            keys = "batch.micro_batch_size", "efficiency.compile", "efficiency.compile_regional"
             return with_changes(self.recipe, {key: choices[key] for key in keys})
 
         fixed = self.request.fixed

@@ -207,7 +207,7 @@ def _candidate(
     def tokens_at(rate: float, way: Compiling) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
-        left = length.seconds - way.seconds
+        left = way.left_of(length.seconds)
         return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
     batch, rate, way = batch_and_rate(

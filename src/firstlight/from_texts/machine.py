@@ -15,6 +15,7 @@ from firstlight.models.accounting import count_parameters, meta_model, train_flo
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.advise.speed import MEASURED, PREDICTED, predicted_rate, timed_rate
+from firstlight.planner.memory.program import uncompiled
 from firstlight.planner.plan.automatic import forecast_run
 from firstlight.planner.plan.estimate import estimate
 from firstlight.planner.plan.machine import Machine, resolve_for, with_changes
@@ -60,11 +61,13 @@ def fitting_choices(
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
-    """A machine and its speed for the model of a recipe, measured on a CPU, predicted for a GPU.
+    """A machine and its speed for the model of a recipe without torch.compile, measured on a CPU,
+    predicted for a GPU.
 
     Raises:
         ConfigError: the GPU's speed is unknown.
     """
+    recipe = uncompiled(recipe)
     kind, seq_len = machine.target.kind, recipe.data.seq_len
     frozen = recipe.lora is not None
     flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
@@ -77,14 +80,13 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
     else:
         rate, origin = predicted_rate(busy, machine), PREDICTED
         steps = [(flops, seq_len / predicted_rate(few, machine))]
-    usable, compiler = machine.usable_bytes, machine.compiler
     return MachineFacts(
         machine.name,
         kind,
         [(flops, rate)],
-        usable,
+        machine.usable_bytes,
         origin=origin,
-        compiler=compiler and replace(compiler, is_busy=is_busy),
+        compiler=machine.compiler,
         steps=steps,
         is_busy=is_busy,
     )

@@ -54,6 +54,8 @@ class Choices:
         bits_per_byte: lowest and highest expected bits per byte of held-out text; None for
             fine-tuning and for other optimizers than Muon, for which there is no estimate.
         advice: a sentence about the gain of more text; "" if the text is enough.
+        compile_gain: the part of `tokens_per_second` that torch.compile is expected to gain, as a
+            multiple; 1 for a run that is not compiled.
     """
 
     choices: Sequence[Choice]
@@ -65,6 +67,7 @@ class Choices:
     epochs: float
     bits_per_byte: tuple[float, float] | None = None
     advice: str = ""
+    compile_gain: float = 1.0
 
     @property
     def values(self) -> dict[str, Any]:
@@ -171,10 +174,16 @@ def compile_ways(
     """
     # Imported only here, because they import torch: the first line of `train TEXTS` comes before.
     from firstlight.methods import EfficiencyConfig
-    from firstlight.methods.compilation import open_ways
+    from firstlight.parallel.engine import DistributedConfig
+    from firstlight.recipe.resolve import open_ways
 
-    config = EfficiencyConfig.model_validate(given_keys("efficiency", fixed))
-    return open_ways(config, machine.compiler, size)
+    return open_ways(
+        EfficiencyConfig.model_validate(given_keys("efficiency", fixed)),
+        DistributedConfig.model_validate(given_keys("distributed", fixed)),
+        machine.compiler,
+        size,
+        is_busy=machine.is_busy,
+    )
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
@@ -227,8 +236,16 @@ class RunFacts:
             epochs: passes over the training data.
         """
         chosen = [one.unless_given(fixed) for one in items if not is_displaced(one.key, fixed)]
-        length = (self.tokens, self.steps, self.seconds)
-        return Choices(chosen, parameters, *length, self.rate, epochs)
+        return Choices(
+            chosen,
+            parameters,
+            self.tokens,
+            self.steps,
+            self.seconds,
+            tokens_per_second=self.rate,
+            epochs=epochs,
+            compile_gain=self.way.gain,
+        )
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
         """The micro-batch size in sequences, a divisor of the sequences of a step.
@@ -387,8 +404,11 @@ def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]
         speed: the machine.
         data: name of the training data, such as "the text".
     """
+    origin = speed.origin
+    if choices.compile_gain > 1:
+        origin += f", x {choices.compile_gain:.2f} expected by compiling"
     yield (
-        f"{speed.name} ({speed.origin}): {choices.tokens_per_second:,.0f} tokens/s for "
+        f"{speed.name} ({origin}): {choices.tokens_per_second:,.0f} tokens/s for "
         f"{rounded(choices.parameters)} parameters"
     )
     if speed.is_busy:

@@ -20,15 +20,15 @@ from firstlight.files.cache import cache_folder
 #: seconds for each of its layers, speed of a compiled step as a multiple, and the same for a step
 #: that takes the time of launching its kernels.
 #:
-#: Measured: on 2 cores of a CPU, the seconds (by processor time, beside other programs) and
-#: _CPU_WIDTH (1.18 times the speed for a width of 192); on an H100, 28 s and 2.07 times the speed
-#: for a whole GPT-2 124M. The other figures for GPUs are estimates from the numbers of kernels.
+#: Measured: on 2 cores of a CPU, 15 s, and 1.4 and 1.18 times the speed for widths of 64 and 192;
+#: on an H100, 28 s and 2.07 times the speed for a whole GPT-2 124M. The other figures for GPUs are
+#: estimates from the numbers of kernels.
 _USUAL = {
-    "cpu": {True: (13.0, 0.0, 1.0, 1.0), False: (14.0, 0.5, 1.0, 1.0)},
+    "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (8.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
-#: On a CPU, a compiled step has 1 + _CPU_WIDTH / width times the speed: products between which
-#: there is less to gain take most of the time of a wide model.
+#: On a CPU, a compiled step is faster by _CPU_WIDTH / (_CPU_WIDTH + width): products, between which
+#: there is less to gain, take most of the time of a wide model.
 _CPU_WIDTH = 40.0
 #: Compiling for a GPU takes this multiple on a machine with at most this number of cores.
 _SLOW_HOST, _FEW_CORES = 3.0, 4
@@ -57,6 +57,11 @@ class Compiling:
     gain: float = 1.0
     launch_gain: float = 1.0
 
+    def left_of(self, seconds: float) -> float:
+        """Seconds of a time that are left for steps: at least a tenth, so that models can be
+        compared even where compiling takes all of it."""
+        return max(seconds - self.seconds, 0.1 * seconds, 0.0)
+
 
 NOT_COMPILED = Compiling(False)
 
@@ -82,37 +87,36 @@ class Compiler:
 
     Attributes:
         kind: "cpu" or "cuda", the kind of the device that is compiled for.
-        device: name of a device of this machine, whose times are remembered; "" for another one.
+        device: name of a device of this machine, whose time is remembered; "" for another one.
         cores: number of cores of the machine.
-        is_busy: True if other programs use the cores.
     """
 
     kind: str
     device: str
     cores: int
-    is_busy: bool = False
 
-    def ways(self, size: tuple[int, int]) -> list[Compiling]:
-        """The ways to compile a model of a hidden size and a number of layers; not compiling is not
-        among them."""
-        times, found = self._times(), []
+    def ways(self, size: tuple[int, int], *, is_busy: bool = False) -> list[Compiling]:
+        """The ways to compile a model; not compiling is not among them.
+
+        Args:
+            size: hidden size and number of layers of the model.
+            is_busy: True if other programs use the cores.
+        """
+        multiple, found = self._times().get(self._key, 1.0), []
         for regional, (_, _, gain, launch_gain) in _USUAL[self.kind].items():
-            usual = times.get(self._key(regional), 1.0) * self._usual(regional, size)
-            seconds = times.get(self._key(regional, size), usual)
-            seconds *= _BUSY if self.is_busy else 1.0
+            seconds = multiple * self._usual(regional, size)
+            seconds *= _BUSY if is_busy else 1.0
             if self.kind == "cpu":
-                gain += _CPU_WIDTH / size[0]
+                gain += _CPU_WIDTH / (_CPU_WIDTH + size[0])
             found.append(Compiling(True, regional, seconds, gain, launch_gain))
         return found
 
-    def remember(
-        self, size: tuple[int, int], seconds: float, *, regional: bool, cold: bool
-    ) -> None:
-        """Keep the time that compiling a model took: for its size and, if nothing was in inductor's
-        cache (`cold`), as a multiple of the usual time for others."""
-        times = self._times() | {self._key(regional, size): seconds}
-        if cold:
-            times[self._key(regional)] = seconds / self._usual(regional, size)
+    def remember(self, size: tuple[int, int], seconds: float, *, regional: bool) -> None:
+        """Keep the time that compiling a model took, with nothing in inductor's cache, as a
+        multiple of the usual time. The least multiple counts: other programs, which may have begun
+        after the run, only make compiling slower."""
+        multiple, times = seconds / self._usual(regional, size), self._times()
+        times[self._key] = min(multiple, times.get(self._key, multiple))
         with contextlib.suppress(StorageError):  # a cache that can't be written ends no run
             make_folder(cache_folder())
             write_json(cache_folder() / _TIMES_NAME, times)
@@ -122,17 +126,16 @@ class Compiler:
         is_slow = self.kind == "cuda" and self.cores <= _FEW_CORES
         return (_SLOW_HOST if is_slow else 1.0) * (start + layer * size[1])
 
-    def _key(self, regional: bool, *size: tuple[int, int]) -> str:
-        part = "layer and loss" if regional else "model"
-        where = f"{self.device}, {self.cores} cores, torch {_torch_version()}"
-        return ", ".join([where, part, *(f"{layers} layers of {width}" for width, layers in size)])
+    @property
+    def _key(self) -> str:
+        return f"{self.device}, {self.cores} cores, torch {_torch_version()}"
 
     def _times(self) -> dict[str, float]:
-        """The remembered times; {} if there are none, or if the file is damaged."""
+        """The remembered multiples; {} if there are none, or if the file is damaged."""
         if not self.device:
             return {}
         try:
             text = (cache_folder() / _TIMES_NAME).read_text(encoding="utf-8")
-            return {key: float(seconds) for key, seconds in json.loads(text).items()}
+            return {key: float(multiple) for key, multiple in json.loads(text).items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}

@@ -6,8 +6,12 @@ import contextlib
 import functools
 import importlib.util
 import os
+import platform
 import shutil
+import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from firstlight.errors import ConfigError
-from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling
+from firstlight.hardware.compiling import Compiler
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
@@ -26,29 +30,53 @@ TRITON_CAPABILITY = (7, 0)
 
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
-    """Refuse to compile on a CPU without a C++ compiler, which inductor needs there.
+    """Refuse to compile on a CPU that lacks what inductor needs there.
 
     Raises:
-        ConfigError: there is no C++ compiler.
+        ConfigError: something is not installed.
     """
     needs_cpp = config.compile_backend == "inductor" and hardware.device.type == "cpu"
-    if needs_cpp and not can_compile(hardware.device):
-        raise ConfigError(
-            "efficiency.compile needs a C++ compiler on a CPU: install g++ or clang, "
-            "or set efficiency.compile to false"
-        )
+    if needs_cpp and (missing := _missing_on_cpu()):
+        raise ConfigError(f"efficiency.compile needs {missing}, or set efficiency.compile to false")
 
 
 def can_compile(device: torch.device) -> bool:
-    """True if torch.compile's inductor can work for a device. CUDA needs triton, and a GPU that
-    triton has code for; a CPU needs a C++ compiler. Other devices can't compile."""
+    """True if torch.compile's inductor can work for a device. CUDA needs triton, which needs a C
+    compiler and Python's headers, and a GPU that triton has code for; for a CPU see
+    `require_compiler`. Other devices can't compile."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
-        # Without a GPU here, this is about a planned one, whose capability is not known.
-        is_here = torch.cuda.is_available()
-        return not is_here or torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
-    return device.type == "cpu" and any(map(shutil.which, ("c++", "g++", "clang++")))
+        # Without a GPU here, this is about a planned one, whose host and capability are not known.
+        if not torch.cuda.is_available():
+            return True
+        has_c = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
+        is_new = torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
+        return has_c and is_new and _has_python_headers()
+    return device.type == "cpu" and not _missing_on_cpu()
+
+
+def _missing_on_cpu() -> str:
+    """What inductor lacks on a CPU, and how to install it; "" if nothing."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "a C++ compiler on a CPU: install g++ or clang"
+    if not _has_python_headers():
+        return "Python's headers on a CPU: install python3-dev, or your system's package of them"
+    # Apple's compiler lacks OpenMP. These are the places where inductor looks for it.
+    places = (
+        os.environ.get("OMP_PREFIX"),
+        os.environ.get("CONDA_PREFIX"),
+        "/opt/homebrew/opt/libomp",
+        "/usr/local/opt/libomp",
+    )
+    has_openmp = any(place and Path(place, "include", "omp.h").exists() for place in places)
+    if platform.system() == "Darwin" and "CXX" not in os.environ and not has_openmp:
+        return "OpenMP on a CPU: brew install libomp"
+    return ""
+
+
+def _has_python_headers() -> bool:
+    return Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
@@ -99,35 +127,27 @@ def needs_compiling(config: EfficiencyConfig) -> bool:
     )
 
 
-def open_ways(
-    config: EfficiencyConfig, compiler: Compiler | None, size: tuple[int, int]
-) -> list[Compiling]:
-    """The ways to compile a model, or not to, that a recipe leaves open.
+def compile_time_recorder(
+    config: EfficiencyConfig, hardware: Hardware, model: ModelConfig
+) -> Callable[[float], None]:
+    """A function that keeps the seconds of compiling for later runs, made before the first step.
 
-    Args:
-        config: the recipe's section.
-        compiler: torch.compile for the device; None if it does not work there.
-        size: hidden size and number of layers of the model.
+    It keeps nothing for a run without torch.compile, or with another backend or mode than the
+    default, and if inductor's cache had a part of the code.
     """
-    ways = [] if compiler is None else compiler.ways(size)
-    compiles = config.compile is True or needs_compiling(config)
-    if compiles or "compile_regional" in config.model_fields_set:
-        ways = [way for way in ways if way.regional == config.compile_regional]
-    if config.compile is False or not ways:
-        return [NOT_COMPILED]
-    return ways if compiles else [NOT_COMPILED, *ways]
-
-
-def remember_compiling(
-    config: EfficiencyConfig, hardware: Hardware, model: ModelConfig, seconds: float
-) -> None:
-    """Keep the time that compiling took for later runs; nothing for a run without torch.compile, or
-    with another backend or mode than the default."""
     compiler, how = find_compiler(hardware), (config.compile_backend, config.compile_mode)
-    if config.compile and compiler is not None and how == ("inductor", "default"):
-        size = model.hidden_size, model.num_hidden_layers
-        cold = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"] > 0
-        compiler.remember(size, seconds, regional=config.compile_regional, cold=cold)
+    if not config.compile or compiler is None or how != ("inductor", "default"):
+        return lambda _: None
+    counters = torch._dynamo.utils.counters  # of the whole process
+    before = Counter(counters["inductor"])
+
+    def record(seconds: float) -> None:
+        found = counters["inductor"] - before
+        if found["fxgraph_cache_miss"] and not found["fxgraph_cache_hit"]:
+            size = model.hidden_size, model.num_hidden_layers
+            compiler.remember(size, seconds, regional=config.compile_regional)
+
+    return record
 
 
 def records_cuda_graphs(config: EfficiencyConfig) -> bool:

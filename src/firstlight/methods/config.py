@@ -76,9 +76,9 @@ class EfficiencyConfig(Section):
     1 adds none. The rows beyond the vocabulary have no logits and are not exported."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the training step's forward and backward pass: fewer passes over memory, and
-    less of it. Costs seconds to a minute at the start; needs a C++ compiler on CPUs, triton on
-    GPUs. "auto" compiles if these are installed and the run is long enough to gain time, in short
-    runs with `compile_regional`."""
+    less of it. Costs seconds to a minute at the start; needs a C++ compiler and Python's headers on
+    CPUs, triton and a C compiler on GPUs. "auto" compiles if these are installed and the run is
+    long enough to gain time, in short runs with `compile_regional`."""
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = "inductor"
     """backend of torch.compile: "inductor"; "cudagraphs", torch's own kernels launched together as
     CUDA graphs, without a compiler; or "aot_eager" and "eager" to look for errors."""

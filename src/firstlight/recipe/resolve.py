@@ -20,7 +20,7 @@ import torch
 from firstlight.data.corpus import Kind
 from firstlight.data.loader import NO_MASKING
 from firstlight.errors import ConfigError
-from firstlight.hardware.compiling import Compiler, Compiling, best_way
+from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling, best_way
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.methods import (
     EfficiencyConfig,
@@ -28,7 +28,7 @@ from firstlight.methods import (
     resolve_precision,
 )
 from firstlight.methods.attention import GPU_BACKENDS
-from firstlight.methods.compilation import find_compiler, needs_compiling, open_ways
+from firstlight.methods.compilation import find_compiler, needs_compiling
 from firstlight.methods.precision import dtype_of, has_only_fp16_units
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import meta_model, train_flops_per_token
@@ -37,6 +37,7 @@ from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 from firstlight.optim.eight_bit import installed_library
 from firstlight.optim.new_model import MODEL, NEW_MODEL, RATE_WIDTH, WARMUP_RATIO
 from firstlight.optim.schedule import ScheduleConfig
+from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.engine_choice import named_engine
 from firstlight.recipe.micro_batch import resolve_micro_batch
 from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
@@ -318,10 +319,8 @@ def _resolve_efficiency(
         chosen["precision"] = earlier.get("precision", own)
     precision = chosen.get("precision", config.precision)
     if config.compile == "auto":
-        ways = ways_to_compile(recipe, model, facts.compiler)
-        if precision == "fp8":
-            # Uncompiled, the casts of fp8 take longer than its products save.
-            ways = [way for way in ways if way.compiles] or ways
+        size = model.hidden_size, model.num_hidden_layers
+        ways = open_ways(config, recipe.distributed, facts.compiler, size)
         way = ways[0]
         if len(ways) > 1 and (before := earlier.get("compile")) is not None:
             way = Compiling(before is True, earlier.get("compile_regional", False))
@@ -373,27 +372,42 @@ def _resolve_optimizer(
     return config.model_copy(update=chosen)
 
 
-def _is_whole(recipe: Recipe) -> bool:
+def _is_whole(parts: DistributedConfig) -> bool:
     """True without tensor and pipeline parallelism, so that each process computes all layers
     whole."""
-    return recipe.distributed.tensor_parallel * recipe.distributed.pipeline == 1
+    return parts.tensor_parallel * parts.pipeline == 1
 
 
-def ways_to_compile(
-    recipe: Recipe, model: ModelConfig, compiler: Compiler | None
+def open_ways(
+    config: EfficiencyConfig,
+    parts: DistributedConfig,
+    compiler: Compiler | None,
+    size: tuple[int, int],
+    *,
+    is_busy: bool = False,
 ) -> list[Compiling]:
-    """The ways to compile, or not to, that a recipe leaves open.
+    """The ways to compile a model, or not to, that a recipe leaves open.
 
     Args:
-        recipe: the recipe as written.
-        model: config of the model.
+        config, parts: the recipe's sections `efficiency` and `distributed`.
         compiler: torch.compile for the device; None if it does not work there.
+        size: hidden size and number of layers of the model.
+        is_busy: True if other programs use the cores.
     """
     # `conflicts.py` refuses compiling with other engines and with parts of layers.
-    if not _is_whole(recipe) or named_engine(recipe.distributed).updates_itself:
-        compiler = None
-    size = model.hidden_size, model.num_hidden_layers
-    return open_ways(recipe.efficiency, compiler, size)
+    is_refused = (
+        not _is_whole(parts)
+        or named_engine(parts).updates_itself
+        or parts.deepspeed_config is not None
+    )
+    ways = [] if compiler is None or is_refused else compiler.ways(size, is_busy=is_busy)
+    compiles = config.compile is True or needs_compiling(config)
+    if compiles or "compile_regional" in config.model_fields_set:
+        ways = [way for way in ways if way.regional == config.compile_regional]
+    if config.compile is False or not ways:
+        return [NOT_COMPILED]
+    # Uncompiled, the casts of fp8 take longer than its products save.
+    return ways if compiles or config.precision == "fp8" else [NOT_COMPILED, *ways]
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
@@ -408,7 +422,7 @@ def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precisio
         and model.vocab_size >= _LARGE_VOCABULARY
         and recipe.lora is None
         and recipe.preference is None
-        and _is_whole(recipe)
+        and _is_whole(recipe.distributed)
     )
     return 512 if worth_it else 0
 

@@ -24,7 +24,7 @@ from firstlight.errors import (
 )
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.hardware.environment import cores_are_busy, sharing_cores
-from firstlight.methods.compilation import remember_compiling
+from firstlight.methods.compilation import compile_time_recorder
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.load import with_deepspeed_file
@@ -303,6 +303,8 @@ def _watched(
     forecast, and to `on_step`. After a step it calls `freeze`, see `_frozen_objects`. It keeps the
     time of compiling as soon as a settled step shows it, unless other programs kept the cores busy
     when the run began."""
+    efficiency, model = run.recipe.efficiency, run.recipe.model
+    record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)
     is_busy = cores_are_busy()  # now: later the threads of the steps would count
 
     def watch(record: Mapping[str, Any]) -> None:
@@ -311,8 +313,7 @@ def _watched(
         run.bar.step(record)
         comparison.add(record)
         if run.times.settled_steps == 1 and run.engine.is_main and not is_busy:
-            efficiency, model = run.recipe.efficiency, run.recipe.model
-            remember_compiling(efficiency, run.program.hardware, model, run.times.compile_seconds)
+            record_compiling(run.times.compile_seconds)
         if on_step is not None and run.engine.is_main:
             on_step(record)
         freeze()

@@ -258,7 +258,7 @@ def suggest(
     def in_time(time: float | None) -> list[Suggestion]:
         def tokens_at(reached: float, way: Compiling) -> float:
             if time is not None:
-                return tokens_in_time(reached, time - way.seconds, text, epochs)
+                return tokens_in_time(reached, way.left_of(time), text, epochs)
             assert tokens is not None
             return tokens
 

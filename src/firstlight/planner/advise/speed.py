@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,15 +65,13 @@ def new_model_speed(machine: Machine) -> MachineFacts:
     rates = [
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
     ]
-    usable, origin = machine.usable_bytes, MEASURED if timed_tokens else PREDICTED
-    compiler = machine.compiler
     return MachineFacts(
         machine.name,
         kind,
         rates,
-        usable,
-        origin=origin,
-        compiler=compiler and replace(compiler, is_busy=is_busy),
+        machine.usable_bytes,
+        origin=MEASURED if timed_tokens else PREDICTED,
+        compiler=machine.compiler,
         steps=steps,
         is_busy=is_busy,
     )

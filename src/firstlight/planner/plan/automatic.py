@@ -220,7 +220,8 @@ def planned_elsewhere(
     """
     request = {
         "what": "plan",
-        "recipe": recipe.model_dump(mode="json"),
+        # Only the written keys: what is left out is open to the plan.
+        "recipe": recipe.model_dump(mode="json", exclude_unset=True),
         "device": str(hardware.device),
         "init_from": init_from,
     }

@@ -24,7 +24,7 @@ from firstlight.planner.speed.throughput import SpeedPrediction, estimate_speed
 from firstlight.planner.speed.timed import StepTime, time_step, timed_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
-from firstlight.recipe.resolve import attention_backend, ways_to_compile
+from firstlight.recipe.resolve import attention_backend, open_ways
 
 #: Seconds of timed steps after which an `Estimator` times no further candidates, and after which it
 #: times no further methods of the table.
@@ -169,7 +169,9 @@ class Estimator:
             return estimate
         recipe = estimate.recipe
         machine = candidate.machine
-        gain = ways_to_compile(recipe, recipe.model, machine.compiler)[0].gain
+        size = recipe.model.hidden_size, recipe.model.num_hidden_layers
+        ways = open_ways(recipe.efficiency, recipe.distributed, machine.compiler, size)
+        gain = ways[0].gain
         try:
             speed = estimate_speed(estimate.traced, recipe, machine)
             if speed is not None and recipe.efficiency.compile and _is_timed(machine):

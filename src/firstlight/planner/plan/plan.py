@@ -56,7 +56,7 @@ from firstlight.planner.plan.search import best_estimate, nearest_estimates, ope
 from firstlight.planner.speed.gpu import DEFAULT_SHARES, PACKET_BYTES
 from firstlight.planner.speed.timed import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
-from firstlight.recipe.resolve import ways_to_compile
+from firstlight.recipe.resolve import open_ways
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def _for_budget(
     epochs = largest_epochs(recipe)
     most_parameters = _most_parameters(recipe, machine)
     speed = new_model_speed(machine)
-    compiler = speed.compiler
+    compiler, is_busy = speed.compiler, speed.is_busy
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
@@ -367,7 +367,13 @@ def _for_budget(
             seconds=budget.seconds,
             tokens=budget.tokens,
             epochs=epochs,
-            ways=lambda model: ways_to_compile(written, model, compiler),
+            ways=lambda model: open_ways(
+                written.efficiency,
+                written.distributed,
+                compiler,
+                (model.hidden_size, model.num_hidden_layers),
+                is_busy=is_busy,
+            ),
         )
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
         # Every device needs at least one sequence of the batch.
@@ -534,7 +540,7 @@ def _in_time(
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
-        tokens = tokens_in_time(speed, budget.seconds - found.way.seconds, text, epochs)
+        tokens = tokens_in_time(speed, found.way.left_of(budget.seconds), text, epochs)
         steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, text)
         changes = {"schedule.max_steps": steps}
