@@ -552,13 +552,12 @@ def test_time_of_compiling_is_recorded_for_the_usual_backend_and_an_empty_cache(
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(
-    "z_loss_coef, chunk", slow_but([(0.1, 8)], itertools.product((0.0, 0.1), (0, 8)))
-)
+@pytest.mark.parametrize("sizes", slow_but([(0.1, 8)], itertools.product((0.0, 0.1), (0, 8))))
 def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
-    chunk: int, z_loss_coef: float
+    sizes: tuple[float, int],
 ) -> None:
     """With the graphs run as they are: inductor's kernels are compared in `test_methods.py`."""
+    z_loss_coef, chunk = sizes
 
     def found(regional: bool) -> tuple[Tensor, list[Tensor], int]:
         torch._dynamo.reset()
