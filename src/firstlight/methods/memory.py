@@ -218,9 +218,10 @@ class _Copies:
         assert activation.back is not None
         tensor, event = activation.back
         activation.back, activation.is_back = None, True
-        torch.cuda.current_stream(self._device).wait_event(event)
         # After the pass's last activation, the next pass would find those of this one.
-        self._drop(self._arriving, COPIES_BESIDE if activation.before() else 0)
+        beside = COPIES_BESIDE if activation.before() else 0
+        torch.cuda.current_stream(self._device).wait_event(event)
+        self._drop(self._arriving, beside)
         return tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
