@@ -191,7 +191,7 @@ def test_grouped_attention_as_on_a_gpu_without_kernels_for_groups_is_plain_atten
 def test_grouped_queries_go_only_to_kernels_that_are_enabled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hopper = SimpleNamespace(major=9)
+    hopper = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: hopper)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     q = torch.empty(1, 4, 8, 64, dtype=torch.bfloat16)
@@ -215,8 +215,13 @@ def test_grouped_queries_go_only_to_kernels_that_are_enabled(
     monkeypatch.setattr(ops, "_CUDNN_IS_LAST", True)
     assert taken() == (True, False)
     monkeypatch.setattr(ops, "_CUDNN_IS_LAST", False)
-    hopper.major = 8
+    hopper.major, hopper.minor = 8, 9
     assert taken() == (True, False)
+    # Flash attention has no backward pass for these heads there.
+    q = torch.empty(1, 4, 8, 208, dtype=torch.bfloat16, requires_grad=True)
+    assert taken() == (False, False)
+    with torch.no_grad():
+        assert taken() == (True, False)
 
 
 def test_positions_start_anew_in_each_document() -> None:
