@@ -177,7 +177,7 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
 
 @click.command("gpu")
 @path_option(
-    "--out", help="Measure, and append to lines.jsonl in this folder; go on with what it holds."
+    "--out", help="Measure, and append to lines.jsonl in this folder; continue with what it holds."
 )
 @bench_options(GPUBench, "seconds", "items", "device", "commit")
 @path_option(
@@ -204,7 +204,7 @@ def gpu_command(
     """Figures of firstlight on this machine's GPU, in calls of less than ten minutes.
 
     One process measures item after item, the most useful first, and appends a line to lines.jsonl
-    in --out after each; the same command goes on where the last one stopped.
+    in --out after each; the same command continues where the last one stopped.
     """
     if (out is not None) + bool(reported) + (fitted is not None) != 1:
         raise ConfigError(

@@ -566,6 +566,6 @@ def _llama_cpp(request: dict[str, Any]) -> Continue:
             token_ids.append(chosen[0])
         return first - start, time.perf_counter() - first, token_ids
 
-    # Logging goes on until the process ends, and the callback must live as long.
+    # llama.cpp logs until the process ends, so the callback must stay alive.
     continue_texts.silent = silent  # type: ignore[attr-defined]
     return continue_texts

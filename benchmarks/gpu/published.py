@@ -198,7 +198,7 @@ _KEPT = ("metrics.jsonl", "forecast.json", "report.png", "report.html")
 
 
 def real_run(bench: Bench) -> Iterator[Row]:
-    """`firstlight train stdlib --budget 3m` in a process of its own, from text to its report."""
+    """`firstlight train stdlib --budget 3m` in a separate process, from text to report."""
     dry = [str(Path(__file__).parent), "--steps", "2"]
     arguments = bench.pick(["stdlib", "--budget", "3m"], dry)
     yield attempt("as it is", functools.partial(_run_row, bench, arguments))

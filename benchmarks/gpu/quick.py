@@ -355,7 +355,7 @@ def bench_gpu(bench: GPUBench) -> Result:
         - "left": names of the items that are left for the next call
 
     Raises:
-        ConfigError: an option is invalid, or there is no GPU.
+        ConfigError: an option is invalid, or no GPU was found.
         StorageError: a file system error.
     """
     begun = time.time()

@@ -38,6 +38,7 @@ from firstlight.from_texts import new_model, preparation
 from firstlight.from_texts import scan as scan_module
 from firstlight.from_texts.choices import choose
 from firstlight.from_texts.new_model import TextPlan, counted_text
+from firstlight.from_texts.plan import Choices
 from firstlight.from_texts.request import Request, request_of
 from firstlight.from_texts.result import TextRun, first_words, result_lines
 from firstlight.from_texts.run import train_texts, work_of
@@ -477,6 +478,18 @@ def test_model_of_a_wrong_speed_is_saved_rather_than_chosen_again_after_a_signal
     assert run.training.checkpoint.is_dir()
 
 
+def plan_of(request: Request, speed: MachineFacts, text: TextFacts, choices: Choices) -> Any:
+    return TextPlan(
+        request=request,
+        scan=Mock(),
+        machine=Mock(),
+        speed=speed,
+        text=text,
+        vocabulary="",
+        choices=choices,
+    )
+
+
 @pytest.mark.usefixtures("after_one_step")
 @pytest.mark.parametrize(
     ("factor", "other", "told"),
@@ -496,15 +509,7 @@ def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open
     request = replace(Request(("texts",), 60.0), **other)
     speed = MachineFacts("two cores", "cpu", [(9e6, 1000.0)], 8 << 30)
     choices = choose(text, speed, Length(45.0))
-    plan: Any = TextPlan(
-        request=request,
-        scan=Mock(),
-        machine=Mock(),
-        speed=speed,
-        text=text,
-        vocabulary="",
-        choices=choices,
-    )
+    plan = plan_of(request, speed, text, choices)
     call = RunCall(tmp_path, time.time(), lines.append, progress=False)
     watch = new_model._FirstSteps(plan, call)
     rate = choices.tokens_per_second
@@ -522,15 +527,7 @@ def test_speed_of_a_compiled_run_is_that_of_its_steps_after_compiling(tmp_path: 
     speed = MachineFacts("two cores", "cpu", [(9e6, 1000.0)], 8 << 30, compiler=compiler)
     choices = choose(text, speed, Length(600.0))
     assert choices["efficiency.compile"]
-    plan: Any = TextPlan(
-        request=Request(("texts",), 620.0),
-        scan=Mock(),
-        machine=Mock(),
-        speed=speed,
-        text=text,
-        vocabulary="",
-        choices=choices,
-    )
+    plan = plan_of(Request(("texts",), 620.0), speed, text, choices)
     watch = new_model._FirstSteps(
         plan, RunCall(tmp_path, time.time(), lines.append, progress=False)
     )

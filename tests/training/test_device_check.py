@@ -128,7 +128,7 @@ def test_device_with_a_wrong_kernel_names_its_operation(
     kernels = {
         "attention": (attention,),
         "attention_backward": (f"{attention}_backward",),
-        # Some versions of torch have a kernel of their own.
+        # Some versions of torch have a fused kernel.
         "rms_norm": ("aten::rsqrt", "aten::_fused_rms_norm"),
     }
     with WrongKernels(*kernels.get(kernel, (kernel,))):
@@ -137,14 +137,14 @@ def test_device_with_a_wrong_kernel_names_its_operation(
     assert problem.endswith("off fp64 on the CPU (bound 0.1%): advice")
 
 
-def test_device_with_a_kernel_that_returns_nan_is_told_with_its_operation() -> None:
+def test_device_with_a_kernel_that_returns_nan_names_its_operation() -> None:
     with WrongKernels("aten::gelu", factor=math.nan):
         problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
     assert "torch.nn.functional.gelu is 100.0% off fp64" in problem
     assert problem.endswith(": use another version of torch")
 
 
-def test_device_without_a_kernel_is_told_with_the_error() -> None:
+def test_device_without_a_kernel_reports_the_error() -> None:
     class Missing(WrongKernels):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -161,13 +161,13 @@ def test_device_without_a_kernel_is_told_with_the_error() -> None:
     )
 
 
-def test_wrong_attention_kernel_is_told_with_attention_that_is_right() -> None:
+def test_wrong_attention_kernel_names_attention_that_passes() -> None:
     with WrongKernels("aten::_scaled_dot_product_flash_attention_for_cpu"):
         problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
     assert problem.endswith(": use efficiency.attention: blockwise or another version of torch")
 
 
-def test_wrong_kernel_in_bf16_is_told_with_a_precision_that_is_right() -> None:
+def test_wrong_kernel_in_bf16_names_a_precision_that_passes() -> None:
     class WrongInBf16(WrongKernels):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -182,7 +182,7 @@ def test_wrong_kernel_in_bf16_is_told_with_a_precision_that_is_right() -> None:
     assert problem.endswith(": use efficiency.precision: fp32 or another version of torch")
 
 
-def test_wrong_index_in_bf16_is_told_with_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_index_in_bf16_names_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_check, "_advice", lambda *_: "advice")
     with WrongKernels("aten::argmax"):
         problem = check_device(CPU, CheckedKeys("bf16"))["problem"]
@@ -206,7 +206,7 @@ def test_right_device_names_no_operation(precision: str) -> None:
     assert fault.startswith("no operation alone")
 
 
-def test_info_check_tells_each_device_and_fails_for_a_wrong_one(
+def test_info_check_lists_each_device_and_fails_for_a_wrong_one(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     passed = device_check._passed_file(CPU, CheckedKeys("fp32"))

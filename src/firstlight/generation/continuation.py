@@ -152,7 +152,7 @@ class Continuation:
         `token_ids`, and calls `choose_tokens` and `push` again.
 
         Args:
-            chosen: what `choose_tokens` returned for this text; an error is raised.
+            chosen: result of `choose_tokens` for this text; an error is raised.
 
         Raises:
             Exception: `chosen` is one.

@@ -379,7 +379,7 @@ class Optimizer:
         `found_inf` was 1. To be called before the gradients are freed."""
         for optimizer in self._torch_optimizers:
             if isinstance(optimizer, torch.optim.AdamW):
-                continue  # its kernel has not counted the update
+                continue  # its kernel does not count a skipped update
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None and "step" in optimizer.state[parameter]:
