@@ -71,8 +71,9 @@ def test_run_on_conversations_stopped_or_killed_ends_as_one_that_was_not(
         is_killed = stop[0] == "SIGKILL"
         said = (stop, first, second)
         assert (first["code"], second["code"]) == (-9 if is_killed else 75, 0), said
-        # The best evaluation so far, at step 10, is saved as well.
-        assert first["saved"] == (10 if is_killed else stop[2]), said
+        # The best evaluation so far, at step 10, is saved as well, in the background: a kill three
+        # steps later may come before that is done.
+        assert first["saved"] in ((8, 10) if is_killed else (stop[2],)), said
         # The steps after the checkpoint are made twice.
         expected = ["drawn again"] if is_killed else []
         assert differences(run_of(recipe), run_of(whole)) == expected, said
