@@ -82,6 +82,10 @@ def chatml(tokenizer: Tokenizer) -> Tokenizer:
         ({"Question": "a", "Answer": "b", "Context": " "}, say("a", "b")),
         ({"instruction": "a", "context": "x", "response": "b"}, say("a\n\nx", "b")),
         ({"system_prompt": "s", "question": "a", "response": "b"}, say("a", "b", system="s")),
+        (
+            {"question": "a", "answer": "b", "reasoning_content": "hm"},
+            [*say("a"), {"role": "assistant", "content": "b", "reasoning_content": "hm"}],
+        ),
         ({"input": "a", "output": "b", "history": say("c", "d")}, say("c", "d", "a", "b")),
         ({"conversation": [{"input": "a", "output": "b"}] * 2}, say("a", "b", "a", "b")),
         ({"messages": json.dumps(say("a", "b"))}, say("a", "b")),

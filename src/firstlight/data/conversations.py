@@ -88,10 +88,8 @@ _ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.sp
 _ROLES |= {name: name for name in _TOOL_NAMES}
 #: Roles of messages that are learned, and keys of a message that may stand in place of its content.
 _ANSWERING = ("assistant", "tool_call", "function_call")
-_BESIDE_CONTENT = (
-    *("tool_calls", "function_calls", "function_call"),
-    *("reasoning_content", "thinking", "reasoning", "thought", "thoughts"),
-)
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
+_BESIDE_CONTENT = ("tool_calls", "function_calls", "function_call", *_THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 #: Keys of a message that hold its role and its content; the first that it has is taken.
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
@@ -130,7 +128,7 @@ class Conversation:
         texts = []
         for message in self.messages:
             role = message["role"]
-            if is_asked and role == "assistant":
+            if is_asked and role in _ANSWERING:
                 break
             is_asked |= role == "user"
             texts += message["content"].split() if role != "system" else []
@@ -150,7 +148,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     if not isinstance(record, Mapping):
         raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
     fields = _fields(record)
-    if "completion" in fields and fields.get("label") is False:
+    if "completion" in fields and str(fields.get("label")).lower() == "false":
         raise BadRecordError("not_learned", "`label` is false: its completion is not wanted")
     lists = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
     if form == "auto":
@@ -180,13 +178,20 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _unknown(record: Mapping[Any, Any], fields: Mapping[str, Any]) -> str:
     """The message about a record that is no conversation."""
-    names = ", ".join(map(str, list(record)[:8])) or "none"
     if conversation_kind(fields) == "preference":
-        return f"a preference pair (fields: {names}): set the kind (--kind, data.kind) preference"
+        return _other_kind("a preference pair", "preference", record)
     return (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
-        f"`instruction` and `output` or `prompt` and `completion` (fields: {names})"
+        f"`instruction` and `output` or `prompt` and `completion` (fields: {_names(record)})"
     )
+
+
+def _other_kind(what: str, kind: str, record: Mapping[Any, Any]) -> str:
+    return f"{what} (fields: {_names(record)}): set the kind (--kind, data.kind) {kind}"
+
+
+def _names(record: Mapping[Any, Any]) -> str:
+    return ", ".join(map(str, list(record)[:8])) or "none"
 
 
 def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -200,7 +205,8 @@ def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> l
 def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a question and its answer."""
     answer = _side(fields, _first(fields, ANSWER_FIELDS), "assistant")
-    return [*_question(fields), *answer]
+    thoughts = {key: fields[key] for key in _THOUGHTS if fields.get(key)}
+    return [*_question(fields), *answer[:-1], answer[-1] | thoughts]
 
 
 def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -233,7 +239,7 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
         if (markup := _markup_of(value) or _transcript_of(value)) is not None:
             return _from_written(value, markup)
         if role == "assistant":  # completions begin with the space after their prompt
-            value = re.sub(r"\A (?=\S)", "", _END.sub("", value))
+            value = re.sub(r"\A (?=\S)", "", _without_end(value))
         return [_message(role, value)]
     if isinstance(value, Mapping):
         value = value.get("messages", [value])
@@ -292,8 +298,7 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
         role_key, content_key = _first(entry, _ROLE_KEYS), _first(entry, _CONTENT_KEYS)
         role = entry.get(role_key)
         if role is None and conversation_kind(entry, "") == "chat":
-            fields = _fields(entry)
-            messages += [one for one in _from_columns(fields) if one["content"]]
+            messages += _from_columns(_fields(entry))
             continue
         if not isinstance(role, str):
             raise BadRecordError("wrong_type", f"{where} has no text `{role_key}`")
@@ -451,7 +456,7 @@ _MARKUP = {
         re.compile("<\uff5cend\u2581of\u2581sentence\uff5c>"),
     ),
 }
-_TRANSCRIPT = _Markup(re.compile(r"(?:\A|\n\n)\s*(Human|Assistant):"), re.compile(r"(?!)"))
+_TRANSCRIPT = _Markup(re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?!)"))
 #: The tokens at the beginning and the end of a text, which the tokenizer writes by itself.
 _EDGES = re.compile(
     "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
@@ -469,7 +474,7 @@ _CONTROL_TOKENS = [
 _CONTROL_PARTS = ("<|", "INST]", "_of_turn>", "<\uff5c")
 #: Tokens at the end of an answer that a chat template writes by itself.
 _END = re.compile(
-    r"(?:\s*(?:<\|(?:im_end|eot_id|eom_id|end|endoftext)\|>|<end_of_turn>|</s>))+\s*\Z"
+    rf"(?:\s*(?:{_EDGES.pattern}|<\|(?:im_end|eot_id|eom_id|end)\|>|<end_of_turn>))+\s*\Z"
 )
 
 
@@ -494,6 +499,12 @@ def _markup_of(text: str) -> _Markup | None:
     return next((markup for mark, markup in _MARKUP.items() if begin.startswith(mark)), None)
 
 
+def _without_end(text: str) -> str:
+    """A text without the end tokens at its end."""
+    # Only the end is searched, since the search may take the square of its length.
+    return text[:-200] + _END.sub("", text[-200:])
+
+
 def _transcript_of(text: str) -> _Markup | None:
     """The marks of a text with "Human:" and "Assistant:" before its turns."""
     is_transcript = re.match(r"\s*Human:", text) and "\n\nAssistant:" in text
@@ -513,7 +524,7 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
         content, *rest = markup.end.split(turn, maxsplit=1)
         outside += rest
         # The text of a turn without an end token goes on to the next turn, or to the end.
-        content = content if rest else _EDGES.sub("", content).strip()
+        content = content if rest else _without_end(content).strip()
         if content or rest:
             role = markup.roles.get(name) or _role(name, "a turn of the text")
             messages.append(_message(role, content))
@@ -544,6 +555,8 @@ def to_pair(record: object) -> Pair:
         raise BadRecordError("wrong_type", "not an object with `chosen` and `rejected`")
     fields = _fields(record)
     names = next((pair for pair in PAIR_FIELDS if set(pair) & set(fields)), PAIR_FIELDS[0])
+    if not set(names) & set(fields) and conversation_kind(fields, "") == "chat":
+        raise BadRecordError("unknown_form", _other_kind("a conversation", "chat", record))
     answers = [_side(fields, name, "assistant") for name in names]
     prompt = _pair_prompt(fields)
     if not prompt and any(one[0]["role"] == "assistant" for one in answers):

@@ -187,7 +187,7 @@ _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 #: matter. The first of several fields of one meaning is taken.
 MESSAGE_FIELDS = ("messages", "conversations", "conversation")
 QUESTION_FIELDS = tuple("instruction prompt question query problem input user human".split())
-ANSWER_FIELDS = tuple("output completion response answer solution assistant".split())
+ANSWER_FIELDS = tuple("output completion response solution answer assistant".split())
 #: Fields whose text comes after that of a question, in the same message.
 CONTEXT_FIELDS = ("input", "context")
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
