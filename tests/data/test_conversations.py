@@ -188,7 +188,7 @@ BAD: list[tuple[object, str, str]] = [
     ({"prompt": "a", "completion": "b", "label": False}, "not_learned", "`label` is false"),
     ({"instruction": "a"}, "wrong_type", "`output` is missing"),
     ({"instruction": "a", "output": 3}, "wrong_type", "`output` is a number, not a text or a list"),
-    ({"instruction": "a", "output": "b", "input": []}, "wrong_type", "`input` is a list"),
+    ({"instruction": "a", "output": "b", "input": 3}, "wrong_type", "`input` is a number"),
     ({"instruction": " ", "output": "b"}, "empty", "message 1, the user's, is blank"),
     ({"instruction": "a", "output": ""}, "empty", "message 2, the assistant's, is blank"),
     ({"instruction": "a", "output": "b", "history": [["c"]]}, "wrong_type", "must be two texts"),
