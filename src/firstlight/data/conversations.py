@@ -161,7 +161,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
         messages = _from_columns(fields)
     else:
-        raise BadRecordError("unknown_form", _unknown(record, fields))
+        raise _unknown(record)
     return _checked(messages)
 
 
@@ -176,22 +176,17 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     return next((name for name in names if name in fields), names[0])
 
 
-def _unknown(record: Mapping[Any, Any], fields: Mapping[str, Any]) -> str:
-    """The message about a record that is no conversation."""
-    if conversation_kind(fields) == "preference":
-        return _other_kind("a preference pair", "preference", record)
-    return (
+def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
+    """The error about a record of no known form, or of another kind."""
+    names = ", ".join(map(str, list(record)[:8])) or "none"
+    problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
-        f"`instruction` and `output` or `prompt` and `completion` (fields: {_names(record)})"
+        "`instruction` and `output` or `prompt` and `completion`"
     )
-
-
-def _other_kind(what: str, kind: str, record: Mapping[Any, Any]) -> str:
-    return f"{what} (fields: {_names(record)}): set the kind (--kind, data.kind) {kind}"
-
-
-def _names(record: Mapping[Any, Any]) -> str:
-    return ", ".join(map(str, list(record)[:8])) or "none"
+    if (kind := conversation_kind(record, "")) is not None:
+        what = "a preference pair" if kind == "preference" else "a conversation"
+        problem = f"{what}: set the kind (--kind, data.kind) {kind}"
+    return BadRecordError("unknown_form", f"{problem} (fields: {names})")
 
 
 def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -529,7 +524,7 @@ def to_pair(record: object) -> Pair:
     fields = _fields(record)
     names = next((pair for pair in PAIR_FIELDS if set(pair) & set(fields)), PAIR_FIELDS[0])
     if not set(names) & set(fields) and conversation_kind(fields, "") == "chat":
-        raise BadRecordError("unknown_form", _other_kind("a conversation", "chat", record))
+        raise _unknown(record)
     answers = [_side(fields, name, "assistant") for name in names]
     prompt = _pair_prompt(fields)
     if not prompt and any(one[0]["role"] == "assistant" for one in answers):
