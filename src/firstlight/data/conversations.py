@@ -71,7 +71,7 @@ REASONS = {
     "template": "the chat template does not take it",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
-    "held_out": "its question is one of the validation data",
+    "held_out": "a question of the validation data",
 }
 
 #: Names of the roles in records, in lower case. Tools keep the name that a record gives them.
@@ -292,15 +292,10 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
         content = entry.get(content_key)
         if content is None and any(entry.get(key) for key in _BESIDE_CONTENT):
             content = ""
-        rest = {
-            key: value
-            for key, value in entry.items()
-            if key not in (role_key, content_key) and value is not None
-        }
-        known = _role(role, where)
-        messages.append(
-            {**rest, "role": known, "content": _content(content, f"{where}.{content_key}")}
-        )
+        content = _content(content, f"{where}.{content_key}")
+        used = (role_key, content_key)
+        rest = {k: value for k, value in entry.items() if k not in used and value is not None}
+        messages.append({**rest, "role": _role(role, where), "content": content})
     return messages
 
 
@@ -314,11 +309,9 @@ def _role(name: str, where: str) -> str:
 
 def _content(value: object, where: str) -> str:
     if isinstance(value, list | tuple):
+        is_text = [isinstance(p, Mapping) and p.get("type", "text") in _TEXT_PARTS for p in value]
         parts = [
-            part.get("text")
-            if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
-            else part
-            for part in value
+            part.get("text") if own else part for own, part in zip(is_text, value, strict=True)
         ]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) != len(parts):
