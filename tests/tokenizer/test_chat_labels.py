@@ -172,9 +172,9 @@ def test_answers_left_out_are_not_learned(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     messages = say("a", "one", "b", "two")
     assert learned_text(ours, messages, masked=frozenset({1})) == ["two<|im_end|>"]
-    whole = learned_text(ours, messages, everything=True)
+    whole = learned_text(ours, messages, train_on="all")
     assert whole == [ours.apply_chat_template(messages)]
-    first, last = learned_text(ours, messages, everything=True, masked=frozenset({1}))
+    first, last = learned_text(ours, messages, train_on="all", masked=frozenset({1}))
     assert first.endswith("assistant\n")
     assert last.startswith("\n<|im_start|>user")
 

@@ -96,13 +96,15 @@ _OF_TEXT = {
 )
 @click.option(
     "--train-on",
-    type=click.Choice(["assistant", "all"]),
-    help="With --kind chat: tokens that are learned.  [default: assistant]",
+    type=click.Choice(["assistant", "last", "answers", "all"]),
+    help="With --kind chat: tokens that are learned: the assistant's, those of its last message, "
+    "the assistant's without its reasoning, or all.  [default: assistant]",
 )
 @click.option(
     "--on-bad",
-    type=click.Choice(["refuse", "skip"]),
-    help="With --kind chat: treatment of invalid records.  [default: refuse]",
+    type=click.Choice(["refuse", "skip", "keep"]),
+    help="With --kind chat: treatment of invalid records, and of those of which the chat template "
+    "leaves something out (keep: train on the rest).  [default: refuse]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
@@ -182,6 +184,7 @@ def _prepare_chat(inputs: tuple[str, ...], *folders: Path, **options: Any) -> di
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data import conversations, records, sources
     from firstlight.data.cleaning import change_lines
+    from firstlight.data.packing import lost_lines
     from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 
     documents, chat = manifest["documents"], manifest.get("chat")
@@ -218,5 +221,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
             f"{counted(count, 'file')} of the inputs not read, because of their kind: "
             f"{sources.listed(manifest['unread_files'])}; listed in {out / UNREAD_NAME}"
         )
+    for line in lost_lines(str(out), documents["written"], chat or {}):
+        say(line)
     if chat is not None and chat.get("warning"):
         say(f"warning: {chat['warning']}")

@@ -53,11 +53,14 @@ from firstlight.files.cache import cache_folder, held
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_labels import (
+    LOST,
     ChatEncoder,
     LabelledChat,
+    TrainOn,
     require_end,
     with_chat_template,
 )
+from firstlight.tokenizer.messages import normalize_message, template_options
 
 #: Tokens of a shard. Fewer than in a shard of text, because the loss mask is held in memory.
 _SHARD_TOKENS = 10_000_000
@@ -71,10 +74,12 @@ class ChatOptions:
         kind: kind of the records: "chat", or "preference" for two answers to a prompt (see
             `conversations`), which become two examples, the chosen one first.
         form: form of the records; "auto" detects the form of each record from its keys.
-        train_on: labels: "assistant" for the assistant's tokens and the ends of its turns, "all"
-            for every token but the first of an example.
-        on_bad: treatment of a record that is not a conversation: "refuse" raises an error, "skip"
-            leaves the record out.
+        train_on: labels: "assistant" for the assistant's tokens (answers, tool calls, reasoning)
+            and the ends of its turns, "last" for those of its last message, "answers" for the same
+            as "assistant" without the reasoning, "all" for every token but the first of an example.
+        on_bad: treatment of a record that is not a conversation, or of which the chat template
+            leaves something out: "refuse" raises an error, "skip" leaves the record out, "keep"
+            trains on what the template keeps, and refuses only what is not a conversation.
         val_fraction: share of the examples that is held out for validation. An example is held out
             whenever validation has less than its share so far. Equal examples go to the same
             split, and so do all pairs with the same prompt.
@@ -82,8 +87,8 @@ class ChatOptions:
 
     kind: Literal["chat", "preference"] = "chat"
     form: ChatForm = "auto"
-    train_on: Literal["assistant", "all"] = "assistant"
-    on_bad: Literal["refuse", "skip"] = "refuse"
+    train_on: TrainOn = "assistant"
+    on_bad: Literal["refuse", "skip", "keep"] = "refuse"
     val_fraction: float = 0.1
 
 
@@ -113,7 +118,7 @@ def prepare_chat(
 
     Raises:
         InputError: an input is missing or unreadable, or no conversation is found.
-        DataError: a record is not a conversation, and `on_bad` is "refuse".
+        DataError: a record is not a conversation, or loses something, and `on_bad` refuses it.
         TokenizerError: tokenizer or template can't be used, or don't fit each other.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
@@ -160,6 +165,7 @@ class _ChatPreparation:
         self._encoder = ChatEncoder(tokenizer)
         self._splits_of: dict[bytes, str] = {}
         self._torn = 0
+        self._lost: dict[str, dict[str, Any]] = {}
         self._warning: str | None = None
 
     def run(self, sources: dict[str, list[DataSource]]) -> Iterator[int]:
@@ -204,9 +210,11 @@ class _ChatPreparation:
             try:
                 yield record, self._examples(record)
             except BadRecordError as error:
-                if self._options.on_bad == "refuse":
+                if self._options.on_bad != "skip":
+                    is_lost = error.reason in LOST
+                    keep = ", on_bad keep trains on the rest of them" if is_lost else ""
                     raise DataError(
-                        f"{record.place}: {error} (on_bad skip leaves such records out)"
+                        f"{record.place}: {error} (on_bad skip leaves such records out{keep})"
                     ) from error
                 self._writer.reject(record, error)
 
@@ -215,18 +223,36 @@ class _ChatPreparation:
             raise record.error
         if self._options.kind == "preference":
             pair = to_pair(record.value)
-            examples = [self._example(pair.chosen), self._example(pair.rejected)]
+            chosen, rejected = (_with_tools(one, record) for one in (pair.chosen, pair.rejected))
+            examples = [self._example(chosen), self._example(rejected)]
             if examples[0].ids == examples[1].ids:
                 raise BadRecordError("no_pair", "the chat template makes both answers the same")
-            return examples
-        return [self._example(to_conversation(record.value, self._options.form))]
+        else:
+            conversation = to_conversation(record.value, self._options.form)
+            examples = [self._example(_with_tools(conversation, record))]
+        self._count_lost(record, examples)
+        return examples
+
+    def _count_lost(self, record: Record, examples: Sequence[LabelledChat]) -> None:
+        """Count a record of which the template leaves something out.
+
+        Raises:
+            BadRecordError: such records are not kept.
+        """
+        lost = dict(one for example in examples for one in example.lost)
+        if lost and self._options.on_bad != "keep":
+            raise BadRecordError(*next(iter(lost.items())))
+        for reason, detail in lost.items():
+            first = {"records": 0, "first": f"{record.place}: {detail}"}
+            self._lost.setdefault(reason, first)["records"] += 1
 
     def _example(self, conversation: Conversation) -> LabelledChat:
         try:
             chat = self._encoder.encode(
                 conversation.messages,
+                options=conversation.options,
                 masked=conversation.masked,
-                everything=self._options.train_on == "all",
+                train_on=self._options.train_on,
             )
         except (InputError, TokenizerError) as error:
             raise BadRecordError("template", str(error)) from error
@@ -282,6 +308,7 @@ class _ChatPreparation:
             "train_on": self._options.train_on,
             "template_sha256": hashlib.sha256(template.encode()).hexdigest(),
             "torn_answers": self._torn,
+            **({"lost": self._lost} if self._lost else {}),
             **({"warning": self._warning} if self._warning else {}),
         }
         return self._writer.finish(
@@ -294,8 +321,40 @@ class _ChatPreparation:
         )
 
 
+#: Keys of a message that say whether it is learned, in data of OpenAI, axolotl and ms-swift.
+_LEARNED = ("weight", "train", "training", "loss")
+
+
+def _with_tools(conversation: Conversation, record: Record) -> Conversation:
+    """A record's conversation with its tools, tool calls in one spelling, and answers masked that
+    are not to be learned.
+
+    Raises:
+        BadRecordError: tools, calls or a key of `_LEARNED` are not valid.
+    """
+    messages, masked = conversation.messages, set(conversation.masked)
+    system = "\n".join(one["content"] for one in messages if one["role"] == "system")
+    try:
+        options = template_options(record.value, system)
+        has_tools = "tools" in options
+        messages = [normalize_message(message, has_tools=has_tools) for message in messages]
+    except ValueError as error:
+        raise BadRecordError("wrong_type", str(error)) from error
+    for number, message in enumerate(messages):
+        values = {key: message.pop(key) for key in _LEARNED if key in message}
+        for key, value in values.items():
+            if value not in (0, 1):
+                problem = f"message {number + 1} has a {key} other than 0 and 1"
+                raise BadRecordError("wrong_type", problem)
+        if message["role"] == "assistant" and not all(values.values()):
+            masked.add(number)
+    if masked.issuperset(i for i, one in enumerate(messages) if one["role"] == "assistant"):
+        raise BadRecordError("not_learned", "all its answers are outside the loss")
+    return Conversation(messages, frozenset(masked), options)
+
+
 #: Version of cached folders: increase it when the same input must give a different folder.
-_VERSION = 1
+_VERSION = 2
 
 
 def cached_chat(

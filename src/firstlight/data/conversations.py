@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from firstlight.errors import FirstlightError
@@ -57,6 +57,12 @@ REASONS = {
     "no_assistant": "no answer",
     "order": "question and answer don't take turns",
     "template": "the chat template does not take it",
+    "lost_system": "a system message that the chat template leaves out",
+    "lost_tools": "tools that the chat template leaves out",
+    "lost_calls": "tool calls that the chat template leaves out",
+    "lost_results": "results of tools that the chat template leaves out",
+    "lost_thoughts": "reasoning that the chat template leaves out",
+    "lost_text": "a message that the chat template leaves out",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
 }
@@ -72,8 +78,9 @@ _SHAREGPT_ROLES = {
     "bard": "assistant",
     "model": "assistant",
     "system": "system",
+    **{name: name for name in ("tool", "function_call", "observation")},
 }
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 
 
 class BadRecordError(FirstlightError):
@@ -96,10 +103,12 @@ class Conversation:
     Attributes:
         messages: objects with `role`, `content` and further keys that the chat template may use.
         masked: indices of the assistant's messages that are outside the loss.
+        options: further variables of the chat template, such as `tools`.
     """
 
     messages: list[dict[str, Any]]
     masked: frozenset[int] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
@@ -206,9 +215,10 @@ def _from_list(
             raise BadRecordError(
                 "unknown_role", f"{where} has the role '{role[:40]}' (known: {', '.join(known)})"
             )
-        if entry.get("tool_calls"):
-            raise BadRecordError("unknown_role", f"{where} calls tools, which is not supported")
-        content = _content(entry.get(content_key), f"{where}.{content_key}")
+        text = entry.get(content_key)
+        if text is None and (entry.get("tool_calls") or entry.get("reasoning_content")):
+            text = ""
+        content = _content(text, f"{where}.{content_key}")
         rest = {
             key: value
             for key, value in entry.items()
@@ -267,18 +277,24 @@ def _require_turns(messages: list[dict[str, Any]]) -> None:
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecordError("no_assistant", "there is no assistant's message to learn")
     start = int(messages[0]["role"] == "system")
-    for number, message in enumerate(messages[start:]):
+    own = [one for one in messages[start:] if not _is_of_tools(one)]
+    for number, message in enumerate(own):
         wanted, role = ("user", "assistant")[number % 2], message["role"]
         place = f"message {number + start + 1}"
         if role != wanted:
-            before = f" after the {messages[number + start - 1]['role']}'s" if number else ""
+            before = f" after the {own[number - 1]['role']}'s" if number else ""
             raise BadRecordError(
                 "order", f"{place} is the {role}'s{before}: it must be the {wanted}'s"
             )
-        if not message["content"].strip():
+        if not message["content"].strip() and not message.get("reasoning_content"):
             raise BadRecordError("empty", f"{place}, the {role}'s, is blank")
-    if messages[-1]["role"] != "assistant":
+    if own[-1:] and own[-1]["role"] != "assistant" and not _is_of_tools(messages[-1]):
         raise BadRecordError("no_assistant", "the last message is the user's and has no answer")
+
+
+def _is_of_tools(message: Mapping[str, Any]) -> bool:
+    is_call = message["role"] == "assistant" and message.get("tool_calls")
+    return bool(is_call) or message["role"] in ("tool", "function_call", "observation")
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:

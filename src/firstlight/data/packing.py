@@ -317,6 +317,7 @@ class ExampleDataset(TokenDataset):
                 f"{name}: {count:,} of {documents['read']:,} records left out: {REASONS[reason]}; "
                 f"listed in {self.folder / REJECTED_NAME}"
             )
+        yield from lost_lines(name, documents["written"], chat)
         if chat["torn_answers"]:
             yield (
                 f"{name}: {chat['torn_answers']:,} answers begin inside a token that begins in the "
@@ -332,6 +333,21 @@ class ExampleDataset(TokenDataset):
 
     def identity(self) -> dict[str, Any]:
         return {"long": self.long}
+
+
+def lost_lines(name: str, written: int, chat: Mapping[str, Any]) -> Iterator[str]:
+    """Messages about conversations of which the chat template leaves something out.
+
+    Args:
+        name: beginning of each message.
+        written: number of conversations.
+        chat: entry of the manifest.
+    """
+    for reason, lost in chat.get("lost", {}).items():
+        yield (
+            f"{name}: {lost['records']:,} of {written:,} records with {REASONS[reason]}; first: "
+            f"{lost['first']}"
+        )
 
 
 class PreferenceDataset(ExampleDataset):
