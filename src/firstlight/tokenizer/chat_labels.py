@@ -31,6 +31,7 @@ label: at inference the prompt ends before this token, so the model can't write 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -247,6 +248,34 @@ class _Span:
     opened: str = ""
 
 
+@dataclass
+class _Rendered:
+    """A rendered conversation.
+
+    Attributes:
+        messages, variables: what the template was given.
+        probe: the same with marks around the texts.
+        texts: the texts of the conversation, with their places in `text`.
+        pattern: the pattern for marks of special tokens' names, and special tokens.
+        text: the rendered text.
+    """
+
+    messages: list[dict[str, Any]]
+    variables: Mapping[str, Any]
+    probe: tuple[list[dict[str, Any]], Mapping[str, Any]]
+    texts: list[_Text]
+    pattern: re.Pattern[str]
+    text: str
+
+    def alone(self, template: str, index: int) -> str:
+        """The marked text of the conversation up to a message."""
+        return render(template, self.probe[0][: index + 1], self.probe[1])
+
+    def unmarked(self, text: str) -> str:
+        """A text without the marks of `probe`."""
+        return text.translate({ord(mark): None for one in self.texts for mark in one.marks})
+
+
 class ChatEncoder:
     """Turns conversations into ids with a loss mask.
 
@@ -339,88 +368,45 @@ class ChatEncoder:
             self._template, marked, variables, beginnings, probe
         )
         marker.locate(text, probed)
+        chat = _Rendered(marked, variables, probe, marker.texts, pattern, text)
         flags = bytearray([train_on == "all"]) * len(text)
         spans: list[_Span] = []
         if is_partly_learned:
-            if self._has_blocks:
-                spans = self._blocks(marked, variables, text, answers)
-            else:
-                spans = self._spans(marker, variables, pattern, text, answers, lengths)
+            spans = self._blocks(chat, answers) if self._has_blocks else []
+            spans = spans or self._spans(chat, answers, lengths)
         for span in spans:
-            start = span.start
-            if train_on == "answers":
-                start = _after_thoughts(marker, text, span)
-            is_learned = span.message in learned
-            flags[start : span.end] = bytes([is_learned]) * (span.end - start)
-        texts = marker.texts
+            start = _after_thoughts(chat, span) if train_on == "answers" else span.start
+            flags[start : span.end] = bytes([span.message in learned]) * (span.end - start)
         for span in reversed(spans):
             if span.opened and span.message in learned:
-                text = self._with_thoughts(
-                    marked[span.message], text, flags, span, is_learned=train_on != "answers"
-                )
-                kept = (span.message, "lost_thoughts")
-                texts = [one for one in texts if (one.message, one.reason) != kept]
-        lost = {(one.message, one.reason): one for one in texts if one.place is None}
-        return self._encoded(text, flags, pattern, tuple(map(_described, lost.values())))
+                _insert_thoughts(chat, flags, span, is_learned=train_on != "answers")
+        lost = {(one.message, one.reason): one for one in chat.texts if one.place is None}
+        return self._encoded(chat.text, flags, pattern, tuple(map(_described, lost.values())))
 
     # The labels, as characters of the rendered text
 
-    def _spans(
-        self,
-        marker: _Marker,
-        variables: Mapping[str, Any],
-        pattern: re.Pattern[str],
-        text: str,
-        answers: list[int],
-        lengths: list[int | str | None],
-    ) -> list[_Span]:
-        """The labels of each answer for a template without blocks, in the order of `text`.
+    def _spans(self, chat: _Rendered, answers: list[int], lengths: list[int | None]) -> list[_Span]:
+        """The labels of each answer for a template without blocks, in the order of the text.
 
         Args:
-            marker: the texts of the conversation, with their places.
-            variables: variables of the template.
-            pattern: the pattern for marks and special tokens.
-            text: the rendered text.
+            chat: the rendered conversation.
             answers: indices of the assistant's messages.
-            lengths: see `render_with_beginnings`; of the prompt of each answer, and then of the
-                conversation up to it.
+            lengths: number of characters at the beginning of the text that are the prompt of each
+                answer, and then of those that are the conversation up to it; None where the text
+                does not begin with it.
         """
         spans = []
-        for index, prompt, whole in zip(
-            answers, lengths[: len(answers)], lengths[len(answers) :], strict=True
-        ):
-            texts = [one for one in marker.texts if one.message == index and one.place]
-            first, last = (
-                choose((one.place for one in texts if one.place), default=None)
-                for choose in (min, max)
-            )
-            span = _Span(index, 0, 0)
-            if isinstance(prompt, int):
-                span.start = prompt
-            elif first is None:
+        prompts, wholes = lengths[: len(answers)], lengths[len(answers) :]
+        for index, prompt, whole in zip(answers, prompts, wholes, strict=True):
+            own = [one for one in chat.texts if one.message == index and one.place]
+            own.sort(key=lambda one: one.place or (0, 0))
+            if not own and (prompt is None or whole is None):
                 raise TokenizerError(_NOT_FOUND)
+            span = self._start(chat, own[0]) if prompt is None else _Span(index, prompt, 0)
+            if whole is None:
+                span.end = self._end_as_alone(chat, own[-1])
             else:
-                ends = [one.place[1] for one in marker.texts if one.place]
-                before = max((end for end in ends if end <= first[0]), default=0)
-                generation_prompt = self._generation_prompt(variables)
-                at = text.rfind(generation_prompt, before, first[0]) if generation_prompt else -1
-                span.start = at + len(generation_prompt)
-                opened = _OPENED.search(generation_prompt)
-                if at < 0 and opened:
-                    header = generation_prompt[: opened.start()]
-                    at = text.rfind(header, before, first[0])
-                    span.start = at + len(header)
-                    span.opened = generation_prompt[opened.start() :]
-                if at < 0:
-                    if "lost_calls" in {one.reason for one in texts}:
-                        raise TokenizerError(_NOT_FOUND)
-                    span.start, span.opened = first[0], ""
-            if isinstance(whole, int):
-                span.end = self._end(pattern, text, span.start, whole)
-            elif last is None:
-                raise TokenizerError(_NOT_FOUND)
-            else:
-                span.end = self._end_as_in(whole or "", pattern, text, *last)
+                span.end = self._end(chat.pattern, chat.text, span.start, whole)
             spans.append(span)
         before = [0, *(span.end for span in spans[:-1])]
         if any(
@@ -429,6 +415,37 @@ class ChatEncoder:
         ):
             raise TokenizerError(_MIXED)
         return spans
+
+    def _start(self, chat: _Rendered, first: _Text) -> _Span:
+        """The start of an answer's labels, if the text does not begin with its prompt.
+
+        Args:
+            chat: the rendered conversation.
+            first: the answer's first text.
+        """
+        text, index = chat.text, first.message
+        assert first.place is not None
+        start = first.place[0]
+        before = max(
+            (one.place[1] for one in chat.texts if one.place and one.place[1] <= start), default=0
+        )
+        prompt = self._generation_prompt(chat.variables)
+        opened = _OPENED.search(prompt)
+        headers = [prompt, prompt[: opened.start()] if opened else ""]
+        for header in filter(None, headers):
+            if (at := text.rfind(header, before, start)) >= 0:
+                return _Span(index, at + len(header), 0, opened=prompt[len(header) :])
+        # What the template writes between prompt and answer, if this is the last message.
+        with contextlib.suppress(InputError, TokenizerError):
+            history = chat.messages[:index]
+            whole = render(self._template, history, chat.variables, add_generation_prompt=True)
+            alone = chat.alone(self._template, index).partition(first.marks[0])[0]
+            opening = chat.unmarked(alone).removeprefix(whole)
+            if text.endswith(opening, before, start):
+                return _Span(index, start - len(opening), 0)
+        if first.reason == "lost_calls":
+            raise TokenizerError(_NOT_FOUND)
+        return _Span(index, start, 0)
 
     def _generation_prompt(self, variables: Mapping[str, Any]) -> str:
         """What the template writes after a question with `add_generation_prompt`."""
@@ -454,46 +471,43 @@ class ChatEncoder:
             return whole + len(eos)  # the template ends a turn only where the next one begins
         return whole
 
-    def _end_as_in(
-        self, alone: str, pattern: re.Pattern[str], text: str, start: int, end: int
-    ) -> int:
-        """The end of an answer's turn, if its last text has the place (start, end).
+    def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
+        """The end of an answer's turn, if the text does not begin with the conversation up to it.
 
         Args:
-            alone: the last characters of the conversation up to the answer, which are not the same
-                as in `text`.
-            pattern, text: see `_spans`.
+            chat: the rendered conversation.
+            last: the answer's last text.
         """
-        core = text[max(start, end - 100) : end]
-        closing = alone.rpartition(core)[2]
-        specials = [m for m in pattern.finditer(closing) if m["special"]]
-        if core in alone and not specials:
-            return self._end(pattern, text, end, end)
+        assert last.place is not None
+        text, end = chat.text, last.place[1]
+        closing = ""
+        with contextlib.suppress(InputError, TokenizerError):
+            alone = chat.alone(self._template, last.message)
+            closing = chat.unmarked(alone.rpartition(last.marks[1])[2])
+        specials = [m for m in chat.pattern.finditer(closing) if m["special"]]
+        if closing and not specials:
+            return self._end(chat.pattern, text, end, end)
         closing = closing[: specials[-1].end()] if specials else ""
         if closing and text.startswith(closing, end):
             return end + len(closing)
         # The same but for the token at its end, as in gpt-oss's template.
         if closing and text.startswith(closing[: specials[-1].start()], end):
             end += specials[-1].start()
-        match = pattern.search(text, end)
+        match = chat.pattern.search(text, end)
         if match is None or not match["special"] or text[end : match.start()].strip():
             return end
         return match.end()
 
-    def _blocks(
-        self,
-        messages: list[dict[str, Any]],
-        variables: Mapping[str, Any],
-        text: str,
-        answers: list[int],
-    ) -> list[_Span]:
+    def _blocks(self, chat: _Rendered, answers: list[int]) -> list[_Span]:
         """The content of the template's `{% generation %}` blocks."""
-        free = free_characters([*messages, dict(variables)], self._template)
+        free = free_characters([*chat.messages, dict(chat.variables)], self._template)
         before, after = next(free), next(free)
-        marked = render(self._template, messages, variables, generation_marks=(before, after))
+        marked = render(
+            self._template, chat.messages, chat.variables, generation_marks=(before, after)
+        )
         parts = re.split(f"{before}(\\d*){before}|({after})", marked)
         plain, numbers, ends = "".join(parts[::3]), parts[1::3], parts[2::3]
-        if plain != text or any(end is None for end in ends[1::2]) or any(ends[::2]):
+        if plain != chat.text or any(end is None for end in ends[1::2]) or any(ends[::2]):
             raise TokenizerError("the chat template changes what its {% generation %} blocks hold")
         positions = list(itertools.accumulate(map(len, parts[:-1:3])))
         owners = [int(number) if number else -1 for number in numbers[::2]]
@@ -506,29 +520,6 @@ class ChatEncoder:
             owners = answers
         places = zip(owners, positions[::2], positions[1::2], strict=True)
         return [_Span(owner, start, end) for owner, start, end in places]
-
-    def _with_thoughts(
-        self,
-        message: Mapping[str, Any],
-        text: str,
-        flags: bytearray,
-        span: _Span,
-        *,
-        is_learned: bool,
-    ) -> str:
-        """The text with the reasoning of an answer, where the generation prompt opens it; `flags`
-        grow in the same way."""
-        tag = _OPENED.search(span.opened)
-        assert tag is not None
-        written = ""
-        if f"</{tag[1]}>" not in span.opened:
-            thoughts = split_thoughts(message)[0].strip("\n")
-            line = "\n" if span.opened.endswith("\n") else ""
-            gap = "" if text[span.start : span.start + 1].isspace() else "\n\n"
-            written = f"{thoughts}{line}</{tag[1]}>{gap}"
-        at = span.start
-        flags[at:at] = bytes(len(span.opened)) + bytes([is_learned]) * len(written)
-        return f"{text[:at]}{span.opened}{written}{text[at:]}"
 
     # As tokens
 
@@ -557,17 +548,34 @@ class ChatEncoder:
         return LabelledChat(ids, loss_mask, text_bytes, torn, lost)
 
 
-def _after_thoughts(marker: _Marker, text: str, span: _Span) -> int:
+def _after_thoughts(chat: _Rendered, span: _Span) -> int:
     """The start of an answer's labels without its reasoning."""
-    own = [one for one in marker.texts if one.message == span.message and one.place]
-    for one in own:
-        assert one.place is not None
-        if one.reason == "lost_thoughts" and span.start <= one.place[0] < span.end:
-            closed = _CLOSED.match(text, one.place[1])
-            return closed.end() if closed else one.place[1]
-    first = min((one.place[0] for one in own if one.place), default=span.start)
-    empty = _NO_THOUGHTS.search(text, span.start, max(first, span.start))
+    first = span.end
+    for one in chat.texts:
+        if one.message == span.message and one.place and span.start <= one.place[0] < span.end:
+            if one.reason == "lost_thoughts":
+                closed = _CLOSED.match(chat.text, one.place[1])
+                return closed.end() if closed else one.place[1]
+            first = min(first, one.place[0])
+    empty = _NO_THOUGHTS.search(chat.text, span.start, first)
     return empty.end() if empty else span.start
+
+
+def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learned: bool) -> None:
+    """Insert the reasoning of an answer where the generation prompt opens it, in the text and in
+    the flags of its characters."""
+    tag = _OPENED.search(span.opened)
+    assert tag is not None
+    start, written = span.start, ""
+    if f"</{tag[1]}>" not in span.opened:
+        thoughts = split_thoughts(chat.messages[span.message])[0].strip("\n")
+        line = "\n" if span.opened.endswith("\n") else ""
+        gap = "" if chat.text[start : start + 1].isspace() else "\n\n"
+        written = f"{thoughts}{line}</{tag[1]}>{gap}"
+    flags[start:start] = bytes(len(span.opened)) + bytes([is_learned]) * len(written)
+    chat.text = f"{chat.text[:start]}{span.opened}{written}{chat.text[start:]}"
+    kept = (span.message, "lost_thoughts")
+    chat.texts = [one for one in chat.texts if (one.message, one.reason) != kept]
 
 
 def _described(one: _Text) -> tuple[str, str]:

@@ -146,7 +146,7 @@ def render_with_beginnings(
     variables: Mapping[str, Any],
     beginnings: Sequence[tuple[int, bool]],
     probe: tuple[list[dict[str, Any]], Mapping[str, Any]] | None = None,
-) -> tuple[str, list[int | str | None], str | None]:
+) -> tuple[str, list[int | None], str | None]:
     """The text of a conversation, and how much of it is that of each of its beginnings.
 
     Args:
@@ -158,9 +158,9 @@ def render_with_beginnings(
         probe: further messages and variables to render.
 
     Returns:
-        (text, for each beginning the number of its characters if the text begins with them,
-        otherwise its last characters; None if the template refuses the beginning, text of `probe`;
-        None if the template refuses it)
+        (text, for each beginning the number of its characters if the text begins with them;
+        otherwise, or if the template refuses the beginning, None, text of `probe`; None if the
+        template refuses it)
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -373,7 +373,7 @@ def _rendered(request: dict[str, Any]) -> Any:
         return None
     messages, variables = request["messages"], request["variables"]
     text = _text(template, messages, variables)
-    lengths: list[int | str | None] = []
+    lengths: list[int | None] = []
     for count, add_generation_prompt in request["beginnings"]:
         options = {**variables, "add_generation_prompt": add_generation_prompt}
         is_whole = count == len(messages) and not add_generation_prompt
@@ -382,7 +382,7 @@ def _rendered(request: dict[str, Any]) -> Any:
         except (InputError, TokenizerError):  # the template refuses a part of a conversation
             lengths.append(None)
         else:
-            lengths.append(len(part) if text.startswith(part) else part[-_TAIL_CHARS:])
+            lengths.append(len(part) if text.startswith(part) else None)
     probed = None
     if request["probe"] is not None:
         changed, changed_variables = request["probe"]
@@ -443,9 +443,6 @@ def _one_line(text: Any) -> str:
 #: Names of the variables with the marks of `{% generation %}` blocks, and with all messages. The
 #: space keeps templates from using them.
 _MARKS, _MESSAGES = " marks", " messages"
-#: Characters of a beginning that is not one of the whole text: more than a template writes between
-#: the texts of two messages.
-_TAIL_CHARS = 2000
 
 
 class _RefusalError(TemplateError):
