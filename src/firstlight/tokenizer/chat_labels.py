@@ -557,6 +557,8 @@ def _after_thoughts(chat: _Rendered, span: _Span) -> int:
                 closed = _CLOSED.match(chat.text, one.place[1])
                 return closed.end() if closed else one.place[1]
             first = min(first, one.place[0])
+    if span.opened:
+        return first - len(chat.text[span.start : first].lstrip())
     empty = _NO_THOUGHTS.search(chat.text, span.start, first)
     return empty.end() if empty else span.start
 
