@@ -23,16 +23,15 @@ from typing import Any
 
 #: Keys of a record with its tools, and of a message with its calls.
 _TOOLS = ("tools", "functions")
-_CALLS = ("tool_calls", "function_calls", "function_call")
+CALLS = ("tool_calls", "function_calls", "function_call")
 #: Names of other data sets for the keys of a tool and of a call.
 _TOOL_KEYS = {"input_schema": "parameters", "schema": "parameters"}
 _ARGUMENTS = ("arguments", "parameters", "input")
 #: Roles, in lower case, whose text is a call, and whose text is a result.
-_CALLING_ROLES = ("function_call", "tool_call", "function-call", "tool-call")
-_RESULT_ROLES = (
-    *("tool", "function", "observation", "ipython", "tool_response", "tool_result", "tool_results"),
-    *("function_response", "function-response", "tool-response", "tool-result"),
-)
+CALLING_ROLES = ("function_call", "tool_call")
+RESULT_ROLES = (
+    "tool function observation ipython tool_response tool_result tool_results function_response"
+).split()
 #: Keys of an assistant's message with its reasoning.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
 
@@ -100,18 +99,18 @@ def normalize_message(message: Mapping[str, Any], *, has_tools: bool) -> dict[st
         ValueError: a tool call has no name.
     """
     role, content = message["role"].lower(), message["content"]
-    found = next((message[key] for key in _CALLS if message.get(key)), None)
-    if role in _CALLING_ROLES:
+    found = next((message[key] for key in CALLS if message.get(key)), None)
+    if role in CALLING_ROLES:
         found, content = content, ""
     elif found is None and role == "assistant" and has_tools and "<tool_call>" in content:
         written = [_json(call) for call in _WRITTEN_CALL.findall(content)]
         if written and all(isinstance(call, Mapping) and call.get("name") for call in written):
             found, content = written, _WRITTEN_CALL.sub("", content).strip()
-    normalized = {key: value for key, value in message.items() if key not in _CALLS}
+    normalized = {key: value for key, value in message.items() if key not in CALLS}
     if found is not None:
         calls = _normalize_calls(found)
         return normalized | {"role": "assistant", "content": content or "", "tool_calls": calls}
-    return normalized | {"role": "tool"} if role in _RESULT_ROLES else normalized
+    return normalized | {"role": "tool"} if role in RESULT_ROLES else normalized
 
 
 def _normalize_calls(value: Any) -> list[dict[str, Any]]:
