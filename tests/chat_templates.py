@@ -141,7 +141,10 @@ _SMOLLM3 = """\
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
 {{- '<|im_start|>system\\n' -}}
 {{- messages[0].content ~ '\\n' if messages[0].role == 'system' else '' -}}
-{%- for tool in xml_tools or [] -%}{{- (tool | tojson) ~ '\\n' -}}{%- endfor -%}
+{%- if xml_tools -%}
+    {{- 'Write each call as <tool_call>{"name": ..., "arguments": ...}</tool_call>\\n' -}}
+    {%- for tool in xml_tools -%}{{- (tool | tojson) ~ '\\n' -}}{%- endfor -%}
+{%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- for message in messages -%}
     {%- set content = message.content if message.content is string else '' -%}

@@ -259,6 +259,18 @@ def test_labels_of_tool_calls_are_call_and_answer_without_result(
     assert learned_text(ours, with_call(), masked=frozenset({3})) == [call]
 
 
+def test_labels_of_calls_for_template_that_only_asks_for_them_are_their_texts(
+    tokenizer: Tokenizer,
+) -> None:
+    ours = family(tokenizer, "smollm3")
+    chat = ChatEncoder(ours).encode(with_call(), options={"tools": _TOOLS})
+    assert chat.lost == ()
+    assert learned_text(ours, with_call()) == [
+        '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+        "Here.<|im_end|>",
+    ]
+
+
 @pytest.mark.parametrize(
     "name, key, expected",
     [

@@ -68,31 +68,32 @@ _TEXT = '{"name": "find", "arguments": {"city": "Rome"}}'
 def test_normalize_message_with_call_of_any_spelling_gives_openai_spelling(
     message: dict[str, Any],
 ) -> None:
-    assert normalize_message(message, has_tools=True) == {
+    assert normalize_message(message, writes_calls=True) == {
         "role": "assistant",
         "content": "",
         "tool_calls": [_CALL],
     }
 
 
-def test_normalize_message_without_tools_keeps_written_calls_as_text() -> None:
+def test_normalize_message_for_template_without_calls_keeps_written_calls_as_text() -> None:
     message = {"role": "assistant", "content": f"<tool_call>{_TEXT}</tool_call>"}
-    assert normalize_message(message, has_tools=False) == message
+    assert normalize_message(message, writes_calls=False) == message
 
 
 @pytest.mark.parametrize("role", ["tool", "function", "observation", "ipython"])
 def test_normalize_message_with_result_has_role_tool(role: str) -> None:
     message = {"role": role, "content": "42", "name": "find"}
-    assert normalize_message(message, has_tools=True) == {**message, "role": "tool"}
+    assert normalize_message(message, writes_calls=True) == {**message, "role": "tool"}
 
 
 def test_normalize_message_with_call_without_name_is_error() -> None:
     with pytest.raises(ValueError, match="a tool call has no name"):
-        normalize_message({"role": "function_call", "content": "find it"}, has_tools=True)
+        normalize_message({"role": "function_call", "content": "find it"}, writes_calls=True)
 
 
 def test_template_options_of_record_are_tools_and_variables() -> None:
-    record = {"functions": [_FUNCTION], "chat_template_kwargs": {"enable_thinking": False}}
+    variables = {"enable_thinking": False, "add_generation_prompt": True}
+    record = {"functions": [_FUNCTION], "chat_template_kwargs": variables}
     assert template_options(record, "") == {"enable_thinking": False, "tools": [_TOOL]}
     # Hermes' records have the tools in their system message, too.
     system = f"You may call <tools>{json.dumps(_TOOL)}</tools>"
@@ -115,3 +116,13 @@ def test_fit_messages_unwraps_result_that_template_wraps() -> None:
     result = {"role": "tool", "content": "<tool_response>\n42\n</tool_response>"}
     assert fit_messages([result], "<tool_response>")[0]["content"] == "42"
     assert fit_messages([result], "")[0] == result
+
+
+def test_fit_messages_writes_calls_for_template_that_only_asks_for_them() -> None:
+    message = {"role": "assistant", "content": "So:", "tool_calls": [_CALL]}
+    [fitted] = fit_messages([message], "Answer with <tool_call></tool_call>")
+    text = json.dumps(_CALL["function"])
+    assert fitted == {
+        "role": "assistant",
+        "content": f"So:\n<tool_call>\n{text}\n</tool_call>",
+    }

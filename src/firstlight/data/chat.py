@@ -239,8 +239,26 @@ class _ChatPreparation:
             raise record.error
         if self._options.kind == "preference":
             pair = to_pair(record.value)
-            return [_with_tools(one, record) for one in (pair.chosen, pair.rejected)]
-        return [_with_tools(to_conversation(record.value, self._options.form), record)]
+            return [self._with_tools(one, record) for one in (pair.chosen, pair.rejected)]
+        return [self._with_tools(to_conversation(record.value, self._options.form), record)]
+
+    def _with_tools(self, conversation: Conversation, record: Record) -> Conversation:
+        """A record's conversation with its tools, and with tool calls in one spelling.
+
+        Raises:
+            BadRecordError: tools or calls are not valid.
+        """
+        messages = conversation.messages
+        system = "\n".join(one["content"] for one in messages if one["role"] == "system")
+        try:
+            options = template_options(record.value, system)
+            writes_calls = "tools" in options and "tool_calls" in (
+                self._tokenizer.chat_template or ""
+            )
+            messages = [normalize_message(one, writes_calls=writes_calls) for one in messages]
+        except ValueError as error:
+            raise BadRecordError("wrong_type", str(error)) from error
+        return Conversation(messages, conversation.masked, options)
 
     def _examples(self, conversations: Sequence[Conversation]) -> list[LabelledChat]:
         examples = [self._example(conversation) for conversation in conversations]
@@ -347,23 +365,6 @@ class _ChatPreparation:
             **({"pairs": True} if pairs else {}),
             chat=chat,
         )
-
-
-def _with_tools(conversation: Conversation, record: Record) -> Conversation:
-    """A record's conversation with its tools, and with tool calls in one spelling.
-
-    Raises:
-        BadRecordError: tools or calls are not valid.
-    """
-    messages = conversation.messages
-    system = "\n".join(one["content"] for one in messages if one["role"] == "system")
-    try:
-        options = template_options(record.value, system)
-        has_tools = "tools" in options
-        messages = [normalize_message(message, has_tools=has_tools) for message in messages]
-    except ValueError as error:
-        raise BadRecordError("wrong_type", str(error)) from error
-    return Conversation(messages, conversation.masked, options)
 
 
 #: Version of cached folders: increase it when the same input must give a different folder.

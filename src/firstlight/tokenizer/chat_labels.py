@@ -380,7 +380,10 @@ class ChatEncoder:
         for span in reversed(spans):
             if span.opened and span.message in learned:
                 _insert_thoughts(chat, flags, span, is_learned=train_on != "answers")
-        lost = {(one.message, one.reason): one for one in chat.texts if one.place is None}
+        lost: dict[tuple[int, str], _Text] = {}
+        for one in chat.texts:
+            if one.place is None:
+                lost.setdefault((one.message, one.reason), one)
         return self._encoded(chat.text, flags, pattern, tuple(map(_described, lost.values())))
 
     # The labels, as characters of the rendered text
@@ -506,7 +509,8 @@ class ChatEncoder:
             self._template, chat.messages, chat.variables, generation_marks=(before, after)
         )
         parts = re.split(f"{before}(\\d*){before}|({after})", marked)
-        plain, numbers, ends = "".join(parts[::3]), parts[1::3], parts[2::3]
+        plain = "".join(parts[::3])
+        numbers, ends = parts[1::3], parts[2::3]
         if plain != chat.text or any(end is None for end in ends[1::2]) or any(ends[::2]):
             raise TokenizerError("the chat template changes what its {% generation %} blocks hold")
         positions = list(itertools.accumulate(map(len, parts[:-1:3])))

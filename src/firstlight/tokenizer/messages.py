@@ -54,7 +54,8 @@ def template_options(record: Mapping[Any, Any], system: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     further = _json(record.get("chat_template_kwargs"))
     if isinstance(further, Mapping):
-        options.update((str(key), value) for key, value in further.items() if value is not None)
+        options = {str(key): value for key, value in further.items() if value is not None}
+        options.pop("add_generation_prompt", None)
     for key in _TOOLS:
         tools = normalize_tools(record[key], key) if record.get(key) else []
         if tools and not (
@@ -76,8 +77,7 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
     """
     tools = _json(value)
     normalized = []
-    for tool in tools if isinstance(tools, list) else [tools]:
-        tool = _json(tool)
+    for tool in map(_json, tools if isinstance(tools, list) else [tools]):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"`{key}` is not a list of functions with names")
@@ -86,14 +86,13 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
     return normalized
 
 
-def normalize_message(message: Mapping[str, Any], *, has_tools: bool) -> dict[str, Any]:
+def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict[str, Any]:
     """A message whose tool calls, or result of a tool, have the one spelling.
 
     Args:
         message: an object with `role` and `content`.
-        has_tools: the template gets tools. Calls that are written out in the content, as
-            `<tool_call>{...}</tool_call>`, then become entries, which each template writes in its
-            own way.
+        writes_calls: the template writes calls in its own way. Calls that stand in the content, as
+            `<tool_call>{...}</tool_call>`, then become entries.
 
     Raises:
         ValueError: a tool call has no name.
@@ -102,7 +101,7 @@ def normalize_message(message: Mapping[str, Any], *, has_tools: bool) -> dict[st
     found = next((message[key] for key in CALLS if message.get(key)), None)
     if role in CALLING_ROLES:
         found, content = content, ""
-    elif found is None and role == "assistant" and has_tools and "<tool_call>" in content:
+    elif found is None and role == "assistant" and writes_calls and "<tool_call>" in content:
         written = [_json(call) for call in _WRITTEN_CALL.findall(content)]
         if written and all(isinstance(call, Mapping) and call.get("name") for call in written):
             found, content = written, _WRITTEN_CALL.sub("", content).strip()
@@ -116,15 +115,13 @@ def normalize_message(message: Mapping[str, Any], *, has_tools: bool) -> dict[st
 def _normalize_calls(value: Any) -> list[dict[str, Any]]:
     calls = _json(value)
     normalized = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        call = _json(call)
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
+    for call in map(_json, calls if isinstance(calls, list) else [calls]):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError("a tool call has no name")
-        arguments = next((function[key] for key in _ARGUMENTS if function.get(key)), {})
-        parsed = _json(arguments)
-        named = {"name": function["name"], "arguments": parsed}
+        arguments: Any = next((function[key] for key in _ARGUMENTS if function.get(key)), {})
         own = {"id": call["id"]} if call.get("id") else {}
+        named = {"name": function["name"], "arguments": _json(arguments)}
         normalized.append({**own, "type": "function", "function": named})
     return normalized
 
@@ -168,6 +165,8 @@ def fit_messages(
     """
     keys = [key for key in THOUGHTS if re.search(rf"[.'\"]{key}\b", template)]
     without_text = None if re.search(r"content\W{0,3}\s+is\s+(not\s+)?none", template) else ""
+    # SmolLM3's asks for such calls, but does not write them itself.
+    is_written = "tool_calls" not in template and "<tool_call>" in template
     fitted = []
     for message in messages:
         message = {key: value for key, value in message.items() if key != "tool_calls" or value}
@@ -176,7 +175,13 @@ def fit_messages(
             message = {key: value for key, value in message.items() if key not in THOUGHTS}
             inline = f"<think>\n{thoughts}\n</think>\n\n{answer}"
             message |= {"content": answer if keys else inline, **dict.fromkeys(keys, thoughts)}
-        if "tool_calls" in message:
+        if "tool_calls" in message and is_written:
+            calls = [
+                json.dumps(one["function"], ensure_ascii=False) for one in message.pop("tool_calls")
+            ]
+            texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+            message["content"] = "\n".join(filter(None, texts))
+        elif "tool_calls" in message:
             message["content"] = message.get("content") or without_text
             if text_arguments:
                 message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
