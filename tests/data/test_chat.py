@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from builders import say, with_template, write_lines
-from chat_templates import SPECIAL_TOKENS, WITHOUT_BLOCKS
+from chat_templates import SPECIAL_TOKENS, WITH_BLOCKS, WITHOUT_BLOCKS
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.packing import ExampleDataset
 from firstlight.errors import DataError
@@ -138,7 +138,7 @@ def test_prepare_chat_with_lost_reasoning_refuses_with_place(
     assert str(caught.value).startswith(
         f"{path}:2: the chat template leaves out the reasoning (message 2): 'hm' (on_bad skip"
     )
-    assert "on_bad keep" in str(caught.value)
+    assert "keep trains on the rest" in str(caught.value)
 
 
 def test_prepare_chat_with_on_bad_counts_lost_reasoning_with_first_place(
@@ -183,3 +183,17 @@ def test_prepare_chat_with_invalid_tools_refuses_with_place(
     path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a", "b"), "tools": "find"}])
     with pytest.raises(DataError, match=r"a.jsonl:1: `tools` is not a list of functions"):
         prepare_chat([path], qwen, tmp_path / "out")
+
+
+def test_prepare_chat_warns_of_blocks_that_begin_before_the_prompt_ends(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a", "b")}])
+    options = ChatOptions(val_fraction=0)
+    warnings = []
+    for templates in (WITH_BLOCKS, WITHOUT_BLOCKS):
+        ours = tokenizer.extended(SPECIAL_TOKENS, templates["deepseek-r1"])
+        manifest = prepare_chat([path], ours, tmp_path / "out", options=options, overwrite=True)
+        warnings.append(manifest["chat"].get("warning", ""))
+    assert warnings[0].startswith("the chat template prompts with the beginning of reasoning")
+    assert warnings[1] == ""

@@ -170,7 +170,7 @@ class _ChatPreparation:
         self._seen: set[bytes] = set()
         self._duplicates = self._with_control_tokens = self._torn = 0
         self._lost: dict[str, dict[str, Any]] = {}
-        self._warning: str | None = None
+        self._warning = self._encoder.prompt_warning()
 
     def run(self, sources: Splits) -> Iterator[int]:
         """Write all records; after each record, yield the number of examples so far.
@@ -227,7 +227,11 @@ class _ChatPreparation:
             except BadRecordError as error:
                 if self._options.on_bad != "skip":
                     is_lost = error.reason in LOST
-                    keep = ", on_bad keep trains on the rest of them" if is_lost else ""
+                    keep = (
+                        ", keep trains on the rest; another template may write it"
+                        if is_lost
+                        else ""
+                    )
                     raise DataError(
                         f"{record.place}: {error} (on_bad skip leaves such records out{keep})"
                     ) from error

@@ -163,7 +163,10 @@ class _Marker:
                 content = content[:end] + self._marked(answer, number, reason)
             copy["content"] = content
             if "tool_calls" in message:
-                copy["tool_calls"] = [self._call(call, number) for call in message["tool_calls"]]
+                copy["tool_calls"] = [
+                    {**call, "function": self._values(call["function"], number, "lost_calls")}
+                    for call in message["tool_calls"]
+                ]
             marked.append(copy)
         return marked
 
@@ -171,26 +174,19 @@ class _Marker:
         """A copy of the tools with marks around their names and descriptions."""
         marked = []
         for tool in tools:
-            function = dict(tool["function"])
-            for key in ("name", "description"):
-                if isinstance(function.get(key), str):
-                    function[key] = self._marked(function[key], -1, "lost_tools")
+            own = {k: v for k, v in tool["function"].items() if k in ("name", "description")}
+            function = {**tool["function"], **self._values(own, -1, "lost_tools")}
             marked.append({**tool, "function": function})
         return marked
 
-    def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
-        function = call["function"]
-        name = self._marked(function["name"], number, "lost_calls")
-        arguments = self._values(function["arguments"], number)
-        return {**call, "function": {**function, "name": name, "arguments": arguments}}
-
-    def _values(self, value: Any, number: int) -> Any:
+    def _values(self, value: Any, message: int, reason: str) -> Any:
+        """A copy of JSON data with marks around its texts."""
         if isinstance(value, str):
-            return self._marked(value, number, "lost_calls")
+            return self._marked(value, message, reason)
         if isinstance(value, list):
-            return [self._values(item, number) for item in value]
+            return [self._values(item, message, reason) for item in value]
         if isinstance(value, dict):
-            return {key: self._values(item, number) for key, item in value.items()}
+            return {key: self._values(item, message, reason) for key, item in value.items()}
         return value
 
     def _marked(self, text: str, message: int, reason: str) -> str:
@@ -336,6 +332,20 @@ class ChatEncoder:
         except (InputError, TokenizerError):
             self._text_arguments = False
             raise
+
+    def prompt_warning(self) -> str | None:
+        """A warning if the labels of the template's blocks can't begin where the model is prompted,
+        because the generation prompt opens reasoning that answers lack."""
+        prompt = self._generation_prompt(self._variables)
+        if not self._has_blocks or not _OPENED.search(prompt):
+            return None
+        with contextlib.suppress(InputError, TokenizerError):
+            if prompt in render(self._template, _CONVERSATION, self._variables):
+                return None
+        return (
+            "the chat template prompts with the beginning of reasoning, after which its "
+            "{% generation %} blocks do not begin: remove the blocks from the template"
+        )
 
     def _labelled(
         self,
