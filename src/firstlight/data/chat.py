@@ -191,9 +191,11 @@ class _ChatPreparation:
             for given, found in (("val", sources.val), ("train", sources.train)):
                 records = stack.enter_context(closing(read_records(found)))
                 for record, conversations, chats in self._encoded(records):
-                    split = self._split_of(conversations[0].question, given)
+                    question = conversations[0].question
+                    split = self._split_of(question, given)
                     if split == "val" and given == "train" and self._own_val:
-                        self._writer.reject(record, BadRecordError("held_out", REASONS["held_out"]))
+                        problem = f"'{question[:40]}' is asked in the validation data"
+                        self._writer.reject(record, BadRecordError("held_out", problem))
                         continue
                     self._count(conversations)
                     # Escaped, because a file's name may hold a newline.

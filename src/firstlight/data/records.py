@@ -353,7 +353,7 @@ def _records_in(value: Any) -> list[Any]:
     """
     if isinstance(value, list):
         return value
-    if conversation_kind(value) is not None:
+    if not isinstance(value, dict) or conversation_kind(value) is not None:
         return [value]
     lists = {
         key: entry

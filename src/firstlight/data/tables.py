@@ -261,7 +261,7 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
     ipc = optional("pyarrow.ipc", f"reading {path}")
 
     def batches() -> Iterator[Any]:
-        with arrow.memory_map(str(path)) as file:
+        with arrow.OSFile(str(path)) as file:
             try:
                 found = ipc.open_stream(file)
             except arrow.ArrowInvalid:
@@ -274,7 +274,8 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
 
     try:
         yield from enumerate(_rows_of(batches(), path, _BATCH_ROWS), start=1)
-    except arrow.ArrowException as error:
+    # A damaged name of a column is no UTF-8.
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise InputError(
             f"{origin} is not a readable Arrow file: {first_line(error)}: replace it, or leave it "
             "out"

@@ -423,7 +423,7 @@ class Conversations:
     ) -> None:
         # Imported only here, because they import torch, and the first line of `train TEXTS` comes
         # before that.
-        from firstlight.data.packing import ExampleDataset
+        from firstlight.data.packing import ExampleDataset, chat_notes
         from firstlight.recipe import parse_recipe
         from firstlight.training.datasets import open_splits
 
@@ -455,7 +455,7 @@ class Conversations:
             f"{len(lengths):,} conversations to train on, {held:,} held out; "
             f"{lengths.mean():,.0f} tokens each on average"
         )
-        for line in train.left_out():
+        for line in (*train.left_out(), *chat_notes(train.manifest)):
             tell(line)
 
     def tokens(self, seq_len: int) -> tuple[float, float]:
