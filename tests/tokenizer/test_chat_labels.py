@@ -120,17 +120,6 @@ def test_a_template_that_lays_out_earlier_answers_otherwise_is_found_in_by_marks
 @pytest.mark.parametrize(
     "template, message",
     [
-        # Of earlier answers only the length is told.
-        (
-            "{%- for m in messages -%}{{- m.role ~ ':' ~ (m.content if loop.last else "
-            "m.content | length) ~ eos_token -}}{%- endfor -%}",
-            "can't be found",
-        ),
-        (
-            "{%- for m in messages -%}{%- if m.role == 'user' -%}{{- m.content ~ eos_token -}}"
-            "{%- endif -%}{%- endfor -%}",
-            "leaves answers out",
-        ),
         (
             "{%- generation -%}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
             "{%- endgeneration -%}",
@@ -149,6 +138,32 @@ def test_a_template_in_which_answers_cannot_be_told_is_refused(
     ours = tokenizer.extended([], template)
     with pytest.raises(TokenizerError, match=message):
         ChatEncoder(ours).encode(say("a", "one", "b", "two"))
+
+
+@pytest.mark.parametrize(
+    "template, lost",
+    [
+        # Only the length of earlier answers is written.
+        (
+            "{%- for m in messages -%}{{- m.role ~ ':' ~ (m.content if loop.last else "
+            "m.content | length) ~ eos_token -}}{%- endfor -%}",
+            ["message 1", "message 2", "message 3"],
+        ),
+        (
+            "{%- for m in messages -%}{%- if m.role == 'user' -%}{{- m.content ~ eos_token -}}"
+            "{%- endif -%}{%- endfor -%}",
+            ["message 2", "message 4"],
+        ),
+    ],
+)
+def test_answers_that_template_leaves_out_are_lost_and_not_learned(
+    tokenizer: Tokenizer, template: str, lost: list[str]
+) -> None:
+    ours = tokenizer.extended([], template)
+    chat = ChatEncoder(ours).encode(say("alpha", "one", "beta", "two"))
+    assert [detail.split("(")[1].split(")")[0] for _, detail in chat.lost] == lost
+    learned = "".join(learned_text(ours, say("alpha", "one", "beta", "two")))
+    assert learned == ("" if len(lost) == 2 else "two<|endoftext|>")
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_learned(tokenizer: Tokenizer) -> None:
@@ -293,6 +308,29 @@ def test_train_on_answers_leaves_reasoning_of_any_key_out_of_labels(
     assert "I think so" in whole
     assert whole.endswith(expected)
     assert learned_text(ours, messages, train_on="answers") == [expected]
+
+
+def test_reasoning_is_lost_where_prompt_opens_and_closes_it(tokenizer: Tokenizer) -> None:
+    template = WITHOUT_BLOCKS["deepseek-r1"].replace("<think>\\n'", "<think>\\n\\n</think>\\n'")
+    ours = tokenizer.extended(SPECIAL_TOKENS, template)
+    messages = say("a", "<think>\nI think so\n</think>\n\ntwo")
+    assert [reason for reason, _ in ChatEncoder(ours).encode(messages).lost] == ["lost_thoughts"]
+    assert learned_text(ours, messages) == ["\n\ntwo<|endoftext|>"]
+
+
+def test_results_within_turn_of_assistant_are_not_learned(tokenizer: Tokenizer) -> None:
+    template = (
+        "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role if m.role != 'tool' else '' -}}"
+        "{%- if m.tool_calls -%}{{- m.tool_calls[0].function.name ~ ' gave ' -}}"
+        "{{- messages[loop.index].content ~ ', so ' -}}{%- endif -%}"
+        "{{- m.content ~ '<|im_end|>' if m.role != 'tool' else '' -}}{%- endfor -%}"
+        "{{- '<|im_start|>assistant' if add_generation_prompt else '' -}}"
+    )
+    ours = tokenizer.extended(SPECIAL_TOKENS, template)
+    [call, answer] = with_call(content="yes")[1:3]
+    learned = learned_text(ours, [*say("a"), call, {**answer, "content": "the result"}, *say("b")])
+    assert "the result" not in "".join(learned)
+    assert learned[0].startswith("find gave")
 
 
 def test_train_on_answers_leaves_empty_reasoning_of_template_out_of_labels(

@@ -286,18 +286,22 @@ class _ChatPreparation:
         """Count a record of which the template leaves something out.
 
         Raises:
-            BadRecordError: such records are not kept.
+            BadRecordError: such records are not kept, or nothing of it is learned.
         """
         lost = dict(one for example in examples for one in example.lost)
         if lost and self._options.on_bad != "keep":
             raise BadRecordError(*next(iter(lost.items())))
+        if not all(any(example.loss_mask[1:]) for example in examples):
+            raise BadRecordError(
+                "not_learned", "no token of it is the assistant's in what the template makes of it"
+            )
         for reason, detail in lost.items():
             first = {"records": 0, "first": f"{record.place}: {detail}"}
             self._lost.setdefault(reason, first)["records"] += 1
 
     def _example(self, conversation: Conversation) -> LabelledChat:
         try:
-            chat = self._encoder.encode(
+            return self._encoder.encode(
                 conversation.messages,
                 options=conversation.options,
                 masked=conversation.masked,
@@ -305,11 +309,6 @@ class _ChatPreparation:
             )
         except (InputError, TokenizerError) as error:
             raise BadRecordError("template", str(error)) from error
-        if not any(chat.loss_mask[1:]):
-            raise BadRecordError(
-                "not_learned", "no token of it is the assistant's in what the template makes of it"
-            )
-        return chat
 
     def _split_of(self, question: str, given: str) -> str:
         """The split of a record's examples: the same for all records with the same question.

@@ -387,6 +387,11 @@ class ChatEncoder:
         for span in spans:
             start = _after_thoughts(chat, span) if train_on == "answers" else span.start
             flags[start : span.end] = bytes([span.message in learned]) * (span.end - start)
+        for one in chat.texts:
+            # Gemma 4's template writes the results of tools into the turn of their call.
+            if one.place and one.message not in answers and not self._has_blocks:
+                start, end = one.place
+                flags[start:end] = bytes([train_on == "all"]) * (end - start)
         for span in reversed(spans):
             if span.opened and span.message in learned:
                 _insert_thoughts(chat, flags, span, is_learned=train_on != "answers")
@@ -413,19 +418,16 @@ class ChatEncoder:
         for index, prompt, whole in zip(answers, prompts, wholes, strict=True):
             own = [one for one in chat.texts if one.message == index and one.place]
             own.sort(key=lambda one: one.place or (0, 0))
-            if not own and (prompt is None or whole is None):
-                raise TokenizerError(_NOT_FOUND)
+            if not own:  # the template leaves it out: see `LabelledChat.lost`
+                continue
             span = self._start(chat, own[0]) if prompt is None else _Span(index, prompt, 0)
             if whole is None:
                 span.end = self._end_as_alone(chat, own[-1])
             else:
                 span.end = self._end(chat.pattern, chat.text, span.start, whole)
             spans.append(span)
-        before = [0, *(span.end for span in spans[:-1])]
-        if any(
-            span.start < earlier or span.start >= span.end
-            for earlier, span in zip(before, spans, strict=True)
-        ):
+        is_mixed = any(one.end > following.start for one, following in itertools.pairwise(spans))
+        if is_mixed or any(span.start >= span.end for span in spans):
             raise TokenizerError(_MIXED)
         return spans
 
@@ -588,10 +590,10 @@ def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learn
         line = "\n" if span.opened.endswith("\n") else ""
         gap = "" if chat.text[start : start + 1].isspace() else "\n\n"
         written = f"{thoughts}{line}</{tag[1]}>{gap}"
+        kept = (span.message, "lost_thoughts")
+        chat.texts = [one for one in chat.texts if (one.message, one.reason) != kept]
     flags[start:start] = bytes(len(span.opened)) + bytes([is_learned]) * len(written)
     chat.text = f"{chat.text[:start]}{span.opened}{written}{chat.text[start:]}"
-    kept = (span.message, "lost_thoughts")
-    chat.texts = [one for one in chat.texts if (one.message, one.reason) != kept]
 
 
 def _described(one: _Text) -> tuple[str, str]:
