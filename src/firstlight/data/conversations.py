@@ -130,14 +130,14 @@ class Conversation:
         """The text up to the first answer to a user, without system messages, by which questions
         are compared: letter case and white space do not matter."""
         is_asked = False
-        texts = []
+        words: list[str] = []
         for message in self.messages:
             role = message["role"]
             if is_asked and role in _ANSWERING:
                 break
             is_asked |= role == "user"
-            texts += message["content"].split() if role != "system" else []
-        return " ".join(texts).casefold()
+            words += message["content"].split() if role != "system" else []
+        return " ".join(words).casefold()
 
 
 def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
@@ -155,11 +155,11 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     fields = _fields(record)
     if "completion" in fields and str(fields.get("label")).lower() == "false":
         raise BadRecordError("not_learned", "`label` is false: its completion is not wanted")
-    lists = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
+    names = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
     if form == "auto":
-        lists = [name for name in MESSAGE_FIELDS if name in fields][:1]
-    if lists:
-        name = _first(fields, lists)
+        names = tuple(name for name in MESSAGE_FIELDS if name in fields)
+    if names:
+        name = _first(fields, names)
         messages = _with_system(fields, _messages(_listed(fields.get(name)), f"`{name}`"))
     elif form == "auto" and is_written(fields.get("text")):
         messages = _side(fields, "text", "user")
@@ -231,7 +231,7 @@ def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
     question = _side(fields, name, "user")
     for further in CONTEXT_FIELDS:
-        if further != name and (text := _text(fields, further)).strip():
+        if further != name and (text := _content(fields.get(further, ""), f"`{further}`")).strip():
             last = question[-1]["content"]
             question[-1]["content"] = f"{last}\n\n{text}" if last.strip() else text
     return _with_system(fields, [*messages, *question])
@@ -255,14 +255,6 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
-
-
-def _text(record: Mapping[Any, Any], name: str) -> str:
-    """The text of a field; "" if the record does not have the field."""
-    value = record.get(name, "")
-    if not isinstance(value, str):
-        raise _wrong_type(f"`{name}`", value, "a text")
-    return value
 
 
 def _listed(value: Any) -> Any:
@@ -431,59 +423,40 @@ class _Markup(NamedTuple):
         roles: the roles by heads that do not name them.
     """
 
-    head: re.Pattern[str]
-    end: re.Pattern[str]
+    head: str
+    end: str
     roles: Mapping[str, str] = _ROLES
 
 
 _LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
+_ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
 #: The control tokens by the beginning of a conversation.
 _MARKUP = {
-    "<|im_start|>": _Markup(
-        re.compile(r"<\|im_start\|>[ \t]*(\w+)[ \t]*(?:\n|\Z)"), re.compile(r"<\|im_end\|>")
-    ),
+    "<|im_start|>": _Markup(r"<\|im_start\|>[ \t]*(\w+)[ \t]*(?:\n|\Z)", r"<\|im_end\|>"),
     "<|start_header_id|>": _Markup(
-        re.compile(r"<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>\n{0,2}"),
-        re.compile(r"<\|(?:eot_id|eom_id)\|>"),
+        r"<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>\n{0,2}", r"<\|(?:eot_id|eom_id)\|>"
     ),
-    "<start_of_turn>": _Markup(
-        re.compile(r"<start_of_turn>[ \t]*(\w+)[ \t]*(?:\n|\Z)"), re.compile("<end_of_turn>")
-    ),
+    "<start_of_turn>": _Markup(r"<start_of_turn>[ \t]*(\w+)[ \t]*(?:\n|\Z)", "<end_of_turn>"),
     "[INST]": _Markup(
-        re.compile(r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>)[ \n]{0,2}"),
-        re.compile(r"\s?</s>"),
-        _LLAMA2_ROLES,
+        r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>)[ \n]{0,2}", r"\s?</s>", _LLAMA2_ROLES
     ),
-    **dict.fromkeys(
-        ("<|system|>", "<|user|>"),
-        _Markup(
-            re.compile(r"<\|(system|user|assistant)\|>\n?"),
-            re.compile(r"<\|end\|>|</s>|<\|endoftext\|>"),
-        ),
-    ),
+    "<|system|>": _ZEPHYR,
+    "<|user|>": _ZEPHYR,
     "<|start_of_role|>": _Markup(
-        re.compile(r"<\|start_of_role\|>(\w+)<\|end_of_role\|>"), re.compile(r"<\|end_of_text\|>")
+        r"<\|start_of_role\|>(\w+)<\|end_of_role\|>", r"<\|end_of_text\|>"
     ),
     "<\uff5cUser\uff5c>": _Markup(
-        re.compile("<\uff5c(User|Assistant)\uff5c>"),
-        re.compile("<\uff5cend\u2581of\u2581sentence\uff5c>"),
+        "<\uff5c(User|Assistant)\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
     ),
 }
-_TRANSCRIPT = _Markup(re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?!)"))
+_TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
 #: The tokens at the beginning and the end of a text, which the tokenizer writes by itself.
 _EDGES = re.compile(
     "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
 #: Control tokens that `control_tokens` looks for, and parts of which it has one at least.
-_CONTROL_TOKENS = [
-    *_MARKUP,
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<end_of_turn>",
-    "[/INST]",
-    "<|assistant|>",
-]
+_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "[/INST]", "<|assistant|>")
 _CONTROL_PARTS = ("<|", "INST]", "_of_turn>", "<\uff5c")
 #: Tokens at the end of an answer that a chat template writes by itself.
 _END = re.compile(
@@ -496,7 +469,7 @@ def control_tokens(text: str) -> list[str]:
     # Few parts are looked for in each text, because each search takes as long as reading it.
     if not any(part in text for part in _CONTROL_PARTS):
         return []
-    return [token for token in _CONTROL_TOKENS if token in text]
+    return [token for token in (*_MARKUP, *_END_TOKENS) if token in text]
 
 
 def is_written(text: object) -> bool:
@@ -530,11 +503,11 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
     Raises:
         BadRecordError: a part of the text is in no turn, or a role is not known.
     """
-    before, *turns = markup.head.split(text)
+    before, *turns = re.split(markup.head, text)
     messages: list[dict[str, Any]] = []
     outside = [before]
     for name, turn in zip(turns[::2], turns[1::2], strict=True):
-        content, *rest = markup.end.split(turn, maxsplit=1)
+        content, *rest = re.split(markup.end, turn, maxsplit=1)
         outside += rest
         # The text of a turn without an end token goes on to the next turn, or to the end.
         content = content if rest else _without_end(content).strip()
