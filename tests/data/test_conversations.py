@@ -13,6 +13,7 @@ import pytest
 
 from builders import draw_records, say, with_template, write_lines
 from firstlight.data.chat import ChatOptions, prepare_chat
+from firstlight.data.cleaning import ChangeCounts, change_lines
 from firstlight.data.conversations import (
     MAX_CONVERSATION_CHARS,
     REASONS,
@@ -539,7 +540,11 @@ def test_control_tokens_inside_of_messages_and_texts_are_counted(
     assert "warning: 1 of 2 records have control tokens such as <|im_start|>" in shown[-1]
     texts = write_lines(tmp_path / "b.jsonl", [{"text": "see [INST]"}, {"text": "see"}])
     found = [record.changes for record in read_documents(find_sources([texts]))]
-    assert found == [("kept [INST]",), ()]
+    assert found == [("chat [INST]",), ()]
+    counts = ChangeCounts()
+    counts.add("b", found[0])
+    [line] = change_lines(counts.record(), counts.names())
+    assert line.startswith("warning: b: [INST] is learned as characters; a file of nothing but")
 
 
 def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tokenizer) -> None:

@@ -78,7 +78,7 @@ REASONS = {
     "lost_text": "a message that the chat template leaves out",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
-    "held_out": "its question is one of the validation data",
+    "held_out": "a question of the validation data",
 }
 
 #: Names of the roles in records, in lower case. Tools keep the name that a record gives them.
@@ -166,7 +166,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
         messages = _from_columns(fields)
     else:
-        raise BadRecordError("unknown_form", _unknown(record, fields))
+        raise _unknown(record)
     return _checked(messages)
 
 
@@ -181,22 +181,17 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     return next((name for name in names if name in fields), names[0])
 
 
-def _unknown(record: Mapping[Any, Any], fields: Mapping[str, Any]) -> str:
-    """The message about a record that is no conversation."""
-    if conversation_kind(fields) == "preference":
-        return _other_kind("a preference pair", "preference", record)
-    return (
+def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
+    """The error about a record of no known form, or of another kind."""
+    names = ", ".join(map(str, list(record)[:8])) or "none"
+    problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
-        f"`instruction` and `output` or `prompt` and `completion` (fields: {_names(record)})"
+        "`instruction` and `output` or `prompt` and `completion`"
     )
-
-
-def _other_kind(what: str, kind: str, record: Mapping[Any, Any]) -> str:
-    return f"{what} (fields: {_names(record)}): set the kind (--kind, data.kind) {kind}"
-
-
-def _names(record: Mapping[Any, Any]) -> str:
-    return ", ".join(map(str, list(record)[:8])) or "none"
+    if (kind := conversation_kind(record, "")) is not None:
+        what = "a preference pair" if kind == "preference" else "a conversation"
+        problem = f"{what}: set the kind (--kind, data.kind) {kind}"
+    return BadRecordError("unknown_form", f"{problem} (fields: {names})")
 
 
 def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -302,17 +297,13 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
         content = entry.get(content_key)
         if content is None and any(entry.get(key) for key in _BESIDE_CONTENT):
             content = ""
-        rest = {
-            key: value
-            for key, value in entry.items()
-            if key not in (role_key, content_key) and value is not None
-        }
-        known = _role(role, where)
-        if known in RESULT_ROLES and isinstance(content, Mapping):
+        role = _role(role, where)
+        if role in RESULT_ROLES and isinstance(content, Mapping):
             content = json.dumps(content, ensure_ascii=False)
-        messages.append(
-            {**rest, "role": known, "content": _content(content, f"{where}.{content_key}")}
-        )
+        content = _content(content, f"{where}.{content_key}")
+        used = (role_key, content_key)
+        rest = {k: value for k, value in entry.items() if k not in used and value is not None}
+        messages.append({**rest, "role": role, "content": content})
     return messages
 
 
@@ -326,11 +317,9 @@ def _role(name: str, where: str) -> str:
 
 def _content(value: object, where: str) -> str:
     if isinstance(value, list | tuple):
+        is_text = [isinstance(p, Mapping) and p.get("type", "text") in _TEXT_PARTS for p in value]
         parts = [
-            part.get("text")
-            if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
-            else part
-            for part in value
+            part.get("text") if own else part for own, part in zip(is_text, value, strict=True)
         ]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) != len(parts):
@@ -542,7 +531,7 @@ def to_pair(record: object) -> Pair:
     fields = _fields(record)
     names = next((pair for pair in PAIR_FIELDS if set(pair) & set(fields)), PAIR_FIELDS[0])
     if not set(names) & set(fields) and conversation_kind(fields, "") == "chat":
-        raise BadRecordError("unknown_form", _other_kind("a conversation", "chat", record))
+        raise _unknown(record)
     answers = [_side(fields, name, "assistant") for name in names]
     prompt = _pair_prompt(fields)
     if not prompt and any(one[0]["role"] == "assistant" for one in answers):

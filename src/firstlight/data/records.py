@@ -26,7 +26,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 import pydantic_core
 
-from firstlight.data.cleaning import KEPT, SUBTITLES, cleaned, split_documents
+from firstlight.data.cleaning import CHAT, SUBTITLES, cleaned, split_documents
 from firstlight.data.conversations import BadRecordError, control_tokens, is_written
 from firstlight.data.kinds import HEAD_BYTES, conversation_kind, exported_chats
 from firstlight.data.opening import (
@@ -448,7 +448,7 @@ def _documents_of(
     if source.as_is:
         yield record._replace(value=text)
         return
-    marks = tuple(f"{KEPT}{mark}" for mark in control_tokens(text))
+    marks = tuple(f"{CHAT}{mark}" for mark in control_tokens(text))
     parts = [(text, record.changes + marks)]
     # Text files were split while they were read.
     if "<" in text and not holds_one_document(source):
