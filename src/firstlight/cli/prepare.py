@@ -96,13 +96,15 @@ _OF_TEXT = {
 )
 @click.option(
     "--train-on",
-    type=click.Choice(["assistant", "all"]),
-    help="With --kind chat: tokens that are learned.  [default: assistant]",
+    type=click.Choice(["assistant", "last", "answers", "all"]),
+    help="With --kind chat: tokens that are learned: the assistant's, those of its last message, "
+    "the assistant's without its reasoning, or all.  [default: assistant]",
 )
 @click.option(
     "--on-bad",
-    type=click.Choice(["refuse", "skip"]),
-    help="With --kind chat: treatment of invalid records.  [default: refuse]",
+    type=click.Choice(["refuse", "skip", "keep"]),
+    help="With --kind chat: treatment of invalid records, and of those of which the chat template "
+    "leaves something out (keep: train on the rest).  [default: refuse]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json

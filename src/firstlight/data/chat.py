@@ -54,11 +54,14 @@ from firstlight.files.cache import cache_folder, held
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_labels import (
+    LOST,
     ChatEncoder,
     LabelledChat,
+    TrainOn,
     require_end,
     with_chat_template,
 )
+from firstlight.tokenizer.messages import normalize_message, template_options
 
 #: Tokens of a shard. Fewer than in a shard of text, because the loss mask is held in memory.
 _SHARD_TOKENS = 10_000_000
@@ -72,10 +75,12 @@ class ChatOptions:
         kind: kind of the records: "chat", or "preference" for two answers to a prompt (see
             `conversations`), which become two examples, the chosen one first.
         form: form of the records; "auto" detects the form of each record from its keys.
-        train_on: labels: "assistant" for the assistant's tokens and the ends of its turns, "all"
-            for every token but the first of an example.
-        on_bad: treatment of a record that is not a conversation: "refuse" raises an error, "skip"
-            leaves the record out.
+        train_on: labels: "assistant" for the assistant's tokens (answers, tool calls, reasoning)
+            and the ends of its turns, "last" for those of its last message, "answers" for the same
+            as "assistant" without the reasoning, "all" for every token but the first of an example.
+        on_bad: treatment of a record that is not a conversation, or of which the chat template
+            leaves something out: "refuse" raises an error, "skip" leaves the record out, "keep"
+            trains on what the template keeps, and refuses only what is not a conversation.
         val_fraction: share of the examples that is held out for validation. An example is held out
             whenever validation has less than its share so far. All examples of one question go to
             the same split (see `Conversation.question`).
@@ -83,8 +88,8 @@ class ChatOptions:
 
     kind: Literal["chat", "preference"] = "chat"
     form: ChatForm = "auto"
-    train_on: Literal["assistant", "all"] = "assistant"
-    on_bad: Literal["refuse", "skip"] = "refuse"
+    train_on: TrainOn = "assistant"
+    on_bad: Literal["refuse", "skip", "keep"] = "refuse"
     val_fraction: float = 0.1
 
 
@@ -116,7 +121,7 @@ def prepare_chat(
 
     Raises:
         InputError: an input is missing or unreadable, or no conversation is found.
-        DataError: a record is not a conversation, and `on_bad` is "refuse".
+        DataError: a record is not a conversation, or loses something, and `on_bad` refuses it.
         TokenizerError: tokenizer or template can't be used, or don't fit each other.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
@@ -161,10 +166,12 @@ class _ChatPreparation:
         self._own_val = own_val
         self._fraction = Fraction(0) if own_val else Fraction(str(options.val_fraction))
         self._encoder = ChatEncoder(tokenizer)
+        self._writes_calls = "tool_calls" in (tokenizer.chat_template or "")
         self._splits_of: dict[bytes, str] = {}
         self._seen: set[bytes] = set()
         self._duplicates = self._with_control_tokens = self._torn = 0
-        self._warning: str | None = None
+        self._lost: dict[str, dict[str, Any]] = {}
+        self._warning = self._encoder.prompt_warning()
 
     def run(self, sources: Splits) -> Iterator[int]:
         """Write all records; after each record, yield the number of examples so far.
@@ -217,11 +224,19 @@ class _ChatPreparation:
         for record in records:
             try:
                 conversations = self._conversations(record)
-                yield record, conversations, self._examples(conversations)
+                examples = self._examples(conversations)
+                self._count_lost(record, examples)
+                yield record, conversations, examples
             except BadRecordError as error:
-                if self._options.on_bad == "refuse":
+                if self._options.on_bad != "skip":
+                    is_lost = error.reason in LOST
+                    keep = (
+                        ", keep trains on the rest; another template may write it"
+                        if is_lost
+                        else ""
+                    )
                     raise DataError(
-                        f"{record.place}: {error} (on_bad skip leaves such records out)"
+                        f"{record.place}: {error} (on_bad skip leaves such records out{keep})"
                     ) from error
                 self._writer.reject(record, error)
 
@@ -231,8 +246,24 @@ class _ChatPreparation:
             raise record.error
         if self._options.kind == "preference":
             pair = to_pair(record.value)
-            return [pair.chosen, pair.rejected]
-        return [to_conversation(record.value, self._options.form)]
+            return [self._with_tools(one, record) for one in (pair.chosen, pair.rejected)]
+        return [self._with_tools(to_conversation(record.value, self._options.form), record)]
+
+    def _with_tools(self, conversation: Conversation, record: Record) -> Conversation:
+        """A record's conversation with its tools, and with tool calls in one spelling.
+
+        Raises:
+            BadRecordError: tools or calls are not valid.
+        """
+        messages = conversation.messages
+        system = "\n".join(one["content"] for one in messages if one["role"] == "system")
+        try:
+            options = template_options(record.value, system)
+            writes_calls = "tools" in options and self._writes_calls
+            messages = [normalize_message(one, writes_calls=writes_calls) for one in messages]
+        except ValueError as error:
+            raise BadRecordError("wrong_type", str(error)) from error
+        return Conversation(messages, conversation.masked, options)
 
     def _examples(self, conversations: Sequence[Conversation]) -> list[LabelledChat]:
         examples = [self._example(conversation) for conversation in conversations]
@@ -243,26 +274,40 @@ class _ChatPreparation:
     def _count(self, conversations: Sequence[Conversation]) -> None:
         """Count a record that equals an earlier one, and one with control tokens in its texts."""
         messages = [one.messages for one in conversations]
-        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()[:16]
+        content = [messages, dict(conversations[0].options)]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()[:16]
         self._duplicates += digest in self._seen
         self._seen.add(digest)
         texts = (message["content"] for own in messages for message in own)
         self._with_control_tokens += any(map(control_tokens, texts))
 
-    def _example(self, conversation: Conversation) -> LabelledChat:
-        try:
-            chat = self._encoder.encode(
-                conversation.messages,
-                masked=conversation.masked,
-                everything=self._options.train_on == "all",
-            )
-        except (InputError, TokenizerError) as error:
-            raise BadRecordError("template", str(error)) from error
-        if not any(chat.loss_mask[1:]):
+    def _count_lost(self, record: Record, examples: Sequence[LabelledChat]) -> None:
+        """Count a record of which the template leaves something out.
+
+        Raises:
+            BadRecordError: such records are not kept, or nothing of it is learned.
+        """
+        lost = dict(one for example in examples for one in example.lost)
+        if lost and self._options.on_bad != "keep":
+            raise BadRecordError(*next(iter(lost.items())))
+        if not all(any(example.loss_mask[1:]) for example in examples):
             raise BadRecordError(
                 "not_learned", "no token of it is the assistant's in what the template makes of it"
             )
-        return chat
+        for reason, detail in lost.items():
+            first = {"records": 0, "first": f"{record.place}: {detail}"}
+            self._lost.setdefault(reason, first)["records"] += 1
+
+    def _example(self, conversation: Conversation) -> LabelledChat:
+        try:
+            return self._encoder.encode(
+                conversation.messages,
+                options=conversation.options,
+                masked=conversation.masked,
+                train_on=self._options.train_on,
+            )
+        except (InputError, TokenizerError) as error:
+            raise BadRecordError("template", str(error)) from error
 
     def _split_of(self, question: str, given: str) -> str:
         """The split of a record's examples: the same for all records with the same question.
@@ -313,6 +358,7 @@ class _ChatPreparation:
             "torn_answers": self._torn,
             "duplicates": self._duplicates,
             "control_tokens": self._with_control_tokens,
+            **({"lost": self._lost} if self._lost else {}),
             **({"warning": self._warning} if self._warning else {}),
         }
         return self._writer.finish(

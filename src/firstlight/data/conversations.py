@@ -30,7 +30,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from firstlight.data.kinds import (
@@ -44,6 +44,7 @@ from firstlight.data.kinds import (
     field_name,
 )
 from firstlight.errors import FirstlightError
+from firstlight.tokenizer.messages import CALLING_ROLES, CALLS, RESULT_ROLES, THOUGHTS
 
 ChatForm = Literal["auto", "alpaca", "messages", "sharegpt"]
 
@@ -69,6 +70,12 @@ REASONS = {
     "empty": "nothing said",
     "no_assistant": "no answer",
     "template": "the chat template does not take it",
+    "lost_system": "a system message that the chat template leaves out",
+    "lost_tools": "tools that the chat template leaves out",
+    "lost_calls": "tool calls that the chat template leaves out",
+    "lost_results": "results of tools that the chat template leaves out",
+    "lost_thoughts": "reasoning that the chat template leaves out",
+    "lost_text": "a message that the chat template leaves out",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
     "held_out": "a question of the validation data",
@@ -80,16 +87,12 @@ _ROLE_NAMES = {
     "user": "user human prompter customer question",
     "assistant": "assistant gpt chatgpt bing bard model bot chatbot ai llm claude answer response",
 }
-_TOOL_NAMES = (
-    "tool function ipython observation tool_call tool_response tool_result tool_results "
-    "function_call function_response"
-).split()
+_TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
 _ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 _ROLES |= {name: name for name in _TOOL_NAMES}
 #: Roles of messages that are learned, and keys of a message that may stand in place of its content.
-_ANSWERING = ("assistant", "tool_call", "function_call")
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
-_BESIDE_CONTENT = ("tool_calls", "function_calls", "function_call", *_THOUGHTS)
+_ANSWERING = ("assistant", *CALLING_ROLES)
+_BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 #: Keys of a message that hold its role and its content; the first that it has is taken.
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
@@ -115,10 +118,12 @@ class Conversation:
     Attributes:
         messages: objects with `role`, `content` and further keys that the chat template may use.
         masked: indices of the assistant's messages that are outside the loss.
+        options: further variables of the chat template, such as `tools`.
     """
 
     messages: list[dict[str, Any]]
     masked: frozenset[int] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def question(self) -> str:
@@ -200,7 +205,7 @@ def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> l
 def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a question and its answer."""
     answer = _side(fields, _first(fields, ANSWER_FIELDS), "assistant")
-    thoughts = {key: fields[key] for key in _THOUGHTS if fields.get(key)}
+    thoughts = {key: fields[key] for key in THOUGHTS if fields.get(key)}
     return [*_question(fields), *answer[:-1], answer[-1] | thoughts]
 
 
@@ -292,10 +297,13 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
         content = entry.get(content_key)
         if content is None and any(entry.get(key) for key in _BESIDE_CONTENT):
             content = ""
+        role = _role(role, where)
+        if role in RESULT_ROLES and isinstance(content, Mapping):
+            content = json.dumps(content, ensure_ascii=False)
         content = _content(content, f"{where}.{content_key}")
         used = (role_key, content_key)
         rest = {k: value for k, value in entry.items() if k not in used and value is not None}
-        messages.append({**rest, "role": _role(role, where), "content": content})
+        messages.append({**rest, "role": role, "content": content})
     return messages
 
 
@@ -367,21 +375,27 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
     return _with_weights(messages)
 
 
+#: Keys of a message that say whether it is learned, in data of OpenAI, axolotl and ms-swift.
+_LEARNED = ("weight", "train", "training", "loss")
+
+
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """The conversation of messages without their `weight`: an answer with weight 0 is masked."""
+    """The conversation of messages without the keys `_LEARNED`: an answer is masked if one of them
+    is 0 or false."""
     masked = set()
     for index, message in enumerate(messages):
-        weight = message.get("weight", 1)
-        if isinstance(weight, bool) or weight not in (0, 1):
-            raise BadRecordError(
-                "wrong_type", f"message {index + 1} has a weight other than 0 and 1"
-            )
-        if weight == 0 and message["role"] == "assistant":
-            masked.add(index)
+        for key in _LEARNED:
+            value = message.get(key, 1)
+            if value not in (0, 1):
+                raise BadRecordError(
+                    "wrong_type", f"message {index + 1} has a {key} other than 0 and 1"
+                )
+            if value == 0 and message["role"] in _ANSWERING:
+                masked.add(index)
     if all(i in masked for i, one in enumerate(messages) if one["role"] in _ANSWERING):
-        raise BadRecordError("not_learned", "all its answers have weight 0")
+        raise BadRecordError("not_learned", "all its answers have weight 0 or `train: false`")
     return Conversation(
-        [{k: v for k, v in message.items() if k != "weight"} for message in messages],
+        [{k: v for k, v in message.items() if k not in _LEARNED} for message in messages],
         frozenset(masked),
     )
 

@@ -590,6 +590,8 @@ def chat_notes(manifest: Mapping[str, Any]) -> Iterator[str]:
             f"warning: {count:,} {of_all} have control tokens such as <|im_start|> inside of "
             "messages, where they are characters"
         )
+    for reason, lost in chat.get("lost", {}).items():
+        yield f"{lost['records']:,} {of_all} with {REASONS[reason]}; first: {lost['first']}"
     if chat.get("warning"):
         yield f"warning: {chat['warning']}"
 
