@@ -44,13 +44,13 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesse
 QUICK := cli checkpoint conversion data files finetuning generation hardware lora models optim project recipe \
 	run_log tokenizer training/test_guard.py training/test_loss_scaling.py training/test_progress.py \
 	training/test_step.py weights
-SLOWER := checkpoint/test_saver conversion/test_convert conversion/test_gguf data/test_alignment data/test_parquet \
+SLOWER := checkpoint/test_saver conversion/test_convert data/test_alignment data/test_parquet \
 	data/test_prepare data/test_ray_address data/test_remote data/test_sources generation/test_batch \
 	generation/test_beams generation/test_compiled generation/test_few_rows hardware/test_process_memory \
 	lora/test_layers models/test_moe optim/test_eight_bit optim/test_master_weights optim/test_rules \
 	project/test_layers project/test_scaling_page project/test_site project/test_slurm_example \
 	project/test_waiting run_log/test_reader tokenizer/test_damage tokenizer/test_parity \
-	tokenizer/test_text_stream weights/test_stored
+	tokenizer/test_text_stream weights/test_gguf weights/test_stored
 LONGEST := data/test_conversations.py::test_the_longest_conversation_that_is_taken_is_prepared \
 	hardware/test_device.py::test_a_limit_of_addresses_is_known
 

@@ -17,9 +17,6 @@ from torch import Tensor
 from firstlight.conversion import check
 from firstlight.conversion import convert as conversion
 from firstlight.conversion.convert import Conversion, convert, read_folder
-from firstlight.conversion.gguf.architectures import ARCHITECTURES
-from firstlight.conversion.gguf.reader import read_gguf
-from firstlight.conversion.gguf.writer import write_gguf
 from firstlight.errors import (
     ConfigError,
     InputError,
@@ -31,6 +28,9 @@ from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES, empty_model
 from firstlight.models.accounting import count_parameters
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.gguf.architectures import ARCHITECTURES
+from firstlight.weights.gguf.reader import read_gguf
+from firstlight.weights.gguf.writer import write_gguf
 from firstlight.weights.huggingface import tokenizer_of
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
@@ -349,7 +349,7 @@ def test_every_family_becomes_gguf_in_every_format(
     assert (result.largest_difference <= rounding) == (dtype == "f32")
     assert gguf_file(result) == tmp_path / "out" / f"source-{dtype}.gguf"
     assert [path.name for path in (tmp_path / "out").iterdir()] == [gguf_file(result).name]
-    assert read_gguf(gguf_file(result)).chat_template == TEMPLATE
+    assert read_gguf(gguf_file(result)).metadata["tokenizer.chat_template"] == TEMPLATE
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])

@@ -15,8 +15,6 @@ import transformers
 from in_llama_cpp import opened
 from torch import Tensor
 
-from firstlight.conversion.gguf.reader import read_gguf
-from firstlight.conversion.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.tokenizer import (
     GPT2_PATTERN,
     LLAMA3_PATTERN,
@@ -24,6 +22,8 @@ from firstlight.tokenizer import (
     Tokenizer,
     train_tokenizer,
 )
+from firstlight.weights.gguf.reader import read_gguf
+from firstlight.weights.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")

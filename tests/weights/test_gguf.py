@@ -20,15 +20,15 @@ import transformers
 from torch import Tensor
 
 from builders import slow_but
-from firstlight.conversion.gguf.architectures import ARCHITECTURES
-from firstlight.conversion.gguf.metadata import config_of, llama3_factors
-from firstlight.conversion.gguf.reader import GGUFParser, read_gguf
-from firstlight.conversion.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
 from firstlight.files import disk as seam
 from firstlight.models import FAMILIES
 from firstlight.models.rope import Llama3Rope
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.gguf.architectures import ARCHITECTURES
+from firstlight.weights.gguf.metadata import config_of, llama3_factors
+from firstlight.weights.gguf.reader import GGUFParser, read_gguf
+from firstlight.weights.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 transformers.utils.logging.disable_progress_bar()
@@ -253,8 +253,7 @@ def test_gguf_read_again_has_the_numbers_and_the_model_that_were_written(
     assert found.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert same_numbers(family, found.tensors[name], tensor), name
-    assert found.tokens is None
-    assert found.chat_template is None
+    assert found.tokenizer() is None
     ids = torch.randint(0, 320, (1, 96), generator=torch.Generator().manual_seed(0))
     logits: list[Tensor] = []
     for values, state in ((config, tensors), (found.config, found.tensors)):
@@ -525,10 +524,10 @@ def test_a_vocabulary_is_filled_up_to_the_embedding(tmp_path: Path, tokenizer: T
     config, tensors = drawn("llama", tmp_path, vocab_size=333)
     write_gguf(tmp_path / "m.gguf", config, tensors, tokenizer, dtype="f32")
     found = read_gguf(tmp_path / "m.gguf")
-    assert found.tokens is not None
-    assert len(found.tokens) == 333
-    assert found.tokens[320:] == [f"[PAD{i}]" for i in range(320, 333)]
-    assert [tokenizer.backend.token_to_id(token) for token in found.tokens[:320]] == [*range(320)]
+    tokens = found.metadata["tokenizer.ggml.tokens"]
+    assert len(tokens) == 333
+    assert tokens[320:] == [f"[PAD{i}]" for i in range(320, 333)]
+    assert [tokenizer.backend.token_to_id(token) for token in tokens[:320]] == [*range(320)]
     assert found.config["eos_token_id"] == tokenizer.eos_token_id
 
 
@@ -545,7 +544,7 @@ def test_chat_templates_come_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
     chatty.config["chat_template"] = template
     config, tensors = drawn("llama", tmp_path)
     write_gguf(tmp_path / "m.gguf", config, tensors, chatty, dtype="f32")
-    assert read_gguf(tmp_path / "m.gguf").chat_template == template
+    assert read_gguf(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == template
 
 
 _OTHER_BASE = {
