@@ -31,7 +31,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.gguf.architectures import ARCHITECTURES
 from firstlight.weights.gguf.reader import read_gguf
 from firstlight.weights.gguf.writer import write_gguf
-from firstlight.weights.huggingface import tokenizer_of
+from firstlight.weights.huggingface import read_config, tokenizer_of
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
 from foreign_files import LLAMA_CONFIG, book_gpt, book_llama, nanogpt, save
@@ -315,6 +315,22 @@ def test_file_names_are_plain(name: str, expected: str, tmp_path: Path, folder: 
 
 
 # --- to GGUF -----------------------------------------------------------------------------------
+
+
+def test_gguf_file_becomes_the_folder_that_it_was_made_of(tmp_path: Path, folder: Folder) -> None:
+    pytest.importorskip("gguf")
+    source = folder(with_template=True)
+    made = convert(source, tmp_path / "made", to="gguf")
+    result = convert(gguf_file(made), tmp_path / "out")
+    assert (result.program, result.model_type, result.dtype) == ("GGUF", "llama", "f32")
+    assert result.has_chat_template
+    assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(source))
+    own, found = Tokenizer.from_pretrained(source), Tokenizer.from_pretrained(tmp_path / "out")
+    assert found.chat_template == own.chat_template
+    assert found.encode("the light, the dark\n\n12") == own.encode("the light, the dark\n\n12")
+    assert read_config(tmp_path / "out") == read_config(source)
+    with pytest.raises(ConfigError, match="has its own config: leave --config out"):
+        convert(gguf_file(made), tmp_path / "other", config=source / "config.json")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ARCHITECTURES.keys()))

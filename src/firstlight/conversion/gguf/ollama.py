@@ -22,7 +22,10 @@ Messages = Sequence[Mapping[str, str]]
 _MOST_CONTEXT = 32_768
 
 #: Contents whose places in a rendered conversation are looked up: no template contains them.
-_SYSTEM, _FIRST, _ANSWER, _SECOND = "System-7f3a", "First-7f3a", "Answer-7f3a", "Second-7f3a"
+_SYSTEM = "System-7f3a"
+_FIRST = "First-7f3a"
+_ANSWER = "Answer-7f3a"
+_SECOND = "Second-7f3a"
 #: Roles of a conversation, beginning with its first question.
 _TURNS = ("user", "assistant", "user", "assistant", "user")
 #: Conversations by which the template is checked; each is rendered with the start of an answer.

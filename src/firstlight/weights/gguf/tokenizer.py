@@ -56,6 +56,10 @@ _OTHER_WORDS = (
     "llama.cpp splits words with combining marks (Hindi, Thai, decomposed accents) and with "
     "capital letters outside ASCII differently: such texts get other ids there"
 )
+_OTHER_SPACES = (
+    "llama.cpp splits white space outside ASCII (such as the ideographic space) differently: texts "
+    "with it get other ids there"
+)
 #: Letters of alphabets with capital letters, as DeepSeek's first tokenizer has them.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
@@ -73,7 +77,7 @@ _DEEPSEEK_LETTERS = (
 )
 _DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK3_WORDS = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
     r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _BLOOM_WORDS = r" ?[^(\s|[.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
@@ -133,9 +137,12 @@ PRE_TOKENIZERS = (
             # llama.cpp has \p{N}+, which is the same where no token has two digits.
             r"\p{N}",
         ),
+        note=_OTHER_SPACES,
     ),
     PreTokenizer(
-        "deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")
+        "deepseek-coder",
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}"),
+        note=_OTHER_SPACES,
     ),
     PreTokenizer(
         "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
