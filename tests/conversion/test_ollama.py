@@ -75,7 +75,7 @@ JINJA = {
 STOPS = {
     "ChatML": ("<|im_end|>", "<|im_start|>"),
     "Llama 3": ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
-    "Llama 2": ("</s>",),
+    "Llama 2": ("</s>", "<s>"),
     "ChatML with default": ("<|im_end|>", "<|im_start|>"),
     "Gemma": ("<end_of_turn>", "<start_of_turn>"),
     "Mistral": ("</s>", "[INST]"),
@@ -185,7 +185,7 @@ def test_template_in_go_renders_what_the_tokenizers_template_does(
         if name == "without system" and messages[0]["role"] == "system":
             continue
         expected = own.apply_chat_template(messages, add_generation_prompt=True)
-        assert go(template.go, messages) == expected.removeprefix("<s>")
+        assert go(template.go, messages) == expected
     assert template.stops == STOPS[name]
 
 
@@ -237,10 +237,15 @@ def test_the_modelfile_has_template_stops_and_context(tokenizer: Tokenizer) -> N
     )
 
 
-def test_a_first_token_that_llama_cpp_does_not_add_is_written(tokenizer: Tokenizer) -> None:
-    own = chatting(tokenizer, JINJA["Llama 2"])
-    assert not own.add_bos
-    assert 'TEMPLATE """<s>{{ range $i' in modelfile("a.gguf", own, 512)[0]
+@pytest.mark.parametrize("adds", [True, False])
+def test_token_that_llama_cpp_puts_first_is_not_in_the_template(
+    tokenizer: Tokenizer, adds: bool
+) -> None:
+    own = chatting(tokenizer, JINJA["Gemma"])
+    own.add_bos = adds
+    template = ollama_template(own)
+    assert template is not None
+    assert go(template.go, LONG).startswith("<start_of_turn>" if adds else "<s><start_of_turn>")
 
 
 def test_a_model_without_chat_gets_the_prompt_as_it_is(tokenizer: Tokenizer) -> None:

@@ -166,8 +166,8 @@ def convert(
 
     Args:
         source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
-            checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's GPT-2, Meta's
-            Llama, litgpt or nanochat.
+            checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's
+            GPT-2, Meta's Llama, litgpt or nanochat.
         out: the folder to write; must be missing or empty, and not inside the source.
         to: "hf" (a Hugging Face model folder), "gguf" (a file for llama.cpp in the folder) or
             "ollama" (such a file and a Modelfile).

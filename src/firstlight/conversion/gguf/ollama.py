@@ -44,8 +44,8 @@ class OllamaTemplate:
 
     Attributes:
         head: text before the first question if there is no system message.
-        system_head: text before the system message, from the beginning of the conversation, or with
-            `is_last` from the beginning of the last question; None if there is no place for one.
+        system_head: text before the system message, in place of `head`, or with `is_last` after
+            the text before the last question; None if there is no place for one.
         system_end: text between the system message and the question after it.
         user: text before every further question.
         assistant: text between a question and its answer.
@@ -73,11 +73,10 @@ class OllamaTemplate:
         text = ""
         for i, message in enumerate(messages):
             if message["role"] == "user":
-                if has_system and (i == len(messages) - 1 if self.is_last else i < 2):
-                    text += shown
-                else:
+                is_shown = has_system and (i == len(messages) - 1 if self.is_last else i < 2)
+                if self.is_last or not is_shown:
                     text += self.head if i < 2 else self.user
-                text += message["content"]
+                text += shown * is_shown + message["content"]
             elif message["role"] == "assistant":
                 text += self.assistant + message["content"] + self.assistant_end
         return text + self.prompt
@@ -86,13 +85,14 @@ class OllamaTemplate:
     def go(self) -> str:
         """The template in Go's syntax."""
         question = f"{{{{ if lt $i 2 }}}}{self.head}{{{{ else }}}}{self.user}{{{{ end }}}}"
-        if self.system_head is not None:
-            place = "eq (len (slice $.Messages $i)) 1" if self.is_last else "lt $i 2"
-            question = (
-                f"{{{{ if and $.System ({place}) }}}}{self.system_head}{{{{ $.System }}}}"
-                f"{self.system_end}{{{{ else if lt $i 2 }}}}{self.head}{{{{ else }}}}{self.user}"
-                "{{ end }}"
+        system = f"{self.system_head}{{{{ $.System }}}}{self.system_end}"
+        if self.system_head is not None and self.is_last:
+            question += (
+                "{{ if and $.System (eq (len (slice $.Messages $i)) 1) }}" + system + "{{ end }}"
             )
+        elif self.system_head is not None:
+            rest = question.removeprefix("{{ ")
+            question = "{{ if and $.System (lt $i 2) }}" + system + "{{ else " + rest
         return (
             '{{ range $i, $m := .Messages }}{{ if eq $m.Role "user" }}'
             f"{question}{{{{ $m.Content }}}}"
@@ -104,7 +104,7 @@ class OllamaTemplate:
 
 def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
     """The template that renders the same texts as the tokenizer's template, without the token that
-    begins a text; None if there is none of this form."""
+    llama.cpp puts before a text; None if there is none of this form."""
     try:
         template = _observed(tokenizer)
         for count in (1, 3, 5):
@@ -127,9 +127,9 @@ def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
 
 
 def _rendered(tokenizer: Tokenizer, messages: Messages, *, prompt: bool = True) -> str:
-    """The text of the tokenizer's template, without the token that begins it."""
+    """The text of the tokenizer's template, without the token that llama.cpp puts before it."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
-    return text.removeprefix(tokenizer.bos_token or "")
+    return text.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else text
 
 
 def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
@@ -172,7 +172,7 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
         return template
     if is_last := text.find(_SYSTEM) > text.find(_ANSWER):
         *_, before, system_end, _ = _around(text, _ANSWER, _SYSTEM, _SECOND)
-        before = before.removeprefix(assistant_end)
+        before = before.removeprefix(assistant_end + user)
     else:
         before, system_end, _ = _around(text, _SYSTEM, _FIRST)
     return dataclasses.replace(template, system_head=before, system_end=system_end, is_last=is_last)
@@ -199,7 +199,7 @@ def _stops(tokenizer: Tokenizer, end: str, user: str) -> tuple[str, ...]:
     found = sorted(
         (place, token)
         for token in tokenizer.special_tokens
-        if (place := (end + user).find(token)) >= 0 and token != tokenizer.bos_token
+        if (place := (end + user).find(token)) >= 0
     )
     stops = [token for _, token in found]
     if user.strip() and not any(token in user for token in tokenizer.special_tokens):
@@ -229,13 +229,9 @@ def modelfile(file: str, tokenizer: Tokenizer | None, context: int) -> tuple[str
                 "no TEMPLATE, write one in Go's syntax (https://docs.ollama.com/template)"
             )
         else:
-            begins = tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
-            begin = tokenizer.bos_token or ""
-            # llama.cpp adds the token itself if the tokenizer does (`add_bos`).
-            written = begin if begin and not tokenizer.add_bos and begins.startswith(begin) else ""
             # A date in this form is today's only in templates that ask for it, as gpt-oss' does.
             go = template.go.replace(date.today().isoformat(), "{{ currentDate }}")
-            lines.append(f'TEMPLATE """{written}{go}"""')
+            lines.append(f'TEMPLATE """{go}"""')
             if date.today().strftime("%d %b %Y") in go:
                 notes.append("the chat template shows the date, which stays today's in Ollama")
             if template.system_head is None:
