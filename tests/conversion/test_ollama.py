@@ -160,8 +160,8 @@ def go(template: str, messages: Sequence[dict[str, str]]) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|return|>")
-    special += ("<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>")
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|return|>"]
+    special += ["<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>"]
     return train_tokenizer(["hello there"], 280, special_tokens=special)
 
 

@@ -34,7 +34,7 @@ DIVERGENCE, LOGITS = 0.05, 1.5
 
 @pytest.fixture(scope="module", params=WEIGHTS)
 def file(request: pytest.FixtureRequest) -> Path:
-    path = weights_folder() / request.param
+    path = weights_folder() / str(request.param)
     if not path.is_file():
         pytest.skip(f"{request.param} is not in {weights_folder()}: run `make test-real`")
     return path

@@ -499,7 +499,8 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
         for key, value in metadata.items()
         if key.startswith("tokenizer.ggml.")
     }
-    kind, tokens = values.get("model"), values.get("tokens")
+    kind: Any = values.get("model")
+    tokens: Any = values.get("tokens")
     if kind in (None, "none"):
         return None
     if kind not in ("gpt2", "llama"):
