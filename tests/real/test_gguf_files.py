@@ -4,6 +4,8 @@ sentencepiece), beside llama.cpp and transformers. Run with `make test-real`."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ PROMPT = "The capital of France is Paris, and the capital of Italy is"
 #: llama.cpp multiplies 4-bit weights by activations that it rounds to 8 bits, and firstlight in
 #: fp32: the greatest divergence of two distributions of the next token, in nats, and the greatest
 #: difference of two logits that are compared.
-DIVERGENCE, LOGITS = 0.05, 1.5
+DIVERGENCE, LOGITS = 0.1, 1.5
 
 
 @pytest.fixture(scope="module", params=WEIGHTS)
@@ -203,15 +205,17 @@ def test_planned_memory_of_a_short_fine_tuning_is_the_measured_one(
     (tmp_path / "recipe.yaml").write_text(
         json.dumps(
             {
-                "data": {"dir": data, "seq_len": 256},
+                "data": {"dir": data, "seq_len": 128},
                 "run": {"dir": str(run), "device": "cpu"},
-                "batch": {"micro_batch_size": 2, "global_batch_tokens": 1024},
+                "batch": {"micro_batch_size": 2, "global_batch_tokens": 512},
                 "schedule": {"max_steps": 6},
             }
         ),
         encoding="utf-8",
     )
-    assert main(["train", str(tmp_path / "recipe.yaml"), "--init-from", str(file)]) == 0
+    # In a process of its own, whose memory is the run's.
+    command = [sys.executable, "-m", "firstlight", "train", str(tmp_path / "recipe.yaml")]
+    subprocess.run([*command, "--init-from", str(file)], check=True)
     forecast = json.loads((run / "forecast.json").read_text(encoding="utf-8"))
     measured = forecast["measured"]["allocated_bytes"]
     assert measured is not None

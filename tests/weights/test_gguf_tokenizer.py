@@ -356,6 +356,7 @@ def test_file_without_vocabulary_has_no_tokenizer() -> None:
         ("pieces", {"tokens": None}, "token types do not fit its tokens"),
         ("pieces", {"token_type": [1, 2]}, "token types do not fit its tokens"),
         ("pieces", {"scores": [0.0]}, "scores do not fit its tokens"),
+        ("pieces", {"scores": ["x"] * 276}, "scores do not fit its tokens"),
         ("tokenizer.json", {"pre": "kimi-k2"}, "by 'kimi-k2', which is not supported"),
         ("tokenizer.json", {"merges": ["zq"]}, "its merges do not fit"),
         ("tokenizer.json", {"merges": ["Zz Qq"]}, "its merges do not fit"),

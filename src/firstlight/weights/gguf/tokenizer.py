@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -21,7 +22,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from firstlight.errors import TokenizerError
 from firstlight.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, Tokenizer
 from firstlight.tokenizer.formats import sentencepiece_backend
-from firstlight.tokenizer.parts import byte_level_split, prepend_bos
+from firstlight.tokenizer.parts import byte_level_split, prepend_bos, require_short
 
 
 @dataclass(frozen=True)
@@ -512,7 +513,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     named = {}
     for name in ("bos", "eos", "unknown", "padding"):
         token_id = values.get(f"{name}_token_id", _LLAMA_IDS.get(name) if kind == "llama" else None)
-        if isinstance(token_id, int) and token_id < count:
+        if isinstance(token_id, int) and 0 <= token_id < count:
             named[name] = tokens[token_id]
     vocabulary = {token: index for index, token in enumerate(tokens) if _is_used(token, index)}
     if kind == "gpt2":
@@ -606,9 +607,11 @@ def _pieces(
         vocabulary: ids by token.
         named: "bos", "eos", "unknown" and "padding", where there are such tokens.
     """
-    scores = values.get("scores")
-    if not isinstance(scores, list) or len(scores) != len(types):
+    scores: Any = values.get("scores")
+    is_complete = isinstance(scores, list) and len(scores) == len(types)
+    if not is_complete or not all(isinstance(score, int | float) for score in scores):
         raise TokenizerError("the file is damaged: its scores do not fit its tokens")
+    require_short(Path("in the file"), vocabulary)
     pieces = [(token, scores[index], types[index]) for token, index in vocabulary.items()]
     return sentencepiece_backend(
         pieces,
