@@ -4,8 +4,6 @@ sentencepiece), beside llama.cpp and transformers. Run with `make test-real`."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,31 +190,3 @@ def test_quantised_file_comes_back_near_the_source(
         require_near(ours(back.model, ids), theirs(llama, ids))
     if dtype == "q8_0":
         require_near(ours(back.model, ids), ours(loaded.model, ids))
-
-
-def test_planned_memory_of_a_short_fine_tuning_is_the_measured_one(
-    file: Path, shared: Path, tmp_path: Path
-) -> None:
-    text = (shared / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:200_000]
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    data, run = str(tmp_path / "data"), tmp_path / "run"
-    command = ["prepare", str(tmp_path / "text.txt"), "--tokenizer", str(file), "--out", data]
-    assert main([*command, "--val-fraction", "0"]) == 0
-    (tmp_path / "recipe.yaml").write_text(
-        json.dumps(
-            {
-                "data": {"dir": data, "seq_len": 128},
-                "run": {"dir": str(run), "device": "cpu"},
-                "batch": {"micro_batch_size": 2, "global_batch_tokens": 512},
-                "schedule": {"max_steps": 6},
-            }
-        ),
-        encoding="utf-8",
-    )
-    # In a process of its own, whose memory is the run's.
-    command = [sys.executable, "-m", "firstlight", "train", str(tmp_path / "recipe.yaml")]
-    subprocess.run([*command, "--init-from", str(file)], check=True)
-    forecast = json.loads((run / "forecast.json").read_text(encoding="utf-8"))
-    measured = forecast["measured"]["allocated_bytes"]
-    assert measured is not None
-    assert forecast["predicted"]["peak_bytes"] == pytest.approx(measured, rel=0.02)
