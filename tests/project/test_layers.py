@@ -256,12 +256,19 @@ def test_nothing_that_runs_what_it_reads_is_used() -> None:
 
 
 def _safe_loaders(tree: ast.Module) -> set[str]:
-    """yaml.SafeLoader, and the module's own classes that inherit from it alone."""
+    """yaml.SafeLoader, and the module's own classes that inherit from it alone, or from a name for
+    it or its twin in C."""
+    safe = {"yaml.SafeLoader"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            if ast.unparse(node.value) == "getattr(yaml, 'CSafeLoader', yaml.SafeLoader)":
+                safe.add(ast.unparse(node.target))
     own = {
         node.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
-        and [ast.unparse(b) for b in node.bases] == ["yaml.SafeLoader"]
+        and len(node.bases) == 1
+        and ast.unparse(node.bases[0]) in safe
     }
     return {"yaml.SafeLoader", *own}
 
