@@ -165,7 +165,7 @@ class FineTuning:
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
         # Keep a run folder's path, not its checkpoint's, which the run may delete meanwhile. A hub
         # model is local by now.
-        is_here = Path(request.init_from).expanduser().is_dir()
+        is_here = Path(request.init_from).expanduser().exists()
         self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(
             count_parameters(meta_model(self._config)).total,
