@@ -24,6 +24,7 @@ from firstlight.cli.options import (
     field_option,
     loading_option,
     path_option,
+    template_option,
 )
 from firstlight.cli.output import show_table, with_json, write_out
 from firstlight.console import human_bytes, say, visible
@@ -185,6 +186,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
     help="Greatest number of tokens of an answer.",
 )
 @config_options(SamplingConfig, *SAMPLING, "seed")
+@template_option
 @device_option
 @dtype_option
 @compile_option
@@ -195,6 +197,7 @@ def chat_command(
     checkpoint: str,
     best: bool,
     system: str | None,
+    template_options: dict[str, Any],
     device: str,
     dtype: str,
     compiled: bool,
@@ -219,10 +222,23 @@ def chat_command(
         address = require_web("127.0.0.1" if host is None else host, 8000 if port is None else port)
     loaded = _load(checkpoint, device, dtype, best)
     if web:
-        serve_chat(loaded, address, system=system, settings=settings, compile=compiled)
+        serve_chat(
+            loaded,
+            address,
+            system=system,
+            settings=settings,
+            template_options=template_options,
+            compile=compiled,
+        )
         return
     decoder = ConversationDecoder(loaded.model, compile=compiled)
-    session = ChatSession(loaded, system=system, settings=settings, decoder=decoder)
+    session = ChatSession(
+        loaded,
+        system=system,
+        settings=settings,
+        decoder=decoder,
+        template_options=template_options,
+    )
     if compiled:
         say("compiling")
         decoder.with_room(1)
@@ -246,6 +262,7 @@ def chat_command(
 )
 @field_option(ServerOptions, "allowed_hosts", "--allowed-host", "NAME")
 @field_option(ServerOptions, "allowed_origins", "--allowed-origin", "URL")
+@template_option
 @config_options(
     ServerOptions, "max_batch_size", "max_queue", "max_context_tokens", "shutdown_timeout"
 )

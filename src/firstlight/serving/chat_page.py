@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from firstlight.console import say
@@ -78,6 +79,7 @@ def serve_chat(
     *,
     system: str | None = None,
     settings: SamplingConfig = CHAT_SETTINGS,
+    template_options: Mapping[str, Any] = MappingProxyType({}),
     compile: bool = False,
 ) -> None:
     """Serve the page until Ctrl-C. Every tab has its own conversation.
@@ -87,7 +89,8 @@ def serve_chat(
     Args:
         loaded: a model from `firstlight.load`.
         address: an address from `require_web`.
-        system, settings: system message and sampling settings of each new conversation.
+        system, settings, template_options: system message, sampling settings and variables of the
+            chat template of each new conversation.
         compile: see `ConversationDecoder`.
 
     Raises:
@@ -102,7 +105,13 @@ def serve_chat(
         decoder.with_room(1)
 
     def new_session() -> ChatSession:
-        return ChatSession(loaded, system=system, settings=settings, decoder=decoder)
+        return ChatSession(
+            loaded,
+            system=system,
+            settings=settings,
+            decoder=decoder,
+            template_options=template_options,
+        )
 
     new_session()  # raises errors here, before the page is served
     with (

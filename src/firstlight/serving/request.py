@@ -35,6 +35,7 @@ from firstlight.errors import (
 )
 from firstlight.files.atomic import unique_keys
 from firstlight.generation.answers import AnswerFormat, call_end_ids
+from firstlight.generation.chat import require_template_options
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of
@@ -284,17 +285,19 @@ class CalledTool(_Body):
     type: Literal["function"] | None = None
     function: CalledFunction
 
-    def plain(self) -> dict[str, Any]:
-        """The call as chat templates read it, with the arguments as an object."""
-        arguments: Any = self.function.arguments
+    def plain(self, template: str) -> dict[str, Any]:
+        """The call as a chat template reads it: the arguments are an object, or one as JSON."""
+        arguments: Any = self.function.arguments or {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = json.loads(arguments)
             except (ValueError, RecursionError):
                 raise InputError(
                     f"the arguments of the tool call {self.function.name} are not JSON"
                 ) from None
-        function = {"name": self.function.name, "arguments": arguments or {}}
+        if _TEXT_ARGUMENTS.search(template):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -344,17 +347,22 @@ class Message(_Body):
             raise ValueError("missing")
         return content
 
-    def plain(self) -> dict[str, Any]:
-        """The message as a dict with `role` and `content`, as chat templates read it."""
-        parts = self.content if isinstance(self.content, list) else []
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
+    def plain(self, template: str) -> dict[str, Any]:
+        """The message as a dict with `role` and `content`, as a chat template reads it."""
+        text = self.content
+        if isinstance(text, list):
+            text = "".join(part.text for part in text)
+        elif text is None and not (self.tool_calls and _NULL_CONTENT.search(template)):
+            text = ""
+        reasoning = self.reasoning_content or self.reasoning
         return {
             "role": "system" if self.role == "developer" else self.role,
             "content": text,
             "name": self.name,
-            "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+            "tool_calls": [call.plain(template) for call in self.tool_calls or ()] or None,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content or self.reasoning,
+            "reasoning_content": reasoning,
+            "thinking": reasoning,  # the name in gpt-oss' template
         }
 
 
@@ -462,6 +470,10 @@ class ChatRequest(GenerationRequest):
         return {"anyOf": calls, **({"$defs": shared} if shared else {})}
 
 
+#: A template's way to write arguments that are text, as DeepSeek's does.
+_TEXT_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments\W{0,2}\s*\+")
+#: A template's test for a message that only calls tools; others fail on a content of null.
+_NULL_CONTENT = re.compile(r"content\W{0,2} is (?:not )?none")
 #: Least likeness of an unknown field's name to a known one for which it is refused as mistyped.
 _LIKENESS = 0.9
 #: Greatest number of names of ignored fields that are counted by name.
@@ -653,6 +665,9 @@ class RequestEncoder:
         context: greatest number of tokens of a text, prompt and answer together.
         capacity: greatest number of texts of one request.
         template_options: variables of the chat template, unless a request sets them.
+
+    Raises:
+        ConfigError: see `require_template_options`.
     """
 
     def __init__(
@@ -674,6 +689,7 @@ class RequestEncoder:
         self._fingerprint = fingerprint_of(loaded.model)
         self.capacity, self.vocab_size = capacity, loaded.model.config.vocab_size
         self.has_chat = self._tokenizer.chat_template is not None
+        require_template_options(self._tokenizer, template_options)
         self._ends = loaded.eos_token_ids
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
         self._chat_ends = tuple(dict.fromkeys((*ends, *call_end_ids(self._tokenizer))))
@@ -764,7 +780,8 @@ class RequestEncoder:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise _invalid("max_tokens", message)
         self._require_few(1, request.n or 1, "messages")
-        messages = [message.plain() for message in request.messages]
+        template = self._tokenizer.chat_template or ""
+        messages = [message.plain(template) for message in request.messages]
         options, tools = self._variables(request), request.offered_tools
         prompt_ids = self._tokenizer.encode_chat(
             messages, add_generation_prompt=True, options=options

@@ -273,7 +273,8 @@ def flagged_pieces(
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of `messages` as plain JSON data, without entries that are None.
+    """A copy of `messages` as plain JSON data, without entries that are None, except the content of
+    a message that calls tools.
 
     Raises:
         InputError: the messages are not a list of objects with texts as `role` and `content`, or
@@ -289,11 +290,13 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise InputError(f"messages[{number}] must be an object with role and content")
         for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
+            is_call = name == "content" and message.get(name) is None and message.get("tool_calls")
+            if not isinstance(message.get(name), str) and not is_call:
                 raise InputError(f"messages[{number}].{name} must be a text")
         try:
             # The template gets a copy from JSON, because an object could have dangerous methods.
-            copy = json.loads(json.dumps({k: v for k, v in message.items() if v is not None}))
+            own = {k: v for k, v in message.items() if v is not None or k == "content"}
+            copy = json.loads(json.dumps(own))
             json.dumps(copy, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             raise InputError(f"messages[{number}] is not valid Unicode") from None
