@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from firstlight.cli.chat_terminal import Terminal
 from firstlight.cli.options import (
@@ -53,6 +54,24 @@ def _load(
     from firstlight.hardware.device import find_hardware
 
     return load(checkpoint, find_hardware(device).device, dtype=dtype, way=loading, best=best)
+
+
+def _with_model_settings(config: SamplingConfig, loaded: LoadedModel) -> SamplingConfig:
+    """The config with the settings of the model's generation_config.json, except those that are on
+    the command line."""
+    from firstlight.generation.engine import with_model_settings
+
+    source = click.get_current_context().get_parameter_source
+    named = [name for name in SAMPLING if source(name) is not ParameterSource.DEFAULT]
+    if config.beams == 1:
+        _say_model_settings(loaded, named)
+    return with_model_settings(config, loaded, named)
+
+
+def _say_model_settings(loaded: LoadedModel, named: Sequence[str] = ()) -> None:
+    own = [f"{name} {value:g}" for name, value in loaded.sampling.items() if name not in named]
+    if own:
+        say(f"the model's own settings (generation_config.json): {', '.join(own)}")
 
 
 @click.command("generate")
@@ -108,6 +127,7 @@ def generate_command(
         raise ConfigError("--logprobs needs --json: add it")
     config = SamplingConfig(**settings, logit_bias=_biases(logit_bias))
     loaded = _load(checkpoint, device, dtype, best, loading=loading)
+    config = _with_model_settings(config, loaded)
     stream = GenerationStream(loaded, prompt, config, compile=compiled)
     pieces = iter(stream)
     if not as_json:
@@ -221,6 +241,7 @@ def chat_command(
 
         address = require_web("127.0.0.1" if host is None else host, 8000 if port is None else port)
     loaded = _load(checkpoint, device, dtype, best)
+    settings = _with_model_settings(settings, loaded)
     if web:
         serve_chat(
             loaded,
@@ -303,7 +324,7 @@ def serve_command(
         **options,
     )
     loaded = _load(checkpoint, device, dtype, best, loading=loading)
-
+    _say_model_settings(loaded)
     serve(loaded, server, on_ready=lambda url, run: _say_ready(url, run, server, as_json))
 
 

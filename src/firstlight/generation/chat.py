@@ -15,7 +15,7 @@ from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
-from firstlight.generation.engine import pieces_of, tokenizer_of
+from firstlight.generation.engine import pieces_of, tokenizer_of, with_model_settings
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
@@ -160,8 +160,9 @@ class ChatSession:
     Args:
         loaded: a model from `firstlight.load`.
         system: the system message; None for none.
-        settings: sampling settings; see the property. With a seed, the n-th answer, counted from 0,
-            is sampled with the seed plus n.
+        settings: sampling settings; see the property. None is `CHAT_SETTINGS` with the settings of
+            the model's generation_config.json. With a seed, the n-th answer, counted from 0, is
+            sampled with the seed plus n.
         decoder: decoder that several conversations on the same model share, to save memory; None
             creates one.
         template_options: further variables of the chat template, such as `enable_thinking`.
@@ -183,7 +184,7 @@ class ChatSession:
         loaded: LoadedModel,
         *,
         system: str | None = None,
-        settings: SamplingConfig = CHAT_SETTINGS,
+        settings: SamplingConfig | None = None,
         decoder: ConversationDecoder | None = None,
         template_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
@@ -192,7 +193,7 @@ class ChatSession:
         self.stats: AnswerStats | None = None
         self._loaded, self._tokenizer = loaded, tokenizer_of(loaded)
         self._decoder = decoder or ConversationDecoder(loaded.model)
-        self._settings = settings
+        self._settings = settings or with_model_settings(CHAT_SETTINGS, loaded, ())
         self._answers = 0
         self._stopping = False
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))

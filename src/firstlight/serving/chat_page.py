@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from firstlight.console import say
 from firstlight.errors import ConfigError, FirstlightError, MissingDependencyError
-from firstlight.generation.chat import CHAT_SETTINGS, ChatSession, ConversationDecoder
+from firstlight.generation.chat import ChatSession, ConversationDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.lora.loading import LoadedModel
 from firstlight.serving.config import is_loopback, listening_socket, url_for
@@ -78,7 +78,7 @@ def serve_chat(
     address: Address,
     *,
     system: str | None = None,
-    settings: SamplingConfig = CHAT_SETTINGS,
+    settings: SamplingConfig | None = None,
     template_options: Mapping[str, Any] = MappingProxyType({}),
     compile: bool = False,
 ) -> None:

@@ -38,7 +38,7 @@ from firstlight.generation.answers import AnswerFormat, call_end_ids
 from firstlight.generation.chat import require_template_options
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
-from firstlight.generation.engine import tokenizer_of
+from firstlight.generation.engine import tokenizer_of, with_model_settings
 from firstlight.generation.sampling import require_biased_tokens
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.lora.loading import LoadedModel
@@ -667,7 +667,7 @@ class RequestEncoder:
         template_options: variables of the chat template, unless a request sets them.
 
     Raises:
-        ConfigError: see `require_template_options`.
+        ConfigError: see `require_template_options` and `with_model_settings`.
     """
 
     def __init__(
@@ -683,6 +683,7 @@ class RequestEncoder:
         self.name = name
         self.context = context
         self._tokenizer = tokenizer_of(loaded)
+        with_model_settings(SamplingConfig(), loaded, ())  # raises now if they are out of range
         self._texts = TokenTexts(self._tokenizer)
         self._grammars: Grammars | None = None
         self._making_grammars = threading.Lock()
@@ -870,7 +871,8 @@ class RequestEncoder:
         make_constraint = self._constraints(schema, source)
         if schema is not None:
             end_ids = self._chat_ends  # the tokens that the grammar ends with
-        samplings = [_sampling(request, n, wanted) for n in range(choices)]
+        settings = {"temperature": 1.0, **self._loaded.sampling, **wanted}
+        samplings = [_sampling(request, n, settings) for n in range(choices)]
         try:
             require_biased_tokens(samplings[0], self.vocab_size)
         except ConfigError as error:
@@ -957,12 +959,12 @@ def fingerprint_of(model: Model) -> str:
     return f"fp_{found.hexdigest()[:12]}"
 
 
-def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -> SamplingConfig:
-    """The sampling settings of choice number `choice`, with OpenAI's defaults."""
+def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any]) -> SamplingConfig:
+    """The sampling settings of choice number `choice`: those of the request, else `settings`."""
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     penalties = ("frequency_penalty", "presence_penalty")
     values = {name: getattr(request, name) for name in (*fields, *penalties)}
-    chosen = {"temperature": 1.0} | {k: v for k, v in values.items() if v is not None}
+    chosen = settings | {name: value for name, value in values.items() if value is not None}
     try:
         return SamplingConfig(
             stop=request.stop_texts,
@@ -970,7 +972,6 @@ def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -
             # The remainder, because OpenAI allows negative seeds.
             seed=None if request.seed is None else (request.seed + choice) % 2**63,
             **chosen,
-            **wanted,
         )
     except ConfigError as error:
         raise RequestError(400, str(error)) from None

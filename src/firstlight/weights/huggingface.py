@@ -7,8 +7,9 @@ them without weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -139,35 +140,87 @@ def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The ids that end a text: from generation_config.json, else from config.json, else from the
     tokenizer; () if none of them has any."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
-        path = folder / name
-        values = read_json_object(path, ModelError) if path.is_file() else {}
-        value = values.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-            return tuple(value)
+        if ends := _end_ids(_read_optional(folder / name)):
+            return ends
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         return (tokenizer.eos_token_id,)
     return ()
 
 
-def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The files of a Hugging Face model folder except the weights, as texts by name."""
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json_object(path, ModelError) if path.is_file() else {}
+
+
+def _end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return tuple(ids) if all(isinstance(item, int) for item in ids) else ()
+
+
+def read_generation(folders: Iterable[Path]) -> dict[str, Any]:
+    """The content of generation_config.json in the first folder that has one; {} if none has.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    found = (folder / GENERATION_CONFIG_NAME for folder in folders)
+    return next((_read_optional(path) for path in found if path.is_file()), {})
+
+
+#: Sampling settings of generation_config.json, which have the same names in `SamplingConfig`.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a generation_config.json that replace defaults of `SamplingConfig`.
+
+    As in transformers, a model that samples has temperature 1 unless the file has another, and one
+    with `do_sample` false always takes the likeliest token.
+    """
+    found = {"temperature": 1.0} if generation.get("do_sample") is True else {}
+    for name in _SAMPLING:
+        value = generation.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = int(value) if name == "top_k" else float(value)
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
+
+
+def model_files(
+    config: ModelConfig, tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, str]:
+    """The files of a Hugging Face model folder except the weights, as texts by name.
+
+    Args:
+        config: config of the model.
+        tokenizer: tokenizer of the model.
+        generation: see `generation_config`.
+    """
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     content = {**config.to_hf(), **special, "dtype": "float32", "torch_dtype": "float32"}
     return {
         CONFIG_NAME: json.dumps(content, indent=2) + "\n",
-        GENERATION_CONFIG_NAME: json.dumps(generation_config(tokenizer), indent=2) + "\n",
+        GENERATION_CONFIG_NAME: json.dumps(generation_config(tokenizer, generation), indent=2)
+        + "\n",
         **tokenizer.files(),
     }
 
 
-def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+def generation_config(
+    tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """The `generation_config.json` of a model with this tokenizer, as an object. Ids that end a
-    turn of the tokenizer's chat template also end a generation."""
+    turn of the tokenizer's chat template also end a generation.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        generation: the file of the model that it was made from, whose settings and end tokens are
+            kept.
+    """
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ends += [end for end in turn_end_ids(tokenizer) if end not in ends]
-    content: dict[str, int | list[int]] = {}
+    ends = list(dict.fromkeys((*ends, *turn_end_ids(tokenizer), *_end_ids(generation))))
+    content = dict(generation)
     if tokenizer.bos_token_id is not None:
         content["bos_token_id"] = tokenizer.bos_token_id
     if ends:
