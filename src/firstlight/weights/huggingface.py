@@ -7,6 +7,7 @@ them without weights.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -96,8 +97,50 @@ def read_config(folder: Path) -> ModelConfig:
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
+        require_not_trainer(folder)
         raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
     return config_from_hf(read_json_object(path, ModelError), str(path))
+
+
+def require_not_trainer(folder: Path) -> None:
+    """Refuse a folder without config.json that transformers' Trainer has written.
+
+    Raises:
+        ModelError: it is such a folder; the message names the model in it.
+    """
+    numbers = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.iterdir())
+    if steps := [int(found[1]) for found in numbers if found]:
+        newest = folder / f"checkpoint-{max(steps)}"
+        raise ModelError(
+            f"{folder} is an output folder of transformers' Trainer, not a model folder: name one "
+            f"of its checkpoints; the newest is {newest}"
+        )
+    if (folder / "training_args.bin").is_file():
+        raise ModelError(
+            f"{folder} is a checkpoint of transformers' Trainer without {CONFIG_NAME}: copy "
+            f"{CONFIG_NAME} and the tokenizer's files of the model that was trained into it"
+        )
+
+
+def _quantised_by(content: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The program that has quantised a config.json's model, and the way to undo it; None if the
+    weights are not quantised, or in MXFP4, which is read."""
+    packed = content.get("quantization_config") or content.get("quantization")
+    if not packed:
+        return None
+    values = packed if isinstance(packed, Mapping) else {}
+    method = values.get("quant_method")
+    family = FAMILIES.get(str(content.get("model_type")))
+    if method == "mxfp4" and family is not None and family.spec.has_mxfp4:
+        return None
+    undone = ""
+    if method is None and "group_size" in values:
+        method = "mlx-lm"
+        undone = ", or undo it with `mlx_lm.convert --dequantize --hf-path FOLDER --mlx-path NEW`"
+    elif method == "bitsandbytes":
+        undone = ", or undo it with transformers: model.dequantize(), then model.save_pretrained"
+    bits = values.get("bits") or values.get("w_bit") or (4 if values.get("load_in_4bit") else None)
+    return f"by {method or 'another program'}{f' to {bits} bits' if bits else ''}", undone
 
 
 def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
@@ -111,12 +154,12 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         ModelError: the config is damaged, or of an unsupported family or quantisation.
     """
     family = FAMILIES.get(str(content.get("model_type")))
-    packed = content.get("quantization_config")
-    kind = packed.get("quant_method") if isinstance(packed, Mapping) else None
-    if packed and not (kind == "mxfp4" and family is not None and family.spec.has_mxfp4):
+    if quantised := _quantised_by(content):
+        program, undone = quantised
         raise ModelError(
-            f"{where}: quantization_config: quantised weights are not read: take the model that "
-            "was not quantised"
+            f"{where}: the weights were quantised {program}, and quantised weights are not read: "
+            f"take the model that was not quantised{undone} (for an adapter, name that model as "
+            "base_model_name_or_path in adapter_config.json)"
         )
     if family is None:
         classes = content.get("architectures")
