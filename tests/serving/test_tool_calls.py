@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -247,6 +248,20 @@ def test_fields_of_vendors_are_ignored_and_counted_in_the_log(
         for count in ("1 request", "10 requests"):
             assert said.count(f"ignored field {name}: {count} so far\n") == 1
     assert said.count("ignored") == 8
+
+
+def test_settings_of_the_model_are_the_defaults_of_requests() -> None:
+    loaded = dataclasses.replace(tiny_loaded(), generation={"temperature": 0.0, "top_k": 4})
+    app, plain = new_direct(loaded=loaded), new_direct()
+    try:
+        for fields in ({}, {"temperature": 1.5, "seed": 2}):
+            body = body_for(POSTS[1], max_tokens=20, **fields)
+            expected = body_for(POSTS[1], max_tokens=20, top_k=4, **{"temperature": 0.0, **fields})
+            found = app.ask(POSTS[1], body).json["choices"]
+            assert found == plain.ask(POSTS[1], expected).json["choices"]
+    finally:
+        app.close()
+        plain.close()
 
 
 def test_openai_client_calls_a_tool_and_sends_its_result(
