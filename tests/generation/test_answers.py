@@ -133,7 +133,7 @@ def parsed(answer_format: AnswerFormat, pieces: Iterable[str]) -> Any:
 def test_answer_in_any_pieces_has_its_reasoning_text_and_calls(
     tokenizer: Tokenizer, name: str
 ) -> None:
-    template, answer, *expected = CASES[name]
+    template, answer, *expected = CASES[name]  # type: ignore[var-annotated]
     answer_format = AnswerFormat(tokenizer.extended([], template), [], TOOLS)
     for size in (len(answer), 1, 2, 3, 7):
         pieces = (answer[i : i + size] for i in range(0, len(answer), size))

@@ -242,24 +242,16 @@ def chat_command(
         address = require_web("127.0.0.1" if host is None else host, 8000 if port is None else port)
     loaded = _load(checkpoint, device, dtype, best)
     settings = _with_model_settings(settings, loaded)
+    options: dict[str, Any] = {
+        "system": system,
+        "settings": settings,
+        "template_options": template_options,
+    }
     if web:
-        serve_chat(
-            loaded,
-            address,
-            system=system,
-            settings=settings,
-            template_options=template_options,
-            compile=compiled,
-        )
+        serve_chat(loaded, address, compile=compiled, **options)
         return
     decoder = ConversationDecoder(loaded.model, compile=compiled)
-    session = ChatSession(
-        loaded,
-        system=system,
-        settings=settings,
-        decoder=decoder,
-        template_options=template_options,
-    )
+    session = ChatSession(loaded, decoder=decoder, **options)
     if compiled:
         say("compiling")
         decoder.with_room(1)

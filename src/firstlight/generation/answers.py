@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from firstlight.generation.continuation import overlap
 from firstlight.tokenizer import Tokenizer
 
 #: Markers that begin tool calls, with the marker after them; "" is the end of the answer.
@@ -198,14 +199,15 @@ class AnswerParser:
             yield self._part(self._held, "")
             self._held = ""
         elif self._mode in ("content", "reasoning"):
-            end = min([_overlap_start(self._held, marker) for marker in markers], default=None)
-            # White space is held back, too, because it is left out before a marker.
-            end = len(self._held if end is None else self._held[:end].rstrip())
+            end = len(self._held) - max([overlap(self._held, m) for m in markers], default=0)
+            if markers:  # white space is held back, too, because it is left out before one
+                end = len(self._held[:end].rstrip())
             text, self._held = self._held[:end], self._held[end:]
             yield self._part(text, "")
 
     def _enter(self, mode: str, marker: str, rest: str) -> None:
-        self._mode, self._marker, self._held, self._trimmed = mode, marker, rest, True
+        self._mode, self._marker = mode, marker
+        self._held, self._trimmed = rest, True
 
     def _mode_after(self, header: str) -> str:
         """The mode after a header of gpt-oss' format."""
@@ -265,13 +267,6 @@ class AnswerParser:
                 with contextlib.suppress(ValueError):
                     values[key] = json.loads(value)
         return _as_json(values)
-
-
-def _overlap_start(text: str, marker: str) -> int:
-    """Index in `text` from which on its end is a proper prefix of `marker`; its length if none."""
-    first = max(len(text) - len(marker) + 1, 0)
-    places = range(first, len(text))
-    return next((i for i in places if marker.startswith(text[i:])), len(text))
 
 
 def _call(value: Any) -> ToolCall:

@@ -360,7 +360,7 @@ class StopTexts:
         if found:
             self.found, self._held = True, ""
             return text[: min(found)]
-        kept = max(self._overlap(text, stop) for stop in self._texts)
+        kept = max(overlap(text, stop) for stop in self._texts)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -369,12 +369,11 @@ class StopTexts:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Greatest number of characters at the end of the text that are a proper prefix of
-        `stop`."""
-        longest = min(len(text), len(stop) - 1)
-        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+def overlap(text: str, stop: str) -> int:
+    """Greatest number of characters at the end of the text that are a proper prefix of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from firstlight.console import say
@@ -77,10 +76,8 @@ def serve_chat(
     loaded: LoadedModel,
     address: Address,
     *,
-    system: str | None = None,
-    settings: SamplingConfig | None = None,
-    template_options: Mapping[str, Any] = MappingProxyType({}),
     compile: bool = False,
+    **options: Any,
 ) -> None:
     """Serve the page until Ctrl-C. Every tab has its own conversation.
 
@@ -89,9 +86,8 @@ def serve_chat(
     Args:
         loaded: a model from `firstlight.load`.
         address: an address from `require_web`.
-        system, settings, template_options: system message, sampling settings and variables of the
-            chat template of each new conversation.
         compile: see `ConversationDecoder`.
+        options: `system`, `settings` and `template_options` of each new `ChatSession`.
 
     Raises:
         StorageError: the port is taken.
@@ -105,13 +101,7 @@ def serve_chat(
         decoder.with_room(1)
 
     def new_session() -> ChatSession:
-        return ChatSession(
-            loaded,
-            system=system,
-            settings=settings,
-            decoder=decoder,
-            template_options=template_options,
-        )
+        return ChatSession(loaded, decoder=decoder, **options)
 
     new_session()  # raises errors here, before the page is served
     with (

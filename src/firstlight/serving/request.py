@@ -83,6 +83,19 @@ def _needs(name: str, switch: str) -> dict[str, Any]:
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
 
+#: Rules of JSON Schema for messages: the assistant's may have no content.
+_BY_ASSISTANT: dict[str, Any] = {"properties": {"role": {"const": "assistant"}}}
+_WITH_CONTENT: dict[str, Any] = {
+    "properties": {"content": {"not": {"type": "null"}}},
+    "required": ["content"],
+}
+#: JSON Schema of a tool call, without its properties.
+_CALL_SCHEMA = {
+    "type": "object",
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
 # The docstrings of these classes are descriptions in the OpenAPI document.
 
 
@@ -315,14 +328,7 @@ class Message(_Body):
         audio, function_call: empty fields of responses, which clients send back.
     """
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"role": {"const": "assistant"}}},
-                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_BY_ASSISTANT, _WITH_CONTENT]})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -382,19 +388,6 @@ class Tool(_Body):
     function: Function
 
 
-class NamedFunction(_Body):
-    """The name of a function."""
-
-    name: _Text
-
-
-class NamedTool(_Body):
-    """A `tool_choice` that makes the model call one tool."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`.
 
@@ -431,7 +424,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -447,27 +440,20 @@ class ChatRequest(GenerationRequest):
         """JSON Schema of a tool call that `tool_choice` forces; None without one."""
         if self.tool_choice in (None, "none", "auto"):
             return None
-        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         functions = [tool.function for tool in self.tools or ()]
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": one.name},
-                    "arguments": {"type": "object", **(one.parameters or {})},
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for one in functions
-            if wanted in (None, one.name)
-        ]
-        if not calls:
-            named = f" named '{_shortened(wanted)}'" if wanted else ""
+        functions = [one for one in functions if wanted in (None, one.name)]
+        if not functions:
+            named = f" named '{wanted}'" if wanted else ""
             raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
-        definitions = [(one.parameters or {}).get("$defs") for one in functions]
-        shared = {k: v for some in definitions if isinstance(some, dict) for k, v in some.items()}
-        return {"anyOf": calls, **({"$defs": shared} if shared else {})}
+        calls, shared = [], dict[str, Any]()
+        for one in functions:
+            parameters = dict(one.parameters or {})
+            definitions = parameters.pop("$defs", None)  # references begin at the root
+            shared |= definitions if isinstance(definitions, dict) else {}
+            arguments = {"type": "object", **parameters}
+            calls.append({"properties": {"name": {"const": one.name}, "arguments": arguments}})
+        return {"$defs": shared, "anyOf": [{**_CALL_SCHEMA, **call} for call in calls]}
 
 
 #: A template's way to write arguments that are text, as DeepSeek's does.

@@ -122,25 +122,29 @@ def require_not_trainer(folder: Path) -> None:
         )
 
 
-def _quantised_by(content: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The program that has quantised a config.json's model, and the way to undo it; None if the
-    weights are not quantised, or in MXFP4, which is read."""
+#: Ways to undo what a program has quantised.
+_UNDO = {
+    "mlx-lm": ", or undo it with `mlx_lm.convert --dequantize --hf-path FOLDER --mlx-path NEW`",
+    "bitsandbytes": ", or undo it with transformers: model.dequantize(), model.save_pretrained",
+}
+
+
+def _require_plain(content: Mapping[str, Any], where: str) -> None:
+    """Refuse the config.json of quantised weights, except of a model in MXFP4, which is read."""
     packed = content.get("quantization_config") or content.get("quantization")
-    if not packed:
-        return None
     values = packed if isinstance(packed, Mapping) else {}
-    method = values.get("quant_method")
+    program = values.get("quant_method") or ("mlx-lm" if "group_size" in values else "others")
     family = FAMILIES.get(str(content.get("model_type")))
-    if method == "mxfp4" and family is not None and family.spec.has_mxfp4:
-        return None
-    undone = ""
-    if method is None and "group_size" in values:
-        method = "mlx-lm"
-        undone = ", or undo it with `mlx_lm.convert --dequantize --hf-path FOLDER --mlx-path NEW`"
-    elif method == "bitsandbytes":
-        undone = ", or undo it with transformers: model.dequantize(), then model.save_pretrained"
-    bits = values.get("bits") or values.get("w_bit") or (4 if values.get("load_in_4bit") else None)
-    return f"by {method or 'another program'}{f' to {bits} bits' if bits else ''}", undone
+    has_mxfp4 = family is not None and family.spec.has_mxfp4
+    if not packed or (program == "mxfp4" and has_mxfp4):
+        return
+    bits = values.get("bits") or (4 if values.get("load_in_4bit") else None)
+    to_bits = f" to {bits} bits" if bits else ""
+    raise ModelError(
+        f"{where}: the weights were quantised by {program}{to_bits}, and quantised weights are not "
+        f"read: take the model that was not quantised{_UNDO.get(program, '')} (for an adapter, "
+        "name that model as base_model_name_or_path in adapter_config.json)"
+    )
 
 
 def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
@@ -154,13 +158,7 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         ModelError: the config is damaged, or of an unsupported family or quantisation.
     """
     family = FAMILIES.get(str(content.get("model_type")))
-    if quantised := _quantised_by(content):
-        program, undone = quantised
-        raise ModelError(
-            f"{where}: the weights were quantised {program}, and quantised weights are not read: "
-            f"take the model that was not quantised{undone} (for an adapter, name that model as "
-            "base_model_name_or_path in adapter_config.json)"
-        )
+    _require_plain(content, where)
     if family is None:
         classes = content.get("architectures")
         architecture = f" ({classes[0]})" if isinstance(classes, list) and classes else ""
@@ -195,8 +193,8 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
-    value = content.get("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
+    value: Any = content.get("eos_token_id")
+    ids: list[Any] = value if isinstance(value, list) else [value]
     return tuple(ids) if all(isinstance(item, int) for item in ids) else ()
 
 

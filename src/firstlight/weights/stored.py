@@ -321,25 +321,12 @@ def has_pickled_weights(folder: Path) -> bool:
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
-#: Folders in which other programs write shards, with the command that merges them.
-_SHARDED = (
-    ("pytorch_model_fsdp_*", "FSDP", "accelerate merge-weights {shards} NEW"),
-    ("global_step*", "DeepSpeed", "python {folder}/zero_to_fp32.py {folder} NEW"),
-)
-
-
 def _no_weights(folder: Path) -> ModelError:
     if any(folder.glob("model.shard-*-of-*.safetensors")):
         return ModelError(
             f"{folder} holds its weights in shards, each written by one process: make a model "
             f"folder of them with `firstlight convert {folder} --out DIR`, and use that"
         )
-    for pattern, program, command in _SHARDED:
-        if found := sorted(folder.glob(pattern)):
-            return ModelError(
-                f"{folder} holds its weights in shards, as {program} writes them: merge them with "
-                f"`{command.format(folder=folder, shards=found[-1])}`, and use that"
-            )
     repository = repository_of(folder)
     if has_pickled_weights(folder) or repository:
         return ModelError(
