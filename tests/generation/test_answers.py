@@ -133,7 +133,7 @@ def parsed(answer_format: AnswerFormat, pieces: Iterable[str]) -> Any:
 def test_answer_in_any_pieces_has_its_reasoning_text_and_calls(
     tokenizer: Tokenizer, name: str
 ) -> None:
-    template, answer, *expected = CASES[name]  # type: ignore[var-annotated]
+    template, answer, *expected = CASES[name]
     answer_format = AnswerFormat(tokenizer.extended([], template), [], TOOLS)
     for size in (len(answer), 1, 2, 3, 7):
         pieces = (answer[i : i + size] for i in range(0, len(answer), size))
@@ -142,12 +142,13 @@ def test_answer_in_any_pieces_has_its_reasoning_text_and_calls(
 
 def test_answer_after_a_prompt_that_opens_thoughts_begins_with_them(tokenizer: Tokenizer) -> None:
     ours = tokenizer.extended(["<think>"], HERMES)
-    for prompt, expected in (
-        ("<think>\n", ("a", "b", [])),
-        ("<think>\n\n</think>\n\n", ("", "\na</think>b", [])),
+    for prompt, reasoning, content in (
+        ("<think>\n", "a", "b"),
+        ("<think>\n\n</think>\n\n", "", "\na</think>b"),
     ):
         ids = ours.encode(f"user: hi {prompt}", special_tokens=True)
-        assert parsed(AnswerFormat(ours, ids, {}), "\na</think>b") == expected
+        found = parsed(AnswerFormat(ours, ids, {}), "\na</think>b")
+        assert found == (reasoning, content, [])
 
 
 def test_answer_without_tools_is_streamed_at_once_and_keeps_its_calls_as_text(
