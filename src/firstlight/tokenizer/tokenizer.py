@@ -315,7 +315,8 @@ class Tokenizer:
         special tokens; the text of the messages and options is plain text.
 
         Args:
-            messages, add_generation_prompt: see `apply_chat_template`.
+            messages: see `apply_chat_template`.
+            add_generation_prompt: see `apply_chat_template`.
             options: further variables of the template, plain JSON, such as `tools` and
                 `enable_thinking`.
 
