@@ -10,6 +10,7 @@ any of both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -130,7 +131,8 @@ def render(
     Args:
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, from `plain_messages`.
-        generation_marks: texts to write before and after the content of a `{% generation %}` block.
+        generation_marks: texts to write before and after the content of a `{% generation %}` block;
+            after the first one stand the message's number, if it is known, and the first once more.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -144,7 +146,8 @@ def render_with_beginnings(
     messages: list[dict[str, Any]],
     variables: Mapping[str, Any],
     beginnings: Sequence[tuple[int, bool]],
-) -> tuple[str, list[int | None]]:
+    probe: tuple[list[dict[str, Any]], Mapping[str, Any]] | None = None,
+) -> tuple[str, list[int | None], str | None]:
     """The text of a conversation, and how much of it is that of each of its beginnings.
 
     Args:
@@ -153,10 +156,12 @@ def render_with_beginnings(
         variables: further variables of the template.
         beginnings: for each beginning, its number of messages, and whether it ends with the
             beginning of the assistant's next turn.
+        probe: further messages and variables to render.
 
     Returns:
         (text, for each beginning the number of its characters if the text begins with them;
-        otherwise, or if the template refuses the beginning, None)
+        otherwise, or if the template refuses the beginning, None, text of `probe`; None if the
+        template refuses it)
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -166,9 +171,10 @@ def render_with_beginnings(
         "messages": messages,
         "variables": dict(variables),
         "beginnings": beginnings,
+        "probe": probe,
     }
-    text, lengths = _within_limits(request, 1 + len(beginnings))
-    return text, lengths
+    text, lengths, probed = _within_limits(request, 1 + (probe is not None) + len(beginnings))
+    return text, lengths, probed
 
 
 class _Child(threading.local):
@@ -383,14 +389,20 @@ def _rendered(request: dict[str, Any]) -> Any:
             lengths.append(None)
         else:
             lengths.append(len(part) if text.startswith(part) else None)
-    return text, lengths
+    probed = None
+    if request["probe"] is not None:
+        changed, changed_variables = request["probe"]
+        with contextlib.suppress(InputError, TokenizerError):
+            probed = _text(template, changed, changed_variables)
+    return text, lengths, probed
 
 
 def _text(
     template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
     # Templates test `tools is not none`, which is true for an undefined variable.
-    values = {"messages": messages, "tools": None, "documents": None, _MARKS: ("", ""), **variables}
+    values = {"tools": None, "documents": None, _MARKS: ("", ""), **variables}
+    values |= {"messages": messages, _MESSAGES: messages}
     pieces: list[str] = []
     length = 0
     try:
@@ -434,9 +446,9 @@ def _one_line(text: Any) -> str:
     return " ".join(words)[:300]
 
 
-#: Name of the variable with the marks of `{% generation %}` blocks. The space keeps templates from
-#: using it.
-_MARKS = " marks"
+#: Names of the variables with the marks of `{% generation %}` blocks, and with all messages. The
+#: space keeps templates from using them.
+_MARKS, _MESSAGES = " marks", " messages"
 
 
 class _RefusalError(TemplateError):
@@ -474,12 +486,22 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_marked", [nodes.ContextReference()])
+        # With the variables of loops, one of which is the message.
+        call = self.call_method("_marked", [nodes.DerivedContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(lineno)
 
     def _marked(self, context: Context, caller: Macro) -> str:
         before, after = context[_MARKS]
-        return f"{before}{caller()}{after}"
+        if not before:
+            return str(caller())
+        values = [id(value) for value in context.get_all().values()]
+        answers = [
+            number
+            for number, message in enumerate(context[_MESSAGES])
+            if message["role"] == "assistant" and id(message) in values
+        ]
+        number = answers[-1] if answers else ""
+        return f"{before}{number}{before}{caller()}{after}"
 
 
 @functools.cache
