@@ -68,6 +68,7 @@ from firstlight.serving.response import (
     TokenTexts,
 )
 from firstlight.tokenizer.chat_labels import turn_end_ids
+from firstlight.tokenizer.messages import fit_messages, normalize_message
 
 _Text = Annotated[str, Field(max_length=256)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
@@ -284,36 +285,6 @@ class TextPart(_Body):
     text: str
 
 
-class CalledFunction(_Body):
-    """The function of a tool call; `arguments` is an object, or one as JSON."""
-
-    name: _Text
-    arguments: str | dict[str, Any] | None = None
-
-
-class CalledTool(_Body):
-    """A tool call that an assistant's message has made."""
-
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
-
-    def plain(self, template: str) -> dict[str, Any]:
-        """The call as a chat template reads it: the arguments are an object, or one as JSON."""
-        arguments: Any = self.function.arguments or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                raise InputError(
-                    f"the arguments of the tool call {self.function.name} are not JSON"
-                ) from None
-        if _TEXT_ARGUMENTS.search(template):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
 class Message(_Body):
     """One message of a conversation.
 
@@ -338,7 +309,7 @@ class Message(_Body):
         Field(validate_default=True),
     ] = None
     name: str | None = None
-    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -353,23 +324,26 @@ class Message(_Body):
             raise ValueError("missing")
         return content
 
-    def plain(self, template: str) -> dict[str, Any]:
-        """The message as a dict with `role` and `content`, as a chat template reads it."""
-        text = self.content
-        if isinstance(text, list):
-            text = "".join(part.text for part in text)
-        elif text is None and not (self.tool_calls and _NULL_CONTENT.search(template)):
-            text = ""
-        reasoning = self.reasoning_content or self.reasoning
-        return {
+    def plain(self) -> dict[str, Any]:
+        """The message as a dict with `role` and `content`, in the spelling of
+        `tokenizer.messages`.
+
+        Raises:
+            InputError: a tool call has no name.
+        """
+        content = self.content or ""
+        plain = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": text,
+            "content": content if isinstance(content, str) else "".join(p.text for p in content),
             "name": self.name,
-            "tool_calls": [call.plain(template) for call in self.tool_calls or ()] or None,
+            "tool_calls": self.tool_calls,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": reasoning,
-            "thinking": reasoning,  # the name in gpt-oss' template
+            "reasoning_content": self.reasoning_content or self.reasoning,
         }
+        try:
+            return normalize_message(plain, writes_calls=False)
+        except ValueError as error:
+            raise InputError(str(error)) from None
 
 
 class Function(_Body):
@@ -456,10 +430,6 @@ class ChatRequest(GenerationRequest):
         return {"$defs": shared, "anyOf": [{**_CALL_SCHEMA, **call} for call in calls]}
 
 
-#: A template's way to write arguments that are text, as DeepSeek's does.
-_TEXT_ARGUMENTS = re.compile(r"\+\s*[\w.\[\]'\"]*arguments\W{0,2}\s*\+")
-#: A template's test for a message that only calls tools; others fail on a content of null.
-_NULL_CONTENT = re.compile(r"content\W{0,2} is (?:not )?none")
 #: Least likeness of an unknown field's name to a known one for which it is refused as mistyped.
 _LIKENESS = 0.9
 #: Greatest number of names of ignored fields that are counted by name.
@@ -767,12 +737,15 @@ class RequestEncoder:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise _invalid("max_tokens", message)
         self._require_few(1, request.n or 1, "messages")
-        template = self._tokenizer.chat_template or ""
-        messages = [message.plain(template) for message in request.messages]
+        messages = [message.plain() for message in request.messages]
         options, tools = self._variables(request), request.offered_tools
-        prompt_ids = self._tokenizer.encode_chat(
-            messages, add_generation_prompt=True, options=options
-        )
+        try:
+            prompt_ids = self._prompt_ids(messages, options)
+        except TokenizerError:
+            if not any("tool_calls" in message for message in messages):
+                raise
+            # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
+            prompt_ids = self._prompt_ids(messages, options, text_arguments=True)
         schemas = {one["function"]["name"]: one["function"].get("parameters") for one in tools}
         answers = AnswerFormat(
             self._tokenizer,
@@ -791,6 +764,17 @@ class RequestEncoder:
         response = ChatFormat(**self._format(request, texts, has_logprobs), answers=answers)
         return EncodedRequest(texts, response)
 
+    def _prompt_ids(
+        self,
+        messages: list[dict[str, Any]],
+        options: dict[str, Any],
+        *,
+        text_arguments: bool = False,
+    ) -> list[int]:
+        template = self._tokenizer.chat_template or ""
+        fitted = fit_messages(messages, template, text_arguments=text_arguments)
+        return self._tokenizer.encode_chat(fitted, add_generation_prompt=True, options=options)
+
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """The variables of the chat template, besides the messages.
 
@@ -806,10 +790,13 @@ class RequestEncoder:
         for name in ("messages", "add_generation_prompt"):
             found.pop(name, None)
         if tools := request.offered_tools:
-            if not re.search(r"\btools\b", self._tokenizer.chat_template or ""):
+            template = self._tokenizer.chat_template or ""
+            if not re.search(r"tools\b", template):
                 message = "this model's chat template has no place for tools: leave tools out"
                 raise _invalid("tools", message, "unsupported_parameter")
             found["tools"] = tools
+            if "xml_tools" in template:  # SmolLM3's name
+                found["xml_tools"] = tools
         return found
 
     def _format(
