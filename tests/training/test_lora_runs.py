@@ -68,7 +68,9 @@ def test_a_checkpoint_of_adapters_is_one_of_a_model(
     folder = result.checkpoint
     assert folder is not None
     assert is_adapter(folder)
+    # With either of them, transformers would take it for a whole model.
     assert not (folder / WEIGHTS_NAME).exists()
+    assert not (folder / "config.json").exists()
     content = json.loads((folder / "adapter_config.json").read_text())
     assert content["base_model_name_or_path"] == str(resolve_model_folder(base))
     tensors = safetensors.torch.load_file(folder / ADAPTER_WEIGHTS_NAME)

@@ -787,8 +787,6 @@ class RequestEncoder:
         elif request.reasoning_effort is not None:
             found["reasoning_effort"] = request.reasoning_effort
         found |= request.chat_template_kwargs or {}
-        for name in ("messages", "add_generation_prompt"):
-            found.pop(name, None)
         if tools := request.offered_tools:
             template = self._tokenizer.chat_template or ""
             if not re.search(r"tools\b", template):

@@ -30,7 +30,7 @@ from firstlight.training.state import (
     states_to_write,
 )
 from firstlight.training.validation import evaluate_dataset
-from firstlight.weights.huggingface import model_files
+from firstlight.weights.huggingface import CONFIG_NAME, model_files
 from firstlight.weights.loading import file_tensors
 from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, save_tensors
 
@@ -211,6 +211,8 @@ def captured(run: Run) -> Checkpoint:
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
+        # With a config.json, transformers would look for the weights of a whole model here.
+        del files[CONFIG_NAME]
     # Not the loader's count, which includes batches that were read but not used.
     rows_seen = run.state.rows_seen
     return Checkpoint(
