@@ -95,6 +95,9 @@ CHATS: list[tuple[dict[str, Any], bool]] = [
     ({"max_completion_tokens": 4}, False),  # beside max_tokens
     ({"max_completion_tokens": 4, "max_tokens": None}, True),
     ({"max_tokens": 0}, False),
+    ({"tools": [], "tool_choice": "auto"}, True),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+    ({"tool_choice": "required"}, False),
     ({"echo": True}, True),
 ]
 CASES = [(path, *case) for path in POSTS for case in BOTH]

@@ -86,7 +86,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(direct: Direct) -> None
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
          "messages[0].content"),
         ([{"role": "user", "content": "x", "tool_calls": [{}]}],
-         "messages"),
+         "messages[0].tool_calls[0].function"),
         ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
         (MESSAGES * 513, "messages"),
     ],

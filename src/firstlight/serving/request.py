@@ -285,6 +285,21 @@ class TextPart(_Body):
     text: str
 
 
+class CalledFunction(_Body):
+    """The function of a tool call; `arguments` is an object, or one as JSON."""
+
+    name: _Text
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledTool(_Body):
+    """A tool call that an assistant's message has made."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class Message(_Body):
     """One message of a conversation.
 
@@ -309,7 +324,7 @@ class Message(_Body):
         Field(validate_default=True),
     ] = None
     name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -326,24 +341,17 @@ class Message(_Body):
 
     def plain(self) -> dict[str, Any]:
         """The message as a dict with `role` and `content`, in the spelling of
-        `tokenizer.messages`.
-
-        Raises:
-            InputError: a tool call has no name.
-        """
+        `tokenizer.messages`."""
         content = self.content or ""
         plain = {
             "role": "system" if self.role == "developer" else self.role,
             "content": content if isinstance(content, str) else "".join(p.text for p in content),
             "name": self.name,
-            "tool_calls": self.tool_calls,
+            "tool_calls": [call.model_dump() for call in self.tool_calls or ()],
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
-        try:
-            return normalize_message(plain, writes_calls=False)
-        except ValueError as error:
-            raise InputError(str(error)) from None
+        return normalize_message(plain, writes_calls=False)
 
 
 class Function(_Body):
@@ -646,6 +654,7 @@ class RequestEncoder:
         self._fingerprint = fingerprint_of(loaded.model)
         self.capacity, self.vocab_size = capacity, loaded.model.config.vocab_size
         self.has_chat = self._tokenizer.chat_template is not None
+        self.has_tools = re.search(r"tools\b", self._tokenizer.chat_template or "") is not None
         require_template_options(self._tokenizer, template_options)
         self._ends = loaded.eos_token_ids
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
@@ -684,7 +693,7 @@ class RequestEncoder:
         request."""
         with self._noting:
             for name in set(request.ignored()):
-                shown = _shortened(visible(name))
+                shown = _shortened(" ".join(visible(name).split()))
                 if shown not in self._ignored and len(self._ignored) >= _MAX_IGNORED:
                     shown = "others"
                 self._ignored[shown] += 1
@@ -788,12 +797,11 @@ class RequestEncoder:
             found["reasoning_effort"] = request.reasoning_effort
         found |= request.chat_template_kwargs or {}
         if tools := request.offered_tools:
-            template = self._tokenizer.chat_template or ""
-            if not re.search(r"tools\b", template):
+            if not self.has_tools:
                 message = "this model's chat template has no place for tools: leave tools out"
                 raise _invalid("tools", message, "unsupported_parameter")
             found["tools"] = tools
-            if "xml_tools" in template:  # SmolLM3's name
+            if "xml_tools" in (self._tokenizer.chat_template or ""):  # SmolLM3's name
                 found["xml_tools"] = tools
         return found
 
