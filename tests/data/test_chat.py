@@ -78,12 +78,11 @@ def examples(folder: Path, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     texts = []
     for index in range(split.num_documents):
         tokens, loss_mask = split.example(index)
-        texts.append(
-            tuple(
-                tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-                for ids in (tokens, tokens[loss_mask])
-            )
+        text, labels = (
+            tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            for ids in (tokens, tokens[loss_mask])
         )
+        texts.append((text, labels))
     return texts
 
 

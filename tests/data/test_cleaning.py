@@ -92,7 +92,7 @@ def test_changes_are_counted_by_document_and_file() -> None:
     assert list(change_lines(counts.record(), counts.names())) == [
         f"a: 2 documents, separated by {_END} (--as-is makes it text)",
         "2 files: CRLF line ends became LF (--as-is keeps them)",
-        f"c: {_END} inside of documents is learned as characters",
+        f"c: {_END} that is not between documents is learned as characters",
     ]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from builders import draw_records, say, with_template, write_lines
 from firstlight.data.chat import ChatOptions, prepare_chat
+from firstlight.data.cleaning import ChangeCounts, change_lines
 from firstlight.data.conversations import (
     MAX_CONVERSATION_CHARS,
     REASONS,
@@ -188,7 +189,7 @@ BAD: list[tuple[object, str, str]] = [
     ({"prompt": "a", "completion": "b", "label": False}, "not_learned", "`label` is false"),
     ({"instruction": "a"}, "wrong_type", "`output` is missing"),
     ({"instruction": "a", "output": 3}, "wrong_type", "`output` is a number, not a text or a list"),
-    ({"instruction": "a", "output": "b", "input": []}, "wrong_type", "`input` is a list"),
+    ({"instruction": "a", "output": "b", "input": 3}, "wrong_type", "`input` is a number"),
     ({"instruction": " ", "output": "b"}, "empty", "message 1, the user's, is blank"),
     ({"instruction": "a", "output": ""}, "empty", "message 2, the assistant's, is blank"),
     ({"instruction": "a", "output": "b", "history": [["c"]]}, "wrong_type", "must be two texts"),
@@ -434,14 +435,14 @@ def test_tables_and_saved_datasets_have_the_same_conversations(
 
 
 def test_broken_row_of_a_table_is_left_out_with_its_line(tmp_path: Path, chatml: Tokenizer) -> None:
-    (tmp_path / "a.csv").write_text("prompt,response\na,b\n\nc\nd,e\n")
+    (tmp_path / "a.csv").write_text("prompt;response;a, b, c, d\na;b;\n\nc\nd;e;\n")
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
     assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"broken_row": 1}}
     [line] = ExampleDataset(tmp_path / "out", "train").left_out()
     assert line.startswith(
         "1 of 3 records left out: not a valid row of a table; first: "
-        f"{tmp_path / 'a.csv'}:4: 1 fields, but the header has 2; listed in "
+        f"{tmp_path / 'a.csv'}:4: 1 fields, but the header has 3; listed in "
     )
 
 
@@ -539,7 +540,11 @@ def test_control_tokens_inside_of_messages_and_texts_are_counted(
     assert "warning: 1 of 2 records have control tokens such as <|im_start|>" in shown[-1]
     texts = write_lines(tmp_path / "b.jsonl", [{"text": "see [INST]"}, {"text": "see"}])
     found = [record.changes for record in read_documents(find_sources([texts]))]
-    assert found == [("kept [INST]",), ()]
+    assert found == [("chat [INST]",), ()]
+    counts = ChangeCounts()
+    counts.add("b", found[0])
+    [line] = change_lines(counts.record(), counts.names())
+    assert line.startswith("warning: b: [INST] is learned as characters; a file of nothing but")
 
 
 def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tokenizer) -> None:

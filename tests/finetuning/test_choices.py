@@ -286,9 +286,9 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     write_lines(splits / "test.jsonl", draw_records(3, seed=2))
     own = ["--init-from", str(model), "--plan-only", "--data.template", "alpaca"]
     assert main(["train", str(splits), *own]) == 0
-    shown = capsys.readouterr().err
-    assert f"{splits / 'valid.jsonl'} validated on; {splits / 'test.jsonl'} left out as" in shown
-    assert "60 conversations to train on, 3 held out" in shown
+    told = capsys.readouterr().err
+    assert f"{splits / 'valid.jsonl'} validated on; {splits / 'test.jsonl'} left out as" in told
+    assert "60 conversations to train on, 3 held out" in told
     arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
     assert main([*arguments, "--plan-only", "--data.template", "alpaca"]) == 0
     shown = capsys.readouterr()

@@ -102,7 +102,7 @@ def test_template_options_of_record_are_tools_and_variables() -> None:
 
 def test_fit_messages_gives_results_ids_of_their_calls_in_order() -> None:
     calls = [{**_CALL, "id": name} for name in ("call_0123", "abcdefghi")]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "1", "tool_call_id": "abcdefghi"},
         {"role": "tool", "content": "2"},

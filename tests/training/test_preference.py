@@ -123,7 +123,10 @@ def test_answers_that_are_part_of_the_prompt_are_not_learned() -> None:
     "record, message",
     [
         ([], "not an object"),
-        ({"prompt": "a", "response": "b"}, r"a conversation \(.*kind \(--kind, data.kind\) chat"),
+        (
+            {"prompt": "a", "response": "b"},
+            r"a conversation: set the kind \(--kind, data.kind\) chat",
+        ),
         ({"prompt": "a", "chosen": "b"}, "`rejected` is missing"),
         (
             {"prompt": "a", "chosen": "b", "rejected": 3},

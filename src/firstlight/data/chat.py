@@ -166,6 +166,7 @@ class _ChatPreparation:
         self._own_val = own_val
         self._fraction = Fraction(0) if own_val else Fraction(str(options.val_fraction))
         self._encoder = ChatEncoder(tokenizer)
+        self._writes_calls = "tool_calls" in (tokenizer.chat_template or "")
         self._splits_of: dict[bytes, str] = {}
         self._seen: set[bytes] = set()
         self._duplicates = self._with_control_tokens = self._torn = 0
@@ -258,9 +259,7 @@ class _ChatPreparation:
         system = "\n".join(one["content"] for one in messages if one["role"] == "system")
         try:
             options = template_options(record.value, system)
-            writes_calls = "tools" in options and "tool_calls" in (
-                self._tokenizer.chat_template or ""
-            )
+            writes_calls = "tools" in options and self._writes_calls
             messages = [normalize_message(one, writes_calls=writes_calls) for one in messages]
         except ValueError as error:
             raise BadRecordError("wrong_type", str(error)) from error

@@ -75,7 +75,9 @@ CRLF = "crlf"
 GUTENBERG = "gutenberg"
 SUBTITLES = "subtitles"
 #: Beginning of the key of a separator that is left in the text.
-KEPT = "kept "
+_KEPT = "kept "
+#: Beginning of the key of a control token of chats that is left in the text.
+CHAT = "chat "
 
 
 class DocumentPart(NamedTuple):
@@ -130,7 +132,7 @@ def split_documents(
             if not _separates(mark[0], before, after, is_code=is_code):
                 # <s> is frequent in code, with other meanings.
                 if not is_code or _is_long(mark[0]):
-                    document.kept[f"{KEPT}{mark[0].decode()}"] = None
+                    document.kept[f"{_KEPT}{mark[0].decode()}"] = None
                 continue
             document.add(text[begin : mark.start()])
             parts = list(document.end(mark[0].decode()))
@@ -277,7 +279,7 @@ def without_gutenberg(text: str) -> str:
 
 def is_separator(change: str) -> bool:
     """True if the key of a change is the spelling of a separator."""
-    return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith(KEPT)
+    return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith((_KEPT, CHAT))
 
 
 class ChangeCounts:
@@ -331,8 +333,13 @@ def change_lines(
             yield f"{where}: {what} left out{within} (--as-is keeps them)"
         elif change == SUBTITLES:
             yield f"{where}: numbers and times of subtitles left out{within} (--as-is keeps them)"
-        elif change.startswith(KEPT):
-            mark = change.removeprefix(KEPT)
-            yield f"{where}: {mark} inside of documents is learned as characters{within}"
+        elif change.startswith(_KEPT):
+            mark = change.removeprefix(_KEPT)
+            yield f"{where}: {mark} that is not between documents is learned as characters{within}"
+        elif change.startswith(CHAT):
+            yield (
+                f"warning: {where}: {change.removeprefix(CHAT)} is learned as characters{within}; "
+                "a file of nothing but chats is read as conversations (prepare: --kind chat)"
+            )
         else:
             yield f"{where}: {number}, separated by {change} (--as-is makes it text)"

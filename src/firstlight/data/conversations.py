@@ -78,7 +78,7 @@ REASONS = {
     "lost_text": "a message that the chat template leaves out",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
-    "held_out": "its question is one of the validation data",
+    "held_out": "a question of the validation data",
 }
 
 #: Names of the roles in records, in lower case. Tools keep the name that a record gives them.
@@ -130,14 +130,14 @@ class Conversation:
         """The text up to the first answer to a user, without system messages, by which questions
         are compared: letter case and white space do not matter."""
         is_asked = False
-        texts = []
+        words: list[str] = []
         for message in self.messages:
             role = message["role"]
             if is_asked and role in _ANSWERING:
                 break
             is_asked |= role == "user"
-            texts += message["content"].split() if role != "system" else []
-        return " ".join(texts).casefold()
+            words += message["content"].split() if role != "system" else []
+        return " ".join(words).casefold()
 
 
 def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
@@ -155,18 +155,18 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     fields = _fields(record)
     if "completion" in fields and str(fields.get("label")).lower() == "false":
         raise BadRecordError("not_learned", "`label` is false: its completion is not wanted")
-    lists = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
+    names = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
     if form == "auto":
-        lists = [name for name in MESSAGE_FIELDS if name in fields][:1]
-    if lists:
-        name = _first(fields, lists)
+        names = tuple(name for name in MESSAGE_FIELDS if name in fields)
+    if names:
+        name = _first(fields, names)
         messages = _with_system(fields, _messages(_listed(fields.get(name)), f"`{name}`"))
     elif form == "auto" and is_written(fields.get("text")):
         messages = _side(fields, "text", "user")
     elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
         messages = _from_columns(fields)
     else:
-        raise BadRecordError("unknown_form", _unknown(record, fields))
+        raise _unknown(record)
     return _checked(messages)
 
 
@@ -181,22 +181,17 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     return next((name for name in names if name in fields), names[0])
 
 
-def _unknown(record: Mapping[Any, Any], fields: Mapping[str, Any]) -> str:
-    """The message about a record that is no conversation."""
-    if conversation_kind(fields) == "preference":
-        return _other_kind("a preference pair", "preference", record)
-    return (
+def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
+    """The error about a record of no known form, or of another kind."""
+    names = ", ".join(map(str, list(record)[:8])) or "none"
+    problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
-        f"`instruction` and `output` or `prompt` and `completion` (fields: {_names(record)})"
+        "`instruction` and `output` or `prompt` and `completion`"
     )
-
-
-def _other_kind(what: str, kind: str, record: Mapping[Any, Any]) -> str:
-    return f"{what} (fields: {_names(record)}): set the kind (--kind, data.kind) {kind}"
-
-
-def _names(record: Mapping[Any, Any]) -> str:
-    return ", ".join(map(str, list(record)[:8])) or "none"
+    if (kind := conversation_kind(record, "")) is not None:
+        what = "a preference pair" if kind == "preference" else "a conversation"
+        problem = f"{what}: set the kind (--kind, data.kind) {kind}"
+    return BadRecordError("unknown_form", f"{problem} (fields: {names})")
 
 
 def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,7 +226,7 @@ def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
     question = _side(fields, name, "user")
     for further in CONTEXT_FIELDS:
-        if further != name and (text := _text(fields, further)).strip():
+        if further != name and (text := _content(fields.get(further, ""), f"`{further}`")).strip():
             last = question[-1]["content"]
             question[-1]["content"] = f"{last}\n\n{text}" if last.strip() else text
     return _with_system(fields, [*messages, *question])
@@ -255,14 +250,6 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
-
-
-def _text(record: Mapping[Any, Any], name: str) -> str:
-    """The text of a field; "" if the record does not have the field."""
-    value = record.get(name, "")
-    if not isinstance(value, str):
-        raise _wrong_type(f"`{name}`", value, "a text")
-    return value
 
 
 def _listed(value: Any) -> Any:
@@ -310,17 +297,13 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
         content = entry.get(content_key)
         if content is None and any(entry.get(key) for key in _BESIDE_CONTENT):
             content = ""
-        rest = {
-            key: value
-            for key, value in entry.items()
-            if key not in (role_key, content_key) and value is not None
-        }
-        known = _role(role, where)
-        if known in RESULT_ROLES and isinstance(content, Mapping):
+        role = _role(role, where)
+        if role in RESULT_ROLES and isinstance(content, Mapping):
             content = json.dumps(content, ensure_ascii=False)
-        messages.append(
-            {**rest, "role": known, "content": _content(content, f"{where}.{content_key}")}
-        )
+        content = _content(content, f"{where}.{content_key}")
+        used = (role_key, content_key)
+        rest = {k: value for k, value in entry.items() if k not in used and value is not None}
+        messages.append({**rest, "role": role, "content": content})
     return messages
 
 
@@ -334,11 +317,9 @@ def _role(name: str, where: str) -> str:
 
 def _content(value: object, where: str) -> str:
     if isinstance(value, list | tuple):
+        is_text = [isinstance(p, Mapping) and p.get("type", "text") in _TEXT_PARTS for p in value]
         parts = [
-            part.get("text")
-            if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
-            else part
-            for part in value
+            part.get("text") if own else part for own, part in zip(is_text, value, strict=True)
         ]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) != len(parts):
@@ -431,59 +412,40 @@ class _Markup(NamedTuple):
         roles: the roles by heads that do not name them.
     """
 
-    head: re.Pattern[str]
-    end: re.Pattern[str]
+    head: str
+    end: str
     roles: Mapping[str, str] = _ROLES
 
 
 _LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
+_ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
 #: The control tokens by the beginning of a conversation.
 _MARKUP = {
-    "<|im_start|>": _Markup(
-        re.compile(r"<\|im_start\|>[ \t]*(\w+)[ \t]*(?:\n|\Z)"), re.compile(r"<\|im_end\|>")
-    ),
+    "<|im_start|>": _Markup(r"<\|im_start\|>[ \t]*(\w+)[ \t]*(?:\n|\Z)", r"<\|im_end\|>"),
     "<|start_header_id|>": _Markup(
-        re.compile(r"<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>\n{0,2}"),
-        re.compile(r"<\|(?:eot_id|eom_id)\|>"),
+        r"<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>\n{0,2}", r"<\|(?:eot_id|eom_id)\|>"
     ),
-    "<start_of_turn>": _Markup(
-        re.compile(r"<start_of_turn>[ \t]*(\w+)[ \t]*(?:\n|\Z)"), re.compile("<end_of_turn>")
-    ),
+    "<start_of_turn>": _Markup(r"<start_of_turn>[ \t]*(\w+)[ \t]*(?:\n|\Z)", "<end_of_turn>"),
     "[INST]": _Markup(
-        re.compile(r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>)[ \n]{0,2}"),
-        re.compile(r"\s?</s>"),
-        _LLAMA2_ROLES,
+        r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>)[ \n]{0,2}", r"\s?</s>", _LLAMA2_ROLES
     ),
-    **dict.fromkeys(
-        ("<|system|>", "<|user|>"),
-        _Markup(
-            re.compile(r"<\|(system|user|assistant)\|>\n?"),
-            re.compile(r"<\|end\|>|</s>|<\|endoftext\|>"),
-        ),
-    ),
+    "<|system|>": _ZEPHYR,
+    "<|user|>": _ZEPHYR,
     "<|start_of_role|>": _Markup(
-        re.compile(r"<\|start_of_role\|>(\w+)<\|end_of_role\|>"), re.compile(r"<\|end_of_text\|>")
+        r"<\|start_of_role\|>(\w+)<\|end_of_role\|>", r"<\|end_of_text\|>"
     ),
     "<\uff5cUser\uff5c>": _Markup(
-        re.compile("<\uff5c(User|Assistant)\uff5c>"),
-        re.compile("<\uff5cend\u2581of\u2581sentence\uff5c>"),
+        "<\uff5c(User|Assistant)\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
     ),
 }
-_TRANSCRIPT = _Markup(re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?!)"))
+_TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
 #: The tokens at the beginning and the end of a text, which the tokenizer writes by itself.
 _EDGES = re.compile(
     "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
 #: Control tokens that `control_tokens` looks for, and parts of which it has one at least.
-_CONTROL_TOKENS = [
-    *_MARKUP,
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<end_of_turn>",
-    "[/INST]",
-    "<|assistant|>",
-]
+_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "[/INST]", "<|assistant|>")
 _CONTROL_PARTS = ("<|", "INST]", "_of_turn>", "<\uff5c")
 #: Tokens at the end of an answer that a chat template writes by itself.
 _END = re.compile(
@@ -496,7 +458,7 @@ def control_tokens(text: str) -> list[str]:
     # Few parts are looked for in each text, because each search takes as long as reading it.
     if not any(part in text for part in _CONTROL_PARTS):
         return []
-    return [token for token in _CONTROL_TOKENS if token in text]
+    return [token for token in (*_MARKUP, *_END_TOKENS) if token in text]
 
 
 def is_written(text: object) -> bool:
@@ -530,11 +492,11 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
     Raises:
         BadRecordError: a part of the text is in no turn, or a role is not known.
     """
-    before, *turns = markup.head.split(text)
+    before, *turns = re.split(markup.head, text)
     messages: list[dict[str, Any]] = []
     outside = [before]
     for name, turn in zip(turns[::2], turns[1::2], strict=True):
-        content, *rest = markup.end.split(turn, maxsplit=1)
+        content, *rest = re.split(markup.end, turn, maxsplit=1)
         outside += rest
         # The text of a turn without an end token goes on to the next turn, or to the end.
         content = content if rest else _without_end(content).strip()
@@ -569,7 +531,7 @@ def to_pair(record: object) -> Pair:
     fields = _fields(record)
     names = next((pair for pair in PAIR_FIELDS if set(pair) & set(fields)), PAIR_FIELDS[0])
     if not set(names) & set(fields) and conversation_kind(fields, "") == "chat":
-        raise BadRecordError("unknown_form", _other_kind("a conversation", "chat", record))
+        raise _unknown(record)
     answers = [_side(fields, name, "assistant") for name in names]
     prompt = _pair_prompt(fields)
     if not prompt and any(one[0]["role"] == "assistant" for one in answers):

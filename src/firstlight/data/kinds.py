@@ -117,13 +117,7 @@ _KINDS = (
         rb"SQLite format 3\x00",
     ),
     FileKind("a Parquet table", "let its name end in .parquet", "", rb"PAR1"),
-    FileKind(
-        "an Arrow table",
-        "make a Parquet table of its folder with python -c 'import datasets as d, sys; "
-        "d.load_from_disk(sys.argv[1]).to_parquet(sys.argv[2])' FOLDER OUT.parquet",
-        ".arrow",
-        rb"ARROW1",
-    ),
+    FileKind("an Arrow table", "write it with datasets' to_parquet", ".arrow", rb"ARROW1"),
     FileKind(
         "a file of numbers",
         "leave it out",

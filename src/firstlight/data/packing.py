@@ -338,12 +338,12 @@ class ExampleDataset(TokenDataset):
                     files.setdefault(reason, Counter())[entry["file"]] += 1
                     first.setdefault(reason, f"{entry['file']}:{entry['line']}: {entry['detail']}")
         for reason, count in documents["rejected"].items():
-            of_files = [f"{n:,} of {file}" for file, n in files.get(reason, {}).items()]
-            shown = ", ".join(of_files[:_SHOWN_FILES]) if len(of_files) > 1 else ""
-            more = f" and {len(of_files) - _SHOWN_FILES:,} more files"
+            of_files = files.get(reason, Counter())
+            shown = ", ".join(f"{n:,} of {file}" for file, n in of_files.most_common(_SHOWN_FILES))
+            more = ", ..." if len(of_files) > _SHOWN_FILES else ""
             yield (
                 f"{count:,} of {documents['read']:,} records left out: {REASONS[reason]}"
-                + (f" ({shown}{more if len(of_files) > _SHOWN_FILES else ''})" if shown else "")
+                + (f" ({shown}{more})" if len(of_files) > 1 else "")
                 + (f"; first: {first[reason]}" if reason in first else "")
                 + f"; listed in {path}"
             )

@@ -26,7 +26,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 import pydantic_core
 
-from firstlight.data.cleaning import KEPT, SUBTITLES, cleaned, split_documents
+from firstlight.data.cleaning import CHAT, SUBTITLES, cleaned, split_documents
 from firstlight.data.conversations import BadRecordError, control_tokens, is_written
 from firstlight.data.kinds import HEAD_BYTES, conversation_kind, exported_chats
 from firstlight.data.opening import (
@@ -132,6 +132,8 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
 _SPLITS = dict.fromkeys(("train", "training"), "train")
 _SPLITS |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "val")
 _SPLITS |= dict.fromkeys(("test", "testing"), "test")
+#: Most files that the message about splits names for each.
+_SHOWN_FILES = 3
 
 
 class Splits(NamedTuple):
@@ -188,12 +190,12 @@ def find_splits(
     for source in sources:
         by_name[names.get(source.name) or "train"].append(source)
     own_val, test = by_name["val"], by_name["test"]
+    use = "left out, since others are given" if val_inputs else "validated on"
     parts = []
-    if own_val:
-        use = "left out, since others are given" if val_inputs else "validated on"
-        parts.append(f"{_listed_names(own_val)} {use}")
-    if test:
-        parts.append(f"{_listed_names(test)} left out as test data")
+    for group, fate in ((own_val, use), (test, "left out as test data")):
+        more = f" and {len(group) - _SHOWN_FILES:,} more" if len(group) > _SHOWN_FILES else ""
+        shown = ", ".join(source.name for source in group[:_SHOWN_FILES])
+        parts += [f"{shown}{more} {fate}"] if group else []
     val = find_records(val_inputs) if val_inputs else own_val
     return Splits(by_name["train"], val, test, "; ".join(parts))
 
@@ -208,12 +210,6 @@ def _split_named(parts: Sequence[str]) -> str:
             if word in _SPLITS:
                 return _SPLITS[word]
     return ""
-
-
-def _listed_names(sources: Sequence[DataSource]) -> str:
-    """The first names of sources, with their number."""
-    more = f" and {len(sources) - 3:,} more" if len(sources) > 3 else ""
-    return ", ".join(source.name for source in sources[:3]) + more
 
 
 def read_records(
@@ -452,7 +448,7 @@ def _documents_of(
     if source.as_is:
         yield record._replace(value=text)
         return
-    marks = tuple(f"{KEPT}{mark}" for mark in control_tokens(text))
+    marks = tuple(f"{CHAT}{mark}" for mark in control_tokens(text))
     parts = [(text, record.changes + marks)]
     # Text files were split while they were read.
     if "<" in text and not holds_one_document(source):
@@ -598,7 +594,8 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         _require_few_values(content)
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and _is_json(text.lstrip().partition("\n")[0]):
+        # The first record is one line, and another one follows it.
+        if error.msg == "Extra data" and "\n" not in text[: error.pos].strip():
             with open_compressed(path) as lines:
                 yield from _read_lines(lines, path, origin, None)
             return
@@ -613,14 +610,6 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin} can't be read as records: {error}") from error
     for number, value in enumerate(records, start=1):
         yield Record(origin, number, value, is_line=False)
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def _dataset_rows(source: DataSource) -> Iterator[object]:

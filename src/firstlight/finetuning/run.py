@@ -436,15 +436,15 @@ class Conversations:
             "long": "drop",
         }
         own = [one for one in request.overrides if one[0].startswith("data.")]
-        given = dict(own).get("data.val_files")
-        splits = find_splits(request.inputs, (), sources)
+        config = parse_recipe({"data": self.section}, "the chosen recipe", own).data
+        splits = find_splits(request.inputs, config.val_files or (), sources)
         if splits.note:
             tell(splits.note)
             self.section["files"] = [source.name for source in splits.train]
-            if splits.val and given is None:
-                self.section["val_files"] = [source.name for source in splits.val]
+        if splits.val and not config.val_files:
+            self.section["val_files"] = [source.name for source in splits.val]
         config = parse_recipe({"data": self.section}, "the chosen recipe", own).data
-        self._sources = find_records(config.val_files) if config.val_files else splits.train
+        self._sources = splits.val or splits.train
         train, self.val = open_splits(config, tell, tokenizer=lambda: folder, progress=progress)
         assert isinstance(train, ExampleDataset)
         self.train, lengths = train, train.lengths

@@ -502,12 +502,10 @@ class ChatEncoder:
         specials = [m for m in chat.pattern.finditer(closing) if m["special"]]
         if closing and not specials:
             return self._end(chat.pattern, text, end, end)
-        closing = closing[: specials[-1].end()] if specials else ""
-        if closing and text.startswith(closing, end):
-            return end + len(closing)
-        # The same but for the token at its end, as in gpt-oss's template.
-        if closing and text.startswith(closing[: specials[-1].start()], end):
-            end += specials[-1].start()
+        # Up to the token at its end, which is another one in gpt-oss's template.
+        before = closing[: specials[-1].start()] if specials else ""
+        if text.startswith(before, end):
+            end += len(before)
         match = chat.pattern.search(text, end)
         if match is None or not match["special"] or text[end : match.start()].strip():
             return end

@@ -495,12 +495,9 @@ class _Generation(Extension):
         if not before:
             return str(caller())
         values = [id(value) for value in context.get_all().values()]
-        answers = [
-            number
-            for number, message in enumerate(context[_MESSAGES])
-            if message["role"] == "assistant" and id(message) in values
-        ]
-        number = answers[-1] if answers else ""
+        messages = enumerate(context[_MESSAGES])
+        answers = (n for n, one in messages if one["role"] == "assistant" and id(one) in values)
+        number = next(answers, "")
         return f"{before}{number}{before}{caller()}{after}"
 
 

@@ -159,7 +159,7 @@ def fit_messages(
     """Messages with reasoning and tool calls as a chat template takes them.
 
     Args:
-        messages: messages in the spelling of this module.
+        messages: messages in the spelling of this module; their calls are changed.
         template: the chat template.
         text_arguments: arguments of calls are JSON texts, not objects.
     """
@@ -183,8 +183,10 @@ def fit_messages(
             message["content"] = "\n".join(filter(None, texts))
         elif "tool_calls" in message:
             message["content"] = message.get("content") or without_text
-            if text_arguments:
-                message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+            functions = [call["function"] for call in message["tool_calls"]]
+            for function in functions if text_arguments else ():
+                if not isinstance(function["arguments"], str):
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         result = _WRITTEN_RESULT.fullmatch(message["content"] or "")
         if message["role"] == "tool" and result and "<tool_response>" in template:
             message["content"] = result[1].strip("\n")
@@ -192,13 +194,6 @@ def fit_messages(
     if "!= 9" in template:  # Mistral's templates refuse ids of another length
         _shorten_ids(fitted)
     return fitted
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
