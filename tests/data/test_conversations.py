@@ -414,14 +414,19 @@ def test_all_kinds_of_files_hold_the_same_conversations(tmp_path: Path, chatml: 
 def test_tables_and_saved_datasets_have_the_same_conversations(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
-    datasets = pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
     records = [{"Question": f"a\n{i}", "context": "", "Answer": f"b;{i}"} for i in range(20)]
     with (tmp_path / "a.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(records[0]), delimiter=";")
         writer.writeheader()
         writer.writerows(records)
-    saved = datasets.Dataset.from_list(records)
-    saved.save_to_disk(str(tmp_path / "b"))
+    # As `save_to_disk` of the package datasets writes it.
+    (tmp_path / "b").mkdir()
+    for name in ("dataset_info.json", "state.json"):
+        (tmp_path / "b" / name).write_text("{}")
+    table = pyarrow.Table.from_pylist(records)
+    with pyarrow.ipc.new_stream(tmp_path / "b" / "data-00000-of-00001.arrow", table.schema) as out:
+        out.write_table(table, max_chunksize=7)
     lines = write_lines(tmp_path / "c.jsonl", records)
     found = [
         prepare_chat([path], chatml, tmp_path / f"out-{path.name}")["splits"]
