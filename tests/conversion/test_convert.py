@@ -284,7 +284,7 @@ def test_another_tokenizer_replaces_the_sources(
     special = {"bos_token_id": 320, "eos_token_id": 321}
     assert special.items() <= config_json(tmp_path / "out").items()
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation == special
+    assert generation == {"top_p": 0.9, **special}
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
 

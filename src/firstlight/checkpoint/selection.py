@@ -33,7 +33,7 @@ from firstlight.errors import (
 )
 from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.weights.hub import find_model_folder
-from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer
+from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer, require_not_trainer
 
 T = TypeVar("T")
 
@@ -198,6 +198,7 @@ def resolve_tokenizer(name: str | Path) -> Path:
     if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
         return path  # neither a path nor a hub id: the caller's reading of it raises an error
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
+        require_not_trainer(path)
         return path
     # For a model on the hub, its weights are not downloaded.
     is_here = path.is_dir()

@@ -56,6 +56,7 @@ from firstlight.weights.huggingface import (
     export_notes,
     generation_config,
     read_config,
+    read_generation,
     tokenizer_of,
 )
 from firstlight.weights.loading import fitting_tensors, is_finite, one_by_one, weights_to_save
@@ -373,7 +374,7 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
         if (model.folder / _MORE_TEMPLATES).is_dir():
             shutil.copytree(model.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
     elif model.tokenizer is not None:
-        special = json.dumps(generation_config(model.tokenizer), indent=2) + "\n"
+        special = json.dumps(generation_config(model.tokenizer, model.generation), indent=2) + "\n"
         for name, text in {**model.tokenizer.files(), GENERATION_CONFIG_NAME: special}.items():
             (folder / name).write_text(text, encoding="utf-8")
     is_changed = model.folder is None or read_json(model.folder / CONFIG_NAME) != model.config
@@ -464,6 +465,7 @@ class Source:
         folder: Hugging Face folder whose other files are copied to the result; None if there is
             none.
         notes: remarks for the user.
+        generation: content of its generation_config.json, of which `folder` may be None.
     """
 
     program: str
@@ -473,6 +475,7 @@ class Source:
     tokenizer: Tokenizer | None
     folder: Path | None
     notes: tuple[str, ...] = ()
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_source(
@@ -529,6 +532,8 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tensors=tensors,
         tokenizer=given or tokenizer_of(folder),
         folder=folder if given is None else None,
+        # The ids are those of the model's own tokenizer.
+        generation={k: v for k, v in read_generation([folder]).items() if k != "eos_token_id"},
     )
     return with_qkv_biases(model)
 
@@ -569,6 +574,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tokenizer=given or loaded.tokenizer,
         folder=base if own is None and not is_untied else None,
         notes=(f"the adapter was merged into its base, {base}",),
+        generation=loaded.generation,
     )
     return with_qkv_biases(model)
 

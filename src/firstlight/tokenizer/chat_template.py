@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -219,6 +220,7 @@ def chat_pieces(
     special_tokens: Sequence[str],
     *,
     add_generation_prompt: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, bool]]:
     """The text of `render_chat` in pieces: (text, True if it is a special token).
 
@@ -230,12 +232,16 @@ def chat_pieces(
     Args:
         template, messages, variables, add_generation_prompt: see `render_chat`.
         special_tokens: the tokenizer's special tokens.
+        options: see `Tokenizer.encode_chat`.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
     """
-    marked, pattern = protected(plain_messages(messages), special_tokens, template)
-    text = render(template, marked, variables, add_generation_prompt=add_generation_prompt)
+    plain = [*plain_messages(messages), dict(options)]
+    (*marked, own), pattern = protected(plain, special_tokens, template)
+    text = render(
+        template, marked, {**own, **variables}, add_generation_prompt=add_generation_prompt
+    )
     for piece, _, is_special in flagged_pieces(text, bytearray(len(text)), pattern):
         yield piece, is_special
 
@@ -349,7 +355,7 @@ def protected(
         if isinstance(value, list):
             return [mark(item) for item in value]
         if isinstance(value, dict):
-            return {key: mark(item) for key, item in value.items()}
+            return {mark(key): mark(item) for key, item in value.items()}
         return value
 
     pattern = rf"{before}(?P<text>{names}){after}|(?P<special>{names})|[{before}{after}]"
