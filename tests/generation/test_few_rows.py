@@ -236,7 +236,7 @@ def _no_kernels_yet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.setattr(few_rows, name, functools.cache(getattr(few_rows, name).__wrapped__))
     # On busy cores the compiler takes minutes; these kernels need not be fast.
     monkeypatch.setattr(few_rows, "_COMPILER_SECONDS", 550.0)
-    monkeypatch.setattr(few_rows, "_FLAGS", ("-O0", *few_rows._FLAGS[1:]))
+    monkeypatch.setattr(few_rows, "_FLAGS", ("-O0", *few_rows._FLAGS[2:]))
 
 
 @needs_compiler

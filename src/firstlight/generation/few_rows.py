@@ -37,7 +37,7 @@ from firstlight.models.moe import Router
 #: the weights, and torch's kernels are faster.
 MOST_ROWS = 8
 
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 _SOURCE = Path(__file__).with_suffix(".cpp")
 #: Time limit of the compiler, which takes some seconds on idle cores.
 _COMPILER_SECONDS = 120.0
@@ -199,8 +199,8 @@ def _products() -> dict[torch.dtype, _Kernel]:
 def steps() -> dict[torch.dtype, _Kernel]:
     """Dtype of weights -> kernel of a decoding step, see `llama_step.LlamaStep`; empty if the
     kernels can't be compiled or loaded."""
-    pointer, number = ctypes.c_void_p, ctypes.c_long
-    return _kernels("step", [pointer] * 3 + [number] * 2 + [pointer, ctypes.c_int])
+    pointer = ctypes.c_void_p
+    return _kernels("step", [pointer] * 5 + [ctypes.c_long, pointer, ctypes.c_int])
 
 
 def _kernels(kind: str, types: list[Any]) -> dict[torch.dtype, _Kernel]:
