@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,14 @@ from firstlight.generation import few_rows
 from firstlight.generation.few_rows import (
     FewRowsConv1D,
     FewRowsLinear,
+    Int8Linear,
     few_rows_linear,
     lay_out,
+    quantize_int8,
     rounded,
     takes_few_rows,
     use_few_rows,
+    use_large_pages,
 )
 from firstlight.methods import can_compile
 from firstlight.models import GPT2Config, LlamaConfig, Model, empty_model
@@ -156,6 +160,49 @@ def test_a_model_keeps_names_and_values_and_gives_the_same_logits(
     assert not torch.equal(found, torch.zeros_like(found))
     close = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(found, expected, atol=close, rtol=close)
+
+
+def _pages(folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "enabled").write_text(setting)
+    monkeypatch.setattr(few_rows, "_LARGE_PAGES", folder / "enabled")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of Linux")
+@pytest.mark.parametrize("int8", [False, True])
+def test_weights_in_large_pages_keep_their_values_and_their_tie(
+    int8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pages(tmp_path, "always [madvise] never", monkeypatch)
+    model = _model("llama", torch.bfloat16)
+    model.lm_head.weight = model.embedding.weight
+    if int8:
+        quantize_int8(model)
+    use_few_rows(model)
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    use_large_pages(model, is_mapped=int8)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    moved = {name for name, place in places.items() if found[name].data_ptr() != place}
+    layers = [n for n, m in model.named_modules() if isinstance(m, FewRowsLinear | Int8Linear)]
+    own = {f"{name}.weight_int8" if int8 else f"{name}.weight" for name in layers}
+    assert moved == (own if int8 else {*own, "model.embed_tokens.weight"})
+    assert int8 or model.lm_head.weight is model.embedding.weight
+    assert all(found[name].data_ptr() % 64 == 0 for name in moved)
+
+
+@pytest.mark.parametrize("setting", ["always madvise [never]", None])
+def test_weights_stay_where_there_are_no_large_pages(
+    setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "_LARGE_PAGES", tmp_path / "enabled")
+    if setting is not None:
+        _pages(tmp_path, setting, monkeypatch)
+    model = _model("llama")
+    use_few_rows(model)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    use_large_pages(model, is_mapped=False)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
 @needs_compiler

@@ -110,7 +110,9 @@ def _steps(model: Model, prompts: list[list[int]], count: int) -> Tensor:
 
 @pytest.mark.parametrize("rows", [2, 5, MOST_TEXTS])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("name", ["biases", "norms of queries and keys", "a window", "an odd width"])
+@pytest.mark.parametrize(
+    "name", ["biases", "norms of queries and keys", "a window", "an odd width"]
+)
 def test_logits_of_a_text_beside_others_are_bit_for_bit_those_of_the_text_alone(
     name: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,8 +113,8 @@ static void dots(const W* weight, const float* x, long stride, long k_size, floa
     for (int v = 0; v < VECTORS; v++) partial[m][v] = Floats{};
   long k = 0;
   for (; k + STEP <= k_size; k += STEP) {
-    // Into the second cache: the first one is for the rows of x.
-    for (unsigned line = 0; line < STEP * sizeof(W); line += 64)
+    // With a single row, the processor itself runs ahead of the arithmetic.
+    for (unsigned line = 0; M > 1 && line < STEP * sizeof(W); line += 64)
       __builtin_prefetch(reinterpret_cast<const char*>(weight + k) + AHEAD_BYTES + line, 0, 2);
     Floats w[VECTORS];
     for (int v = 0; v < VECTORS; v++) w[v] = widen(weight + k + v * LANES);
