@@ -74,16 +74,21 @@ demo: .venv/demo-ready
 tour: .venv/tour-ready
 	$(BIN)/python scripts/tour.py $(FILES)
 
-# mypy runs beside the tests, whose two processes do not always keep both cores busy, and says at the
-# end what it found.
+# Tests on a GPU that is not there, in a process of their own (autograd counts the devices once), and
+# mypy run beside the tests, whose two processes do not always keep both cores busy, and say at the end
+# what they found.
 test: .venv/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/mypy > .venv/mypy.txt 2>&1 & types=$$!; \
+	FIRSTLIGHT_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(BIN)/pytest -m everywhere tests/gpu \
+		> .venv/no-gpu.txt 2>&1 & no_gpu=$$!; \
 	$(PYTEST) tests $(SMOKE:%=benchmarks/tests/test_%); tests=$$?; \
 	wait $$types; types=$$?; \
+	wait $$no_gpu; no_gpu=$$?; \
+	echo "on a GPU that is not there:"; cat .venv/no-gpu.txt; \
 	echo "mypy:"; cat .venv/mypy.txt; \
-	exit $$((tests || types))
+	exit $$((tests || types || no_gpu))
 
 test-quick: .venv/test-ready
 	$(PYTEST) $(QUICK:%=tests/%) $(SLOWER:%=--ignore=tests/%.py) $(LONGEST:%=--deselect=tests/%) \

@@ -24,7 +24,7 @@ from benchmarks.options import (
     TrainingBench,
 )
 from firstlight.bench.display import cell, cells
-from firstlight.bench.options import Keep, Result
+from firstlight.bench.rows import Keep, Result
 from firstlight.cli import main as cli
 from firstlight.cli.bench import (
     STEPS_OPTIONS,

@@ -32,8 +32,7 @@ from benchmarks.options import BudgetBench
 from benchmarks.pages import markdown_table
 from benchmarks.rows import run_bench
 from firstlight.bench.display import new_figure, png_of
-from firstlight.bench.options import Keep, Result, require_positive
-from firstlight.bench.runner import Found, RowOutcome
+from firstlight.bench.rows import Found, Keep, Result, RowOutcome, require_positive
 from firstlight.console import parse_time, rounded, say
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError

@@ -27,8 +27,7 @@ from benchmarks.options import GenerationBench
 from benchmarks.rows import ProgramRow, installed_rows, run_bench
 from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import SMALL, find_model
-from firstlight.bench.options import Keep, Result, require_known, require_positive
-from firstlight.bench.runner import Found, RowOutcome
+from firstlight.bench.rows import Found, Keep, Result, RowOutcome, require_known, require_positive
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.console import say
 from firstlight.conversion.convert import convert

@@ -34,8 +34,7 @@ from benchmarks.pages import markdown_table
 from benchmarks.rows import run_bench, variant_changes
 from benchmarks.training import library_corpus
 from firstlight.bench.display import cell, new_figure, png_of
-from firstlight.bench.options import Keep, Result, require_known, require_positive
-from firstlight.bench.runner import Found, RowOutcome
+from firstlight.bench.rows import Found, Keep, Result, RowOutcome, require_known, require_positive
 from firstlight.console import say
 from firstlight.data.shards import read_manifest
 from firstlight.errors import ConfigError

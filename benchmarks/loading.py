@@ -26,8 +26,7 @@ import torch
 from benchmarks.options import LoadingBench
 from benchmarks.rows import ProgramRow, chosen_rows, has_package, installed_rows, run_bench
 from firstlight.bench.display import Panel, draw_panels
-from firstlight.bench.options import Keep, Result, require_positive
-from firstlight.bench.runner import Found, RowOutcome
+from firstlight.bench.rows import Found, Keep, Result, RowOutcome, require_positive
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, ModelError, StorageError
 from firstlight.files.atomic import new_folder, read_json, storage_errors, write_json

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from firstlight.bench.options import StepsBench
+from firstlight.bench.rows import StepsBench
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from benchmarks.models import PlannerCase
 from benchmarks.planner_speed import percentile
 from benchmarks.rows import run_bench
 from firstlight.bench.display import new_figure, png_of
-from firstlight.bench.options import Keep, Result
-from firstlight.bench.runner import RowOutcome
+from firstlight.bench.rows import Keep, Result, RowOutcome
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError
 from firstlight.generation import few_rows

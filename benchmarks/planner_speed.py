@@ -31,8 +31,7 @@ from benchmarks.models import PlannerCase
 from benchmarks.rows import run_bench
 from firstlight.bench.display import new_figure, png_of
 from firstlight.bench.models import config_of
-from firstlight.bench.options import Keep
-from firstlight.bench.runner import Found, RowOutcome
+from firstlight.bench.rows import Found, Keep, RowOutcome
 from firstlight.bench.steps import Tokens, write_tokens
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware, machine_facts

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from firstlight.bench.options import Keep, Result, require_known
-from firstlight.bench.runner import Found, RowOutcome, take_turns
+from firstlight.bench.rows import Found, Keep, Result, RowOutcome, require_known, take_turns
 from firstlight.console import say
 from firstlight.errors import ConfigError
 

@@ -28,8 +28,7 @@ from benchmarks.options import ScalingBench
 from benchmarks.rows import has_package, run_bench
 from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import find_model
-from firstlight.bench.options import Keep, Result, require_known, require_positive
-from firstlight.bench.runner import Found, RowOutcome
+from firstlight.bench.rows import Found, Keep, Result, RowOutcome, require_known, require_positive
 from firstlight.bench.steps import EPOCH_TOKENS
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError

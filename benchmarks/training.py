@@ -58,8 +58,7 @@ from benchmarks.programs import (
 from benchmarks.rows import ProgramRow, has_package, run_bench, variant_changes
 from firstlight.bench.display import Panel, draw_panels
 from firstlight.bench.models import find_model
-from firstlight.bench.options import Keep, Result, require_known
-from firstlight.bench.runner import Found, RowOutcome
+from firstlight.bench.rows import Found, Keep, Result, RowOutcome, require_known
 from firstlight.bench.steps import (
     EPOCH_TOKENS,
     StepClock,

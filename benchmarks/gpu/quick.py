@@ -43,7 +43,7 @@ from benchmarks.gpu.calls import free_memory
 from benchmarks.gpu.items import Bench, Item, Row, in_words
 from benchmarks.options import GPUBench
 from benchmarks.pages import markdown_table
-from firstlight.bench.options import Result, require_known
+from firstlight.bench.rows import Result, require_known
 from firstlight.cli.output import show
 from firstlight.console import say
 from firstlight.errors import ConfigError, InputError

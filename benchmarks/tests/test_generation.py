@@ -21,7 +21,7 @@ from benchmarks.generation import (
 from benchmarks.generation import measure as generation_once
 from benchmarks.options import GenerationBench
 from benchmarks.rows import has_package
-from firstlight.bench.runner import RowOutcome
+from firstlight.bench.rows import RowOutcome
 from firstlight.errors import ConfigError, ModelError
 from firstlight.files.atomic import write_json
 from firstlight.generation.config import SamplingConfig

@@ -26,7 +26,7 @@ from benchmarks.learning import (
     verdicts,
 )
 from benchmarks.options import LearningBench
-from firstlight.bench.runner import Found
+from firstlight.bench.rows import Found
 from firstlight.errors import ConfigError
 from firstlight.hardware.fresh_process import error_of
 from firstlight.recipe import parse_recipe

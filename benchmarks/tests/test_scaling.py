@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.options import ScalingBench
 from benchmarks.scaling import ENGINES, bench_scaling, draw, scaling_rows, summarize
-from firstlight.bench.runner import RowOutcome
+from firstlight.bench.rows import RowOutcome
 from firstlight.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -33,7 +33,7 @@ from benchmarks.training import (
     training_rows,
 )
 from benchmarks.training import measure as training_once
-from firstlight.bench.runner import RowOutcome
+from firstlight.bench.rows import RowOutcome
 from firstlight.bench.steps import plan_steps, write_tokens
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError

@@ -49,7 +49,7 @@ from firstlight.bench.gemm import (
     wave_products,
 )
 from firstlight.bench.models import find_model
-from firstlight.bench.options import GemmBench
+from firstlight.bench.rows import GemmBench
 from firstlight.cli.bench import gemm_command
 from firstlight.cli.main import main
 from firstlight.errors import ConfigError

@@ -52,7 +52,7 @@ from firstlight.bench.methods import (
     why_skipped,
 )
 from firstlight.bench.models import MODELS, SMALL, find_model
-from firstlight.bench.options import MethodsBench
+from firstlight.bench.rows import MethodsBench
 from firstlight.bench.steps import StepsPlan, Tokens, plan_steps, write_out, write_tokens
 from firstlight.bench.steps import measure as training_once
 from firstlight.cli.main import main

@@ -73,6 +73,7 @@ def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str) -> None:
         assert cuda.waits == 0
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_that_can_be_recorded_is_not_read_by_the_cpu(family: str) -> None:
     with fake_cuda() as (cuda, _), torch.inference_mode():
@@ -144,7 +145,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*_KINDS, "all"])
+@pytest.mark.parametrize("kind", [*_KINDS, pytest.param("all", marks=pytest.mark.everywhere)])
 def test_a_step_of_texts_reads_once_and_waits_for_no_copy_to_the_gpu(kind: str) -> None:
     kinds = [kind] * 2 if kind in _KINDS else [*_KINDS]
     with fake_cuda() as (cuda, _):
@@ -171,6 +172,7 @@ def test_a_step_of_texts_reads_once_and_waits_for_no_copy_to_the_gpu(kind: str) 
                 assert cuda.uploads == (number == 0)
 
 
+@pytest.mark.everywhere
 def test_a_single_text_is_read_once_for_each_token() -> None:
     with fake_cuda() as (cuda, _):
         decoder = BatchDecoder(model_on_gpu(LLAMA), 1, 200)
@@ -195,6 +197,7 @@ def test_the_likelihood_of_continuations_is_computed_on_the_gpu(
         assert nothing_on_host(cuda)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_beams_are_searched_without_plans_for_each_length(
     family: str, monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,7 @@ def test_a_step_runs_on_the_gpu_in_its_precision(model: dict[str, Any], precisio
         assert moments == {torch.float32}
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("residual", [True, False])
 def test_bf16_residual_is_added_and_normalised_without_fp32_copies(residual: bool) -> None:
     recipe = recipe_of(GPT2, efficiency__precision="bf16", efficiency__bf16_residual=residual)
@@ -156,7 +157,13 @@ SKIPPING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_params", "fp16"])
-@pytest.mark.parametrize("name", SKIPPING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.everywhere if "new models" in name else ())
+        for name in SKIPPING
+    ],
+)
 def test_a_step_waits_once_for_loss_and_norm_after_its_update(name: str, precision: str) -> None:
     """The update does not wait for the factor that clips, nor for the host's judgement: a wait
     would leave the GPU idle while the update is launched."""
@@ -166,6 +173,7 @@ def test_a_step_waits_once_for_loss_and_norm_after_its_update(name: str, precisi
         assert cuda.last_read == len(cuda.calls)
 
 
+@pytest.mark.everywhere
 def test_adamw_clips_without_a_pass_over_the_gradients() -> None:
     with fake_cuda() as (cuda, _):
         steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16"))
@@ -192,6 +200,7 @@ VIEWS += ("transpose", "unbind", "unsqueeze", "view", "_unsafe_view")
 VIEWS += ("_record_function_enter_new", "_record_function_exit")
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("name", "most"), [("adamw", 7), ("muon of new models", 250), ("lion", 75), ("adafactor", 420)]
 )
@@ -445,6 +454,7 @@ def test_weights_of_4_bits_stay_on_the_gpu(model: dict[str, Any], precision: str
         assert {c.outputs[0][1] for c in unpacked} == {half}
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("capability", "kernel"),
     [

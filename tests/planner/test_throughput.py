@@ -18,7 +18,7 @@ from benchmarks.planner_speed import (
     speed_grid,
     summarize_speed,
 )
-from firstlight.bench.runner import RowOutcome
+from firstlight.bench.rows import RowOutcome
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
 from firstlight.planner.memory.kernels import (
     Layout,

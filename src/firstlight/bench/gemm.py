@@ -39,7 +39,7 @@ from torch import Tensor
 
 from firstlight.bench.display import new_figure, png_of
 from firstlight.bench.models import OLD_NAMES
-from firstlight.bench.options import GemmBench, require_known
+from firstlight.bench.rows import GemmBench, require_known
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import (

@@ -35,8 +35,15 @@ from typing import Any
 import torch
 
 from firstlight.bench.display import Panel, draw_panels
-from firstlight.bench.options import Keep, MethodsBench, Result, require_known
-from firstlight.bench.runner import Found, RowOutcome, take_turns
+from firstlight.bench.rows import (
+    Found,
+    Keep,
+    MethodsBench,
+    Result,
+    RowOutcome,
+    require_known,
+    take_turns,
+)
 from firstlight.bench.steps import StepsPlan, plan_steps, steps_title, write_tokens
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import Hardware, peak_flops

@@ -68,7 +68,7 @@ import torch
 from torch import Tensor, nn
 
 from firstlight.bench.models import SMALL, find_model
-from firstlight.bench.options import StepsBench, require_positive
+from firstlight.bench.rows import StepsBench, require_positive
 from firstlight.data.corpus import row_span, separate_documents
 from firstlight.data.loader import Batch
 from firstlight.errors import ConfigError, InputError

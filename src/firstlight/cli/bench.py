@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from firstlight.bench.display import UNITS, cell, cells
-from firstlight.bench.options import GemmBench, Keep, MethodsBench, Result
+from firstlight.bench.rows import GemmBench, Keep, MethodsBench, Result
 from firstlight.cli.options import config_options, path_option
 from firstlight.cli.output import show, show_table, with_json
 from firstlight.console import counted
@@ -20,7 +20,7 @@ from firstlight.files.atomic import write_file, write_json
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-#: Options from a class of `firstlight.bench.options`; see `config_options`.
+#: Options from a class of `firstlight.bench.rows`; see `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
 #: Options of the benchmarks that train for some steps, before their own.

@@ -205,9 +205,8 @@ def _preparation(recipe: Recipe) -> str | None:
 
 def write_recipe(path: Path, recipe: Any) -> None:
     """Write a recipe with all its keys as a YAML file."""
-    import yaml
-
     from firstlight.files.atomic import write_file
+    from firstlight.recipe.load import yaml_text
 
-    text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+    text = yaml_text(recipe.model_dump())
     write_file(path, text)

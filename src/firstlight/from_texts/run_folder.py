@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from firstlight.console import time_text
 from firstlight.data.sources import find_sources
 from firstlight.errors import ConfigError, InputError
@@ -171,7 +169,9 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
         reasons: reasons of chosen keys by `section.key`, written above the keys.
         header: lines of a comment at the top.
     """
-    text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+    from firstlight.recipe.load import yaml_text  # imports torch, as a recipe has by then
+
+    text = yaml_text(recipe.model_dump())
     # A file's name may have line breaks.
     lines = [f"# {' '.join(line.split())}" for line in header]
     section = ""

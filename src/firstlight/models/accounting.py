@@ -54,10 +54,22 @@ class ParameterCount:
 _PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 
+#: The last models of `meta_model` by class and values of their config.
+_meta_models: dict[tuple[type, str], Model] = {}
+_META_MODELS = 4
+
+
 def meta_model(config: ModelConfig) -> Model:
-    """The model on the meta device, without memory for its parameters."""
-    with torch.device("meta"):
-        return build_model(config)
+    """The model on the meta device, without memory for its parameters. Callers share it, and must
+    not change it: a run or a plan asks for the same model many times."""
+    key = (type(config), config.model_dump_json())
+    if key not in _meta_models:
+        with torch.device("meta"):
+            model = build_model(config)
+        while len(_meta_models) >= _META_MODELS:
+            _meta_models.pop(next(iter(_meta_models)), None)
+        _meta_models[key] = model
+    return _meta_models[key]
 
 
 def matrix_shapes(config: ModelConfig, vocab_multiple: int = 1) -> list[tuple[int, int]]:

@@ -343,19 +343,13 @@ _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
 
 
-class _Loader(yaml.SafeLoader):
+#: libyaml's loader, which takes a tenth of the time; PyYAML may be built without it.
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_BaseLoader):  # type: ignore[misc]
     """PyYAML's safe loader, which in addition reads 3e-4 as a number, refuses duplicate keys, and
-    limits levels and keys."""
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem="too many levels")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+    limits keys."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         # `<<` merges may multiply: each mapping can merge two others, which merge two others.
@@ -376,7 +370,25 @@ class _Loader(yaml.SafeLoader):
             # A key that is not hashable is refused below.
             if isinstance(name, Hashable):
                 seen[name] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+        found: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+def _require_shallow(text: str) -> None:
+    """Refuse YAML of many levels before it is loaded: libyaml's loader calls itself for each level,
+    and the process would end.
+
+    Raises:
+        yaml.YAMLError: there are too many levels, or the text is not YAML.
+    """
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem="too many levels")
 
 
 def _require_small(values: object) -> None:
@@ -414,6 +426,7 @@ def parse_yaml(content: bytes | str) -> Any:
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
+        _require_shallow(text)
         values = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
         _require_small(values)
     # ValueError comes from bytes that are not UTF-8, and from invalid dates such as 2001-99-99.
@@ -422,6 +435,13 @@ def parse_yaml(content: bytes | str) -> Any:
         message = str(error).replace('in "<unicode string>", line', "in line")
         raise ValueError(" ".join(message.split())) from error
     return values
+
+
+def yaml_text(values: object) -> str:
+    """Values of a recipe or of a card as YAML, keys in their order."""
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text: str = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 # The DeepSpeed configuration file that a recipe names

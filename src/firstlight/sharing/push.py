@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from firstlight.checkpoint.selection import read_model_folder
 from firstlight.console import own_version
 from firstlight.conversion.convert import convert
@@ -31,6 +29,7 @@ from firstlight.files.atomic import (
     write_file,
     write_json,
 )
+from firstlight.recipe.load import yaml_text
 from firstlight.report.report import loss_picture
 from firstlight.run_log.names import RECIPE_NAME
 from firstlight.sharing.card import (
@@ -234,7 +233,7 @@ def _write_model(
         write_file(folder / PICTURE_NAME, loss_picture(facts.run))
     if facts.run is not None and facts.run.recipe:
         values = neutral_recipe(facts.run.recipe)
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        text = yaml_text(values)
         write_file(folder / RECIPE_NAME, text)
     if card is None:
         write_file(folder / CARD_NAME, model_card(facts, repository, licence=licence, gguf=file))

@@ -240,8 +240,13 @@ def _memory_in_words(forecast: Forecast, found: Mapping[str, Any]) -> str:
         "tensors": (forecast.peak_bytes, "allocated", tensors),
         "the process": (forecast.process_bytes, "resident", found["process_bytes"]),
     }
+    # The copy of a checkpoint that is written in the background is in memory at a step's peak only
+    # if writing takes that long: a small one on a fast disk is gone by then.
+    copied = 0 if forecast.phase == "save" else forecast.parts.get("checkpoint_copy", 0)
+    without = f"{_size(forecast.peak_bytes - copied)} without the checkpoint copy"
+    notes = {"tensors": f" ({without})" if copied else ""}
     told = [
-        f"of {kind}: predicted {_size(predicted)}, {name} {_size(measured)}"
+        f"of {kind}: predicted {_size(predicted)}{notes.get(kind, '')}, {name} {_size(measured)}"
         for kind, (predicted, name, measured) in kinds.items()
         if predicted is not None and measured is not None
     ]

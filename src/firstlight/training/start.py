@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import torch
-import yaml
 from torch import Tensor, nn
 
 from firstlight.checkpoint.checkpoint import checkpoint_bytes, copy_checkpoint
@@ -55,6 +54,7 @@ from firstlight.recipe import (
     parse_resolved_recipe,
 )
 from firstlight.recipe.conflicts import ineffective
+from firstlight.recipe.load import yaml_text
 from firstlight.recipe.resolve import (
     Facts,
     facts_here,
@@ -474,7 +474,7 @@ def _make_folder_ready(run: Run) -> None:
     # The resolved recipe is written now, for a run that is killed before its first checkpoint. A
     # file with the same values is left as it is, with its comments.
     if not _says(run.folder / RECIPE_NAME, run.recipe):
-        text = yaml.safe_dump(run.recipe.model_dump(), sort_keys=False, allow_unicode=True)
+        text = yaml_text(run.recipe.model_dump())
         write_file(run.folder / RECIPE_NAME, text)
     # Before the logs drop lines of steps after the checkpoint, whose time counts as used.
     if run.budget is None:

@@ -27,9 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import yaml
-
 from firstlight.errors import MissingDependencyError
+from firstlight.recipe.load import yaml_text
 from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import LineFollower, StepFollower
 
@@ -137,7 +136,7 @@ class TensorboardTracker:
         self._add(Event(file_version="brain.Event:2"))
         # Makes TensorBoard drop the steps of earlier files of the run.
         self._add(Event(session_log=SessionLog(status=SessionLog.START)))
-        recipe = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        recipe = yaml_text(dict(config))
         self._add(Event(summary=text_pb("recipe", fenced(recipe))))
         self._file.flush()
         return TENSORBOARD_NAME

@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 import torch
-import yaml
 
 from firstlight.checkpoint.run_folder import held
 from firstlight.console import say
@@ -32,7 +31,7 @@ from firstlight.files.atomic import make_folder, remove_folder, write_file, writ
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ForkServer, ask, training_environment
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
-from firstlight.recipe.load import changed_recipe
+from firstlight.recipe.load import changed_recipe, yaml_text
 from firstlight.recipe.resolve import for_new_model
 from firstlight.run_log.names import RECIPE_NAME
 from firstlight.run_log.reader import last_start
@@ -416,7 +415,7 @@ def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int
         f"# {study.objective} {best['objective']:.4f} after {best['steps']:,} steps; the schedule "
         "here is that of the whole run.\n"
     )
-    return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return head + yaml_text(content)
 
 
 #: Function from a request and a time limit in seconds to the result of a trial: see
