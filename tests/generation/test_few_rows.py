@@ -191,9 +191,12 @@ def test_weights_in_large_pages_keep_their_values_and_their_tie(
     assert all(found[name].data_ptr() % 64 == 0 for name in moved)
 
 
-@pytest.mark.parametrize("setting", ["always madvise [never]", None])
-def test_weights_stay_where_there_are_no_large_pages(
-    setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("setting", "is_mapped"),
+    [("always madvise [never]", False), (None, False), ("always [madvise] never", True)],
+)
+def test_weights_without_large_pages_or_of_a_mapped_file_stay_in_their_place(
+    setting: str | None, is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(few_rows, "_LARGE_PAGES", tmp_path / "enabled")
     if setting is not None:
@@ -201,7 +204,7 @@ def test_weights_stay_where_there_are_no_large_pages(
     model = _model("llama")
     use_few_rows(model)
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    use_large_pages(model, is_mapped=False)
+    use_large_pages(model, is_mapped=is_mapped)
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
