@@ -92,7 +92,7 @@ def eval_command(
 ) -> dict[str, Any]:
     """Loss, perplexity and bits per byte over a split or a sample of it; scores in tasks.
 
-    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
     with_loss = not tasks or data is not None or sample is not None
     _require_used(with_loss, bool(tasks), of_the_loss, items, task_folder=task_folder)

@@ -99,7 +99,7 @@ def generate_command(
 ) -> dict[str, Any]:
     """Continue a text. The prompt and its continuation go to stdout, as they are made.
 
-    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
     from firstlight.generation.engine import GenerationStream
 
@@ -205,7 +205,7 @@ def chat_command(
 ) -> None:
     """Chat with a model through its chat template. A model without one continues your text.
 
-    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     Messages can be piped in, one per line; then only the answers go to stdout.
     """
     if not web and (host is not None or port is not None):
@@ -273,7 +273,7 @@ def serve_command(
 ) -> None:
     """Serve OpenAI's API over HTTP, until Ctrl-C.
 
-    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
     require_packages()
     from firstlight.serving.server import serve

@@ -38,8 +38,6 @@ from firstlight.conversion.foreign import nanochat
 from firstlight.conversion.foreign.model import ForeignModel, foreign_folder, read_foreign
 from firstlight.conversion.gguf.ollama import modelfile
 from firstlight.conversion.gguf.quantize import QUANTISED, import_llama_cpp, quantise_source
-from firstlight.conversion.gguf.reader import read_gguf
-from firstlight.conversion.gguf.writer import gguf_notes, import_gguf, write_gguf
 from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
 from firstlight.files.atomic import new_folder, read_file, read_json, require_free
@@ -49,6 +47,8 @@ from firstlight.models import FAMILIES, ModelConfig
 from firstlight.models.accounting import meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import PICKLED_TOKENIZER
+from firstlight.weights.gguf.reader import read_gguf
+from firstlight.weights.gguf.writer import gguf_notes, import_gguf, write_gguf
 from firstlight.weights.huggingface import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -165,9 +165,9 @@ def convert(
     error, nothing has been written.
 
     Args:
-        source: a Hugging Face model folder, a run, a hub id, or another program's checkpoint: a
-            file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's GPT-2, Meta's
-            Llama, litgpt or nanochat.
+        source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
+            checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's
+            GPT-2, Meta's Llama, litgpt or nanochat.
         out: the folder to write; must be missing or empty, and not inside the source.
         to: "hf" (a Hugging Face model folder), "gguf" (a file for llama.cpp in the folder) or
             "ollama" (such a file and a Modelfile).
@@ -356,7 +356,8 @@ def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
     own, rendered = model.tokenizer, None
     if own is not None:
         config = {k: v for k, v in own.config.items() if k != "chat_template"}
-        config |= {"chat_template": result.chat_template} if result.chat_template else {}
+        template = result.metadata.get("tokenizer.chat_template")
+        config |= {"chat_template": template} if template else {}
         rendered = Tokenizer(
             own.backend, bos_token=own.bos_token, eos_token=own.eos_token, config=config
         )
@@ -621,7 +622,18 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
     if path.suffix.lower() == ".gguf":
-        raise InputError(f"{path}: GGUF files are written, not converted: name what it was made of")
+        if config is not None:
+            raise ConfigError(f"{path} has its own config: leave --config out")
+        model = read_gguf(path)
+        own = tokenizer or model.tokenizer()
+        return Source(
+            program="GGUF",
+            name=_name_of(path),
+            config=model.config | ({} if own is None else _special_tokens(own)),
+            tensors=model.tensors,
+            tokenizer=own,
+            folder=None,
+        )
     values = None
     if config is not None:
         values = read_json(Path(config).expanduser())

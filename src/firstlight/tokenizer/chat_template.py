@@ -10,6 +10,7 @@ any of both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -129,7 +130,8 @@ def render(
     Args:
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, from `plain_messages`.
-        generation_marks: texts to write before and after the content of a `{% generation %}` block.
+        generation_marks: texts to write before and after the content of a `{% generation %}` block;
+            after the first one stand the message's number, if it is known, and the first once more.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -143,7 +145,8 @@ def render_with_beginnings(
     messages: list[dict[str, Any]],
     variables: Mapping[str, Any],
     beginnings: Sequence[tuple[int, bool]],
-) -> tuple[str, list[int | None]]:
+    probe: tuple[list[dict[str, Any]], Mapping[str, Any]] | None = None,
+) -> tuple[str, list[int | None], str | None]:
     """The text of a conversation, and how much of it is that of each of its beginnings.
 
     Args:
@@ -152,10 +155,12 @@ def render_with_beginnings(
         variables: further variables of the template.
         beginnings: for each beginning, its number of messages, and whether it ends with the
             beginning of the assistant's next turn.
+        probe: further messages and variables to render.
 
     Returns:
         (text, for each beginning the number of its characters if the text begins with them;
-        otherwise, or if the template refuses the beginning, None)
+        otherwise, or if the template refuses the beginning, None, text of `probe`; None if the
+        template refuses it)
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -165,9 +170,10 @@ def render_with_beginnings(
         "messages": messages,
         "variables": dict(variables),
         "beginnings": beginnings,
+        "probe": probe,
     }
-    text, lengths = _within_limits(request, 1 + len(beginnings))
-    return text, lengths
+    text, lengths, probed = _within_limits(request, 1 + (probe is not None) + len(beginnings))
+    return text, lengths, probed
 
 
 class _Child(threading.local):
@@ -267,7 +273,8 @@ def flagged_pieces(
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of `messages` as plain JSON data, without entries that are None.
+    """A copy of `messages` as plain JSON data, without entries that are None, except the content of
+    a message that calls tools.
 
     Raises:
         InputError: the messages are not a list of objects with texts as `role` and `content`, or
@@ -283,11 +290,13 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise InputError(f"messages[{number}] must be an object with role and content")
         for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
+            is_call = name == "content" and message.get(name) is None and message.get("tool_calls")
+            if not isinstance(message.get(name), str) and not is_call:
                 raise InputError(f"messages[{number}].{name} must be a text")
         try:
             # The template gets a copy from JSON, because an object could have dangerous methods.
-            copy = json.loads(json.dumps({k: v for k, v in message.items() if v is not None}))
+            own = {k: v for k, v in message.items() if v is not None or k == "content"}
+            copy = json.loads(json.dumps(own))
             json.dumps(copy, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             raise InputError(f"messages[{number}] is not valid Unicode") from None
@@ -374,14 +383,20 @@ def _rendered(request: dict[str, Any]) -> Any:
             lengths.append(None)
         else:
             lengths.append(len(part) if text.startswith(part) else None)
-    return text, lengths
+    probed = None
+    if request["probe"] is not None:
+        changed, changed_variables = request["probe"]
+        with contextlib.suppress(InputError, TokenizerError):
+            probed = _text(template, changed, changed_variables)
+    return text, lengths, probed
 
 
 def _text(
     template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
     # Templates test `tools is not none`, which is true for an undefined variable.
-    values = {"messages": messages, "tools": None, "documents": None, _MARKS: ("", ""), **variables}
+    values = {"tools": None, "documents": None, _MARKS: ("", ""), **variables}
+    values |= {"messages": messages, _MESSAGES: messages}
     pieces: list[str] = []
     length = 0
     try:
@@ -425,9 +440,9 @@ def _one_line(text: Any) -> str:
     return " ".join(words)[:300]
 
 
-#: Name of the variable with the marks of `{% generation %}` blocks. The space keeps templates from
-#: using it.
-_MARKS = " marks"
+#: Names of the variables with the marks of `{% generation %}` blocks, and with all messages. The
+#: space keeps templates from using them.
+_MARKS, _MESSAGES = " marks", " messages"
 
 
 class _RefusalError(TemplateError):
@@ -465,12 +480,19 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_marked", [nodes.ContextReference()])
+        # With the variables of loops, one of which is the message.
+        call = self.call_method("_marked", [nodes.DerivedContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(lineno)
 
     def _marked(self, context: Context, caller: Macro) -> str:
         before, after = context[_MARKS]
-        return f"{before}{caller()}{after}"
+        if not before:
+            return str(caller())
+        values = [id(value) for value in context.get_all().values()]
+        messages = enumerate(context[_MESSAGES])
+        answers = (n for n, one in messages if one["role"] == "assistant" and id(one) in values)
+        number = next(answers, "")
+        return f"{before}{number}{before}{caller()}{after}"
 
 
 @functools.cache
