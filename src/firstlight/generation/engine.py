@@ -20,7 +20,7 @@ from firstlight.generation.continuation import (
     Generation,
     choose_tokens,
 )
-from firstlight.generation.few_rows import use_few_rows
+from firstlight.generation.few_rows import use_few_rows, use_large_pages
 from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel, load_model
 from firstlight.tokenizer import Tokenizer
@@ -90,6 +90,7 @@ def load(
 
         quantize_int8(loaded.model)
     use_few_rows(loaded.model)
+    use_large_pages(loaded.model, is_mapped=bool(loaded.mapped))
     return loaded
 
 
