@@ -40,7 +40,7 @@ DATA_FOLDER = "data"
 LOCK_NAME = ".pipeline.lock"
 #: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
 RECIPE_NAME = "recipe.yaml"
-#: Seconds of the budget that are reserved for starting the run and for its report.
+#: Seconds of the budget that are reserved for the report.
 _RESERVED_SECONDS = 4.0
 #: Fewest seconds of a training: a shorter one is not worth its start.
 _LEAST_SECONDS = 10.0
@@ -75,6 +75,7 @@ class RunCall:
         state: the contents of the folder's state file (`STATE_NAME`).
         choices: all settings, after the recipe is written; None for a resumed run.
         preparing_seconds: seconds in which this call has prepared texts.
+        measured: `time.time()` at which the remaining time was measured last, and before, `began`.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class RunCall:
         self.state = read_state(folder)
         self.choices: Choices | None = None
         self.preparing_seconds = 0.0
+        self.measured = began
 
     def remember(self, **values: Any) -> None:
         """Add values to the state, and write it to the run folder for later calls.
@@ -128,7 +130,8 @@ class RunCall:
         """
         if request.seconds is None:
             return Length(None, request.tokens, request.steps)
-        taken = time.time() - self.began
+        self.measured = time.time()
+        taken = self.measured - self.began
         left = request.seconds - taken - _RESERVED_SECONDS
         if left < _LEAST_SECONDS:
             rest = _RESERVED_SECONDS + _LEAST_SECONDS
