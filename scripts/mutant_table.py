@@ -502,8 +502,8 @@ MUTANTS = [
     Mutant(
         "ends of turns are not learned",
         "firstlight/tokenizer/chat_labels.py",
-        "end = specials[-1].end()",
-        "end = specials[-1].start()",
+        "return specials[-1].end()",
+        "return specials[-1].start()",
         (_LABELS + "answers_and_their_end_tokens_are_learned_and_nothing_else",),
     ),
     Mutant(

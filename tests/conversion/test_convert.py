@@ -17,9 +17,6 @@ from torch import Tensor
 from firstlight.conversion import check
 from firstlight.conversion import convert as conversion
 from firstlight.conversion.convert import Conversion, convert, read_folder
-from firstlight.conversion.gguf.architectures import ARCHITECTURES
-from firstlight.conversion.gguf.reader import read_gguf
-from firstlight.conversion.gguf.writer import write_gguf
 from firstlight.errors import (
     ConfigError,
     InputError,
@@ -31,7 +28,10 @@ from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES, empty_model
 from firstlight.models.accounting import count_parameters
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.huggingface import tokenizer_of
+from firstlight.weights.gguf.architectures import ARCHITECTURES
+from firstlight.weights.gguf.reader import read_gguf
+from firstlight.weights.gguf.writer import write_gguf
+from firstlight.weights.huggingface import read_config, tokenizer_of
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_weights
 from foreign_files import LLAMA_CONFIG, book_gpt, book_llama, nanogpt, save
@@ -284,7 +284,7 @@ def test_another_tokenizer_replaces_the_sources(
     special = {"bos_token_id": 320, "eos_token_id": 321}
     assert special.items() <= config_json(tmp_path / "out").items()
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation == special
+    assert generation == {"top_p": 0.9, **special}
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
 
@@ -315,6 +315,22 @@ def test_file_names_are_plain(name: str, expected: str, tmp_path: Path, folder: 
 
 
 # --- to GGUF -----------------------------------------------------------------------------------
+
+
+def test_gguf_file_becomes_the_folder_that_it_was_made_of(tmp_path: Path, folder: Folder) -> None:
+    pytest.importorskip("gguf")
+    source = folder(with_template=True)
+    made = convert(source, tmp_path / "made", to="gguf")
+    result = convert(gguf_file(made), tmp_path / "out")
+    assert (result.program, result.model_type, result.dtype) == ("GGUF", "llama", "f32")
+    assert result.has_chat_template
+    assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(source))
+    own, found = Tokenizer.from_pretrained(source), Tokenizer.from_pretrained(tmp_path / "out")
+    assert found.chat_template == own.chat_template
+    assert found.encode("the light, the dark\n\n12") == own.encode("the light, the dark\n\n12")
+    assert read_config(tmp_path / "out") == read_config(source)
+    with pytest.raises(ConfigError, match="has its own config: leave --config out"):
+        convert(gguf_file(made), tmp_path / "other", config=source / "config.json")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ARCHITECTURES.keys()))
@@ -349,7 +365,7 @@ def test_every_family_becomes_gguf_in_every_format(
     assert (result.largest_difference <= rounding) == (dtype == "f32")
     assert gguf_file(result) == tmp_path / "out" / f"source-{dtype}.gguf"
     assert [path.name for path in (tmp_path / "out").iterdir()] == [gguf_file(result).name]
-    assert read_gguf(gguf_file(result)).chat_template == TEMPLATE
+    assert read_gguf(gguf_file(result)).metadata["tokenizer.chat_template"] == TEMPLATE
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
@@ -845,7 +861,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path, folder: Folder) -> None:
         ("nowhere/ckpt.pt", InputError, "checkpoint .* does not exist$"),
         ("source/model.safetensors", InputError, "one file of a model: name its folder, .*source$"),
         ("source/config.json", InputError, "one file of a model: name its folder, .*source$"),
-        ("model.GGUF", InputError, "GGUF files are written, not converted"),
+        ("model.GGUF", ModelError, "this is no GGUF file"),
         ("notes.txt", ModelError, "is not a PyTorch checkpoint"),
         ("empty", ModelError, "is not a model folder: it has no config.json"),
     ],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 import pytest
 
-from firstlight.conversion.gguf.ollama import OLLAMA_TEMPLATES, known_template, modelfile
+from firstlight.conversion.gguf.ollama import modelfile, ollama_template
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 
 SHORT = [{"role": "user", "content": "Hi"}]
@@ -18,27 +20,6 @@ LONG = [
     {"role": "assistant", "content": "Hello."},
     {"role": "user", "content": "Bye"},
 ]
-EXPECTED = {
-    "ChatML": (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
-        "<|im_start|>assistant\n",
-    ),
-    "Llama 3": (
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\nHello.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    "Llama 2": (
-        "[INST] Hi [/INST]",
-        "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Bye [/INST]",
-    ),
-}
 JINJA = {
     "ChatML": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
     "'<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}"
@@ -57,29 +38,82 @@ JINJA = {
     "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
     "{% elif m['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
     "{% endif %}{% endfor %}",
+    # SmolLM2's and Qwen2.5's: a system message by default.
+    "ChatML with default": "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a lighthouse.<|im_end|>\n{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    # Gemma 3's: the system message is in the first question.
+    "Gemma": "{{ bos_token }}{% set first = '' %}{% if messages[0]['role'] == 'system' %}"
+    "{% set first = messages[0]['content'] + '\n\n' %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else 'user' }}\n"
+    "{{ first if loop.first else '' }}{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    # Mistral's since v0.3: the system message is in the last question.
+    "Mistral": "{% if messages[0]['role'] == 'system' %}{% set s = messages[0]['content'] %}"
+    "{% set messages = messages[1:] %}{% endif %}{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}[INST]{% if loop.last and s %}{{ s + '\n\n' }}{% endif %}"
+    "{{ m['content'] }}[/INST]{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}",
+    "DeepSeek": "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ m['content'] }}"
+    "{% elif m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}{% else %}"
+    "{{ '<|Assistant|>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+    # gpt-oss': the date, and another token after the last answer than after earlier ones.
+    "gpt-oss": "<|start|>system<|message|>Current date: {{ strftime_now('%Y-%m-%d') }}<|end|>"
+    "{% for m in messages %}{% if m['role'] == 'system' %}<|start|>developer<|message|>"
+    "# Instructions\n\n{{ m['content'] }}<|end|>{% elif m['role'] == 'user' %}"
+    "<|start|>user<|message|>{{ m['content'] }}<|end|>{% else %}"
+    "<|start|>assistant<|channel|>final<|message|>"
+    "{{ m['content'] }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    # Gemma 2's.
+    "without system": "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('no system messages') }}{% endif %}{{ m['role'] }}: {{ m['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+}
+STOPS = {
+    "ChatML": ("<|im_end|>", "<|im_start|>"),
+    "Llama 3": ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+    "Llama 2": ("</s>", "<s>"),
+    "ChatML with default": ("<|im_end|>", "<|im_start|>"),
+    "Gemma": ("<end_of_turn>", "<start_of_turn>"),
+    "Mistral": ("</s>", "[INST]"),
+    "DeepSeek": ("</s>", "<|User|>"),
+    "gpt-oss": ("<|return|>",),
+    "without system": ("user:",),
 }
 
 
 def go(template: str, messages: Sequence[dict[str, str]]) -> str:
     """The text that Go's text/template gives, of the few actions that are used here."""
-    tokens = re.split(r"\{\{(.*?)\}\}", template, flags=re.S)
+    tokens = re.split(r"\{\{ (.*?) \}\}", template, flags=re.S)
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
-    variables: dict[str, Any] = {"$.System": system, ".Messages": messages}
+    variables: dict[str, Any] = {"$.System": system, "$.Messages": messages}
+    functions: dict[str, Any] = {
+        "and": lambda a, b: a and b,
+        "eq": operator.eq,
+        "lt": operator.lt,
+        "len": len,
+        "slice": lambda items, start: items[start:],
+    }
 
-    def value(word: str) -> Any:
+    def value(words: list[str]) -> Any:
+        """The value of an expression, whose words are taken from the list."""
+        word = words.pop(0)
+        if word == "(":
+            name, arguments = words.pop(0), []
+            while words[0] != ")":
+                arguments.append(value(words))
+            words.pop(0)
+            return functions[name](*arguments)
         if word in variables:
             return variables[word]
-        if word.startswith('"'):
-            return word.strip('"')
-        return int(word)
+        return word.strip('"') if word.startswith('"') else int(word)
 
-    def holds(words: list[str]) -> bool:
-        text = " ".join(words)
-        if text.startswith("and "):
-            first, second = re.fullmatch(r"and (\S+) \((.*)\)", text).groups()  # type: ignore[union-attr]
-            return bool(value(first)) and holds(second.split())
-        operator, a, b = words
-        return bool(value(a) == value(b) if operator == "eq" else value(a) < value(b))
+    def expression(text: str) -> Any:
+        words = re.findall(r'"[^"]*"|[()]|[^\s()]+', text)
+        return value(["(", *words, ")"] if words[0] in functions else words)
 
     def run(i: int, shown: bool) -> tuple[str, int]:
         """Text up to the action that ends the block, and the place of that action."""
@@ -88,31 +122,36 @@ def go(template: str, messages: Sequence[dict[str, str]]) -> str:
             if i % 2 == 0:
                 out += tokens[i] if shown else ""
             else:
-                words = tokens[i].split()
-                if words[0] in ("end", "else"):
+                action = tokens[i]
+                if action == "end" or action.startswith("else"):
                     return out, i
-                if words[0] == "range":
+                if action == "range $i, $m := .Messages":
                     start = i + 1
                     for number, message in enumerate(messages):
-                        names = ("$i", "$m.Role", "$m.Content", ".Role", ".Content")
-                        m = (message["role"], message["content"])
-                        variables.update(zip(names, (number, *m, *m), strict=True))
+                        variables["$i"] = number
+                        variables["$m.Role"] = message["role"]
+                        variables["$m.Content"] = message["content"]
                         text, i = run(start, shown)
                         out += text
-                elif words[0] == "if":
-                    text, i = branch(i, shown, words[1:])
+                elif action.startswith("if "):
+                    text, i = branch(i, shown, action.removeprefix("if "))
                     out += text
+                elif action == "currentDate":
+                    out += date.today().isoformat()
                 else:
-                    out += value(words[0]) if shown else ""
+                    out += expression(action) if shown else ""
             i += 1
         return out, i
 
-    def branch(i: int, shown: bool, condition: list[str]) -> tuple[str, int]:
-        is_met = shown and holds(condition)
+    def branch(i: int, shown: bool, condition: str) -> tuple[str, int]:
+        is_met = shown and bool(expression(condition))
         text, i = run(i + 1, is_met)
-        words = tokens[i].split()
-        if words[0] == "else":
-            rest, i = branch(i, shown and not is_met, words[2:])
+        if tokens[i].startswith("else"):
+            rest, i = branch(
+                i,
+                shown and not is_met,
+                tokens[i].removeprefix("else if ").replace("else", "eq 1 1"),
+            )
             text += rest
         return text, i
 
@@ -121,7 +160,8 @@ def go(template: str, messages: Sequence[dict[str, str]]) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    special = ("<s>", "</s>", "<|im_end|>", "<|eot_id|>")
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|return|>"]
+    special += ["<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>"]
     return train_tokenizer(["hello there"], 280, special_tokens=special)
 
 
@@ -134,40 +174,48 @@ def chatting(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
     )
 
 
-@pytest.mark.parametrize("template", OLLAMA_TEMPLATES, ids=lambda template: template.name)
-def test_templates_render_the_expected_texts(template: Any) -> None:
-    for messages, expected in zip((SHORT, LONG), EXPECTED[template.name], strict=True):
-        assert template.render(messages) == expected
-        assert go(template.go, messages) == expected
-
-
 @pytest.mark.parametrize("name", JINJA)
-def test_a_tokenizers_template_is_known_by_what_it_renders(tokenizer: Tokenizer, name: str) -> None:
+def test_template_in_go_renders_what_the_tokenizers_template_does(
+    tokenizer: Tokenizer, name: str
+) -> None:
     own = chatting(tokenizer, JINJA[name])
-    found = known_template(own)
-    assert found is not None
-    assert found.name == name
-    begin = "<s>" if name != "ChatML" else ""
-    for messages in (SHORT, LONG):
+    template = ollama_template(own)
+    assert template is not None
+    for messages in (SHORT, LONG, LONG[1:], [*LONG, *LONG[2:]]):
+        if name == "without system" and messages[0]["role"] == "system":
+            continue
         expected = own.apply_chat_template(messages, add_generation_prompt=True)
-        assert begin + go(found.go, messages) == expected
+        assert go(template.go, messages) == expected
+    assert template.stops == STOPS[name]
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-        JINJA["ChatML"].replace("assistant", "bot"),
+        "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
+        JINJA["ChatML"].replace("m['content']", "m['content'].replace('sun', 'moon')"),
+        JINJA["ChatML"].replace("assistant\n", "{{ '{{' }}"),
         "{{ raise_exception('no') }}",
     ],
 )
 def test_other_templates_are_left_out_with_a_note(tokenizer: Tokenizer, template: str) -> None:
     own = chatting(tokenizer, template)
-    assert known_template(own) is None
-    content, notes = modelfile("a.gguf", own, 512)
+    assert ollama_template(own) is None
+    content, (note,) = modelfile("a.gguf", own, 512)
     assert content == 'FROM ./a.gguf\nPARAMETER stop "</s>"\nPARAMETER num_ctx 512\n'
-    assert len(notes) == 1
-    assert "renders otherwise than ChatML, Llama 3, Llama 2" in notes[0]
+    assert "renders more than texts around the messages" in note
+
+
+def test_modelfile_of_a_template_with_the_date_asks_ollama_for_it(tokenizer: Tokenizer) -> None:
+    content, notes = modelfile("a.gguf", chatting(tokenizer, JINJA["gpt-oss"]), 512)
+    assert content.count("Current date: {{ currentDate }}<|end|>") == 2
+    assert notes == []
+
+
+def test_modelfile_of_a_template_without_system_messages_has_a_note(tokenizer: Tokenizer) -> None:
+    content, (note,) = modelfile("a.gguf", chatting(tokenizer, JINJA["without system"]), 512)
+    assert "$.System" not in content
+    assert note == "the chat template takes no system message: Ollama leaves it out"
 
 
 def test_the_modelfile_has_template_stops_and_context(tokenizer: Tokenizer) -> None:
@@ -175,19 +223,29 @@ def test_the_modelfile_has_template_stops_and_context(tokenizer: Tokenizer) -> N
     assert notes == []
     assert content == (
         "FROM ./a.gguf\n"
-        'TEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n'
-        '{{ end }}<|im_start|>assistant\n"""\n'
-        'PARAMETER stop "<|im_start|>"\n'
+        'TEMPLATE """{{ range $i, $m := .Messages }}{{ if eq $m.Role "user" }}'
+        "{{ if and $.System (lt $i 2) }}<|im_start|>system\n{{ $.System }}<|im_end|>\n"
+        "<|im_start|>user\n{{ else if lt $i 2 }}<|im_start|>user\n"
+        "{{ else }}<|im_start|>user\n{{ end }}{{ $m.Content }}"
+        '{{ else if eq $m.Role "assistant" }}<|im_end|>\n<|im_start|>assistant\n'
+        "{{ $m.Content }}<|im_end|>\n{{ end }}{{ end }}<|im_end|>\n<|im_start|>assistant\n"
+        '"""\n'
         'PARAMETER stop "<|im_end|>"\n'
+        'PARAMETER stop "<|im_start|>"\n'
         'PARAMETER stop "</s>"\n'
         "PARAMETER num_ctx 32768\n"
     )
 
 
-def test_a_first_token_that_llama_cpp_does_not_add_is_written(tokenizer: Tokenizer) -> None:
-    own = chatting(tokenizer, JINJA["Llama 2"])
-    assert not own.add_bos
-    assert 'TEMPLATE """<s>{{ range $i' in modelfile("a.gguf", own, 512)[0]
+@pytest.mark.parametrize("adds", [True, False])
+def test_token_that_llama_cpp_puts_first_is_not_in_the_template(
+    tokenizer: Tokenizer, adds: bool
+) -> None:
+    own = chatting(tokenizer, JINJA["Gemma"])
+    own.add_bos = adds
+    template = ollama_template(own)
+    assert template is not None
+    assert go(template.go, LONG).startswith("<start_of_turn>" if adds else "<s><start_of_turn>")
 
 
 def test_a_model_without_chat_gets_the_prompt_as_it_is(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import tracemalloc
@@ -12,14 +13,23 @@ import pytest
 
 from builders import draw_records, say, with_template, write_lines
 from firstlight.data.chat import ChatOptions, prepare_chat
+from firstlight.data.cleaning import ChangeCounts, change_lines
 from firstlight.data.conversations import (
     MAX_CONVERSATION_CHARS,
     REASONS,
     BadRecordError,
+    is_written,
     to_conversation,
 )
 from firstlight.data.packing import ExampleDataset
-from firstlight.data.records import find_records, kind_of_records, read_records
+from firstlight.data.records import (
+    find_records,
+    find_splits,
+    kind_of_records,
+    read_documents,
+    read_records,
+)
+from firstlight.data.sources import find_sources
 from firstlight.errors import DataError, InputError
 from firstlight.tokenizer import Tokenizer
 
@@ -68,6 +78,29 @@ def chatml(tokenizer: Tokenizer) -> Tokenizer:
             say("a", "b", system="s"),
         ),
         ({"conversations": say("a", "b")}, say("a", "b")),
+        ({"prompt": "a", "completion": " b</s>", "label": True}, say("a", "b")),
+        ({"prompt": say("a"), "completion": say("a", "b")[1:]}, say("a", "b")),
+        ({"Question": "a", "Answer": "b", "Context": " "}, say("a", "b")),
+        ({"instruction": "a", "context": "x", "response": "b"}, say("a\n\nx", "b")),
+        ({"system_prompt": "s", "question": "a", "response": "b"}, say("a", "b", system="s")),
+        (
+            {"question": "a", "answer": "b", "reasoning_content": "hm"},
+            [*say("a"), {"role": "assistant", "content": "b", "reasoning_content": "hm"}],
+        ),
+        ({"input": "a", "output": "b", "history": say("c", "d")}, say("c", "d", "a", "b")),
+        ({"conversation": [{"input": "a", "output": "b"}] * 2}, say("a", "b", "a", "b")),
+        ({"messages": json.dumps(say("a", "b"))}, say("a", "b")),
+        ({"messages": str(say("a", "b")), "system": ""}, say("a", "b")),
+        ({"messages": say("a", "b"), "system": "s"}, say("a", "b", system="s")),
+        ({"messages": say("a", "b", system="s"), "system": "s"}, say("a", "b", system="s")),
+        (
+            {"messages": say("a", "b", system="t"), "system": "s"},
+            [{"role": "system", "content": "s"}, *say("a", "b", system="t")],
+        ),
+        (
+            {"conversations": [{"from": "Human", "value": "a"}, {"from": " BOT", "value": "b"}]},
+            say("a", "b"),
+        ),
     ],
 )
 def test_all_forms_become_messages(record: dict[str, Any], expected: list[dict[str, Any]]) -> None:
@@ -88,14 +121,75 @@ def test_a_weight_of_0_leaves_an_answer_out() -> None:
     assert conversation.messages == say("a", "b", "c", "d")
 
 
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n a\n<|im_end|>\n"
+            "<|im_start|>assistant\nb<|im_end|>\n<|endoftext|>",
+            say(" a\n", "b", system="s"),
+        ),
+        (
+            "<s>[INST] <<SYS>>\ns\n<</SYS>>\n\na [/INST] b </s><s>[INST] c [/INST] d </s>",
+            say("a", "b", "c", "d", system="s"),
+        ),
+        ("[INST]a[/INST] b", say("a", "b")),
+        (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\na<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\nb<|eot_id|>",
+            say("a", "b"),
+        ),
+        (
+            "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n",
+            say("a", "b"),
+        ),
+        ("<|user|>\na</s>\n<|assistant|>\nb</s>", say("a", "b")),
+        ("<\uff5cUser\uff5c>a<\uff5cAssistant\uff5c>b", say("a", "b")),
+    ],
+)
+def test_chat_written_out_with_control_tokens_becomes_messages(
+    text: str, expected: list[dict[str, Any]]
+) -> None:
+    assert is_written(text)
+    assert to_conversation({"text": text}).messages == expected
+    prompt, completion = text[: text.rindex("b")], text[text.rindex("b") :]
+    if expected[-1]["content"] == "b":
+        record = {"prompt": prompt, "completion": completion}
+        assert to_conversation(record).messages == expected
+
+
+def test_text_outside_of_written_turns_is_refused() -> None:
+    text = "<|im_start|>user\na<|im_end|>and more<|im_start|>assistant\nb<|im_end|>"
+    with pytest.raises(BadRecordError, match="'and more' outside of its turns"):
+        to_conversation({"text": text})
+    assert not is_written("a text about <|im_start|>")
+
+
+@pytest.mark.parametrize(
+    "roles", ["assistant user assistant", "user user assistant", "user assistant system user"]
+)
+def test_messages_in_any_order_are_kept(roles: str) -> None:
+    messages = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles.split())]
+    assert to_conversation({"messages": messages}).messages == messages
+
+
+def test_tools_and_their_results_are_passed_on() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    messages = [*say("a"), call, {"role": "tool", "tool_call_id": "1", "content": ""}]
+    record = {"messages": [*say("a"), {**call, "content": None}, messages[-1]]}
+    assert to_conversation(record).messages == messages
+
+
 BAD: list[tuple[object, str, str]] = [
     (3, "wrong_type", "a number, not an object"),
     ([GOOD], "wrong_type", "a list, not an object"),
     ({"text": "a"}, "unknown_form", r"neither `messages` nor .* \(fields: text\)"),
     ({}, "unknown_form", "fields: none"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "unknown_form", "a preference pair"),
+    ({"prompt": "a", "completion": "b", "label": False}, "not_learned", "`label` is false"),
     ({"instruction": "a"}, "wrong_type", "`output` is missing"),
-    ({"instruction": "a", "output": 3}, "wrong_type", "`output` is a number, not a text"),
-    ({"instruction": "a", "output": "b", "input": []}, "wrong_type", "`input` is a list"),
+    ({"instruction": "a", "output": 3}, "wrong_type", "`output` is a number, not a text or a list"),
+    ({"instruction": "a", "output": "b", "input": 3}, "wrong_type", "`input` is a number"),
     ({"instruction": " ", "output": "b"}, "empty", "message 1, the user's, is blank"),
     ({"instruction": "a", "output": ""}, "empty", "message 2, the assistant's, is blank"),
     ({"instruction": "a", "output": "b", "history": [["c"]]}, "wrong_type", "must be two texts"),
@@ -111,24 +205,7 @@ BAD: list[tuple[object, str, str]] = [
         "parts that are not text",
     ),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "unknown_role", "the role 'wizard'"),
-    (
-        {"messages": [*say("a"), {"role": "assistant", "content": "", "tool_calls": [1]}]},
-        "unknown_role",
-        "calls tools",
-    ),
     ({"messages": say("a")}, "no_assistant", "no assistant's message"),
-    ({"messages": say("a", "b", "c")}, "no_assistant", "the last message is the user's"),
-    (
-        {"messages": [*say("a"), *say("b", "c")]},
-        "order",
-        "message 2 is the user's after the user's: it must be the assistant's",
-    ),
-    ({"messages": say("a", "b")[1:]}, "order", "message 1 is the assistant's: it must be"),
-    (
-        {"messages": [*say("a", "b"), {"role": "system", "content": "s"}]},
-        "order",
-        "message 3 is the system's after the assistant's",
-    ),
     ({"messages": say("a", "b\ud800")}, "bad_utf8", "half of a surrogate pair"),
     ({"messages": say("a", "x" * (10 << 20))}, "too_long", "have 10,485,761 characters"),
     (
@@ -173,8 +250,8 @@ def test_a_bad_record_stops_the_preparation_with_file_and_line(
     assert "on_bad skip leaves such records out" in str(caught.value)
     assert not (tmp_path / "out").exists()
     whole = tmp_path / "b.json"
-    whole.write_text(json.dumps([GOOD, {"messages": [*say("a"), *say("b", "c")]}]))
-    with pytest.raises(DataError, match=r"b\.json record 2: message 2 is the user's"):
+    whole.write_text(json.dumps([GOOD, {"messages": say("a", " ")}]))
+    with pytest.raises(DataError, match=r"b\.json record 2: message 2, the assistant's, is blank"):
         prepare_chat([whole], chatml, tmp_path / "out")
 
 
@@ -210,7 +287,8 @@ def test_a_line_that_cannot_be_read_is_named(
     [
         ('"messages"', r"must be a record or a list of records"),
         ("[1,\n2", r"a\.json:2: not JSON"),
-        ('{"a": 1}\n{"a": 2}', r"a\.json:2: not JSON: Extra data; if it has one record a line"),
+        ('{"a":\n1}\n{"a": 2}', r"a\.json:3: not JSON: Extra data"),
+        ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each to its own"),
     ],
 )
 def test_a_json_file_of_something_else_is_refused(
@@ -220,6 +298,20 @@ def test_a_json_file_of_something_else_is_refused(
     path.write_text(content)
     with pytest.raises(InputError, match=message):
         prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(on_bad="skip"))
+
+
+@pytest.mark.parametrize("size", [2, 40_000])
+@pytest.mark.parametrize("begin, between, end", [('{"data": [', ",", "]}"), ("", "\n", "\n")])
+def test_json_file_with_lines_or_one_list_in_an_object_is_read(
+    tmp_path: Path, begin: str, between: str, end: str, size: int
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(
+        begin + between.join([json.dumps({"question": "a", "answer": "b"})] * size) + end
+    )
+    [source] = find_records([path])
+    assert kind_of_records(source) == "chat"
+    assert len([record for record in read_records([source]) if record.error is None]) == size
 
 
 def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> None:
@@ -317,6 +409,147 @@ def test_all_kinds_of_files_hold_the_same_conversations(tmp_path: Path, chatml: 
     assert all(splits == found[0] for splits in found)
     places = (tmp_path / "out-d.parquet" / "train-examples.txt").read_text()
     assert places.startswith(f"{tmp_path / 'd.parquet'} record 1\n")
+
+
+def test_tables_and_saved_datasets_have_the_same_conversations(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    records = [{"Question": f"a\n{i}", "context": "", "Answer": f"b;{i}"} for i in range(20)]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), delimiter=";")
+        writer.writeheader()
+        writer.writerows(records)
+    # As `save_to_disk` of the package datasets writes it.
+    (tmp_path / "b").mkdir()
+    for name in ("dataset_info.json", "state.json"):
+        (tmp_path / "b" / name).write_text("{}")
+    table = pyarrow.Table.from_pylist(records)
+    with pyarrow.ipc.new_stream(tmp_path / "b" / "data-00000-of-00001.arrow", table.schema) as out:
+        out.write_table(table, max_chunksize=7)
+    lines = write_lines(tmp_path / "c.jsonl", records)
+    found = [
+        prepare_chat([path], chatml, tmp_path / f"out-{path.name}")["splits"]
+        for path in (tmp_path / "a.csv", tmp_path / "b", lines)
+    ]
+    assert all(splits == found[0] for splits in found)
+    damaged = next((tmp_path / "b").glob("*.arrow"))
+    damaged.write_bytes(damaged.read_bytes()[:300])
+    with pytest.raises(InputError, match="is not a readable Arrow file"):
+        prepare_chat([tmp_path / "b"], chatml, tmp_path / "out")
+
+
+def test_broken_row_of_a_table_is_left_out_with_its_line(tmp_path: Path, chatml: Tokenizer) -> None:
+    (tmp_path / "a.csv").write_text("prompt;response;a, b, c, d\na;b;\n\nc\nd;e;\n")
+    options = ChatOptions(on_bad="skip", val_fraction=0)
+    manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
+    assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"broken_row": 1}}
+    [line] = ExampleDataset(tmp_path / "out", "train").left_out()
+    assert line.startswith(
+        "1 of 3 records left out: not a valid row of a table; first: "
+        f"{tmp_path / 'a.csv'}:4: 1 fields, but the header has 3; listed in "
+    )
+
+
+def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml: Tokenizer) -> None:
+    bad = {"messages": [{"role": "wizard", "content": "a"}]}
+    first = write_lines(tmp_path / "a.jsonl", [GOOD, bad, bad])
+    second = write_lines(tmp_path / "b.jsonl", [{"q": "a"}, bad])
+    options = ChatOptions(on_bad="skip", val_fraction=0)
+    prepare_chat([first, second], chatml, tmp_path / "out", options=options)
+    form, role = ExampleDataset(tmp_path / "out", "train").left_out()
+    assert f"1 of 5 records left out: of no known form; first: {second}:1: " in form
+    start = f"3 of 5 records left out: a role that is not known (2 of {first}, 1 of {second}); "
+    assert role.startswith(f"{start}first: {first}:2: `messages[0]` has the role 'wizard'")
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "valid.jsonl", "test.jsonl"),
+        ("data/chats_train.jsonl", "data/chats_dev.jsonl", "data/chats_test.jsonl"),
+        ("training/0.jsonl", "validation/0.jsonl", "test/train.jsonl"),
+        *[("train_sft-00000-of-00001.jsonl", "VAL-00000-of-00001.jsonl", "testing.jsonl")],
+    ],
+)
+def test_split_files_of_a_folder_are_its_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in (*names, "more.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / name, [GOOD])
+    splits = find_splits([tmp_path])
+    found = [[source.name for source in one] for one in (splits.train, splits.val, splits.test)]
+    train, val, test = (str(tmp_path / name) for name in names)
+    assert [sorted(found[0]), *found[1:]] == [
+        sorted([train, str(tmp_path / "more.jsonl")]),
+        [val],
+        [test],
+    ]
+    assert splits.note == f"{val} validated on; {test} left out as test data"
+    own = find_splits([tmp_path], [tmp_path / "more.jsonl"])
+    assert [source.name for source in own.val] == [str(tmp_path / "more.jsonl")]
+    assert f"{val} left out, since others are given" in own.note
+
+
+def test_files_without_a_train_file_are_no_splits(tmp_path: Path) -> None:
+    paths = [write_lines(tmp_path / name, [GOOD]) for name in ("test.jsonl", "valid.jsonl")]
+    assert len(find_splits([tmp_path]).train) == 2
+    write_lines(tmp_path / "train.jsonl", [GOOD])
+    assert len(find_splits(paths).train) == 2
+    glob = find_splits([str(tmp_path / "*.jsonl")])
+    assert [len(glob.train), len(glob.val), len(glob.test)] == [1, 1, 1]
+
+
+def test_questions_of_the_validation_data_are_not_trained(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
+    asked = [say(f"What is {i}?", f"It is {i}.") for i in range(10)]
+    write_lines(tmp_path / "train.jsonl", [{"messages": one} for one in asked])
+    again = [say(" what is  3?", "No idea."), say("What is 4?", "x", "y", "z", system="s")]
+    write_lines(tmp_path / "dev.jsonl", [{"messages": one} for one in again])
+    manifest = prepare_chat([tmp_path], chatml, tmp_path / "out")
+    assert manifest["documents"]["rejected"] == {"held_out": 2}
+    assert manifest["splits"]["train"]["documents"] == 8
+    assert manifest["splits"]["val"]["documents"] == 2
+    origins = (tmp_path / "out" / "train-examples.txt").read_text()
+    assert not {f"{tmp_path}/train.jsonl:{line}" for line in (4, 5)} & set(origins.splitlines())
+
+
+def test_answers_to_one_question_are_in_one_split(tmp_path: Path, chatml: Tokenizer) -> None:
+    records = [{"messages": say(f"q {i % 8}", f"answer {i}")} for i in range(40)]
+    path = write_lines(tmp_path / "a.jsonl", [*records, *records[:2]])
+    manifest = prepare_chat([path], chatml, tmp_path / "out")
+    assert manifest["chat"]["duplicates"] == 2
+    lines = {
+        split: {
+            int(line.rpartition(":")[2]) % 8
+            for line in (tmp_path / "out" / f"{split}-examples.txt").read_text().splitlines()
+            if int(line.rpartition(":")[2]) <= 40
+        }
+        for split in ("train", "val")
+    }
+    assert lines["val"]
+    assert not lines["train"] & lines["val"]
+
+
+def test_control_tokens_inside_of_messages_and_texts_are_counted(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
+    records = [GOOD, {"messages": say("a <|im_start|>", "b")}]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    options = ChatOptions(val_fraction=0)
+    prepare_chat([path], chatml, tmp_path / "out", options=options)
+    shown = list(ExampleDataset(tmp_path / "out", "train").describe(64))
+    assert "warning: 1 of 2 records have control tokens such as <|im_start|>" in shown[-1]
+    texts = write_lines(tmp_path / "b.jsonl", [{"text": "see [INST]"}, {"text": "see"}])
+    found = [record.changes for record in read_documents(find_sources([texts]))]
+    assert found == [("chat [INST]",), ()]
+    counts = ChangeCounts()
+    counts.add("b", found[0])
+    [line] = change_lines(counts.record(), counts.names())
+    assert line.startswith("warning: b: [INST] is learned as characters; a file of nothing but")
 
 
 def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tokenizer) -> None:

@@ -199,7 +199,8 @@ def dying(folder: Path, blocks: tuple[int, ...], node: str | None) -> Callable[.
         folder: an empty one, that gets a file for each block that is begun, by when that was.
         blocks: at which of them; the others are encoded.
         node: kill its raylet, which runs all of a node's processes and holds what they have made,
-            at the first of `blocks` or a later one that runs there; other nodes wait for that.
+            at the first of `blocks` or a later one that runs there; blocks of other nodes wait for
+            that, each a second at most: Ray may have given all blocks that are waiting to one node.
             None kills the process of the block.
     """
     encode_block = encoding._encode_block
@@ -220,7 +221,10 @@ def dying(folder: Path, blocks: tuple[int, ...], node: str | None) -> Callable[.
             open(folder / "killed-node", "x").close()
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-        while node is not None and number >= blocks[0] and not (folder / "killed-node").exists():
+        end = time.monotonic() + 1
+        while node is not None and number >= blocks[0] and time.monotonic() < end:
+            if (folder / "killed-node").exists():
+                break
             time.sleep(0.01)
         return encode_block(*arguments)
 

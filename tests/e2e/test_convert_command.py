@@ -121,7 +121,7 @@ Arguments = Callable[[Path], list[str | Path]]
         (lambda f: [f / "ckpt.pt"], 1, "InputError", "ckpt.pt does not exist"),
         (lambda f: [f / "notes.pth"], 1, "ModelError", "is not a PyTorch checkpoint"),
         (lambda f: [f / "model" / "model.safetensors"], 1, "InputError", "name its folder"),
-        (lambda f: [f / "a.gguf"], 1, "InputError", "GGUF files are written, not converted"),
+        (lambda f: [f / "a.gguf"], 1, "ModelError", "the file is damaged or cut short"),
         (lambda f: [f / "model", "--dtype", "q8_0"], 2, "ConfigError", "is not one of hf"),
         (lambda f: [f / "model", "--tolerance", "-1"], 2, "ConfigError", "is not a share"),
         (lambda f: [f / "model", "--tolerance", "wide"], 2, "UsageError", "not a valid float"),

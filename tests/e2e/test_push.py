@@ -200,9 +200,10 @@ def test_the_card_of_a_run_on_texts_has_its_call_without_folders_of_this_machine
 def test_the_card_of_conversations_says_which_are_for_validation(
     tmp_path: Path, tokenizer: firstlight.Tokenizer
 ) -> None:
-    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     for name in ("chats", "held"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+        said = [{"role": "user", "content": name}, {"role": "assistant", "content": "b"}]
+        line = json.dumps({"messages": said}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(line, encoding="utf-8")
     firstlight.prepare_chat(
         [tmp_path / "chats.jsonl"],
         tokenizer,

@@ -36,9 +36,9 @@ def _safetensors(content: bytes) -> None:
 
 
 def _gguf(content: bytes) -> None:
-    from firstlight.conversion.gguf.reader import read_gguf
+    from firstlight.weights.gguf.reader import read_gguf
 
-    read_gguf(_file("model.gguf", content))
+    read_gguf(_file("model.gguf", content)).tokenizer()
 
 
 def _template(content: bytes) -> None:

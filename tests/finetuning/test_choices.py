@@ -231,6 +231,33 @@ def test_conversations_are_told_from_texts_by_what_is_in_them(
     assert len(find_records([folder])) == 5
 
 
+def test_columns_are_a_conversation_unless_they_are_named_as_texts(tmp_path: Path) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text("question,answer\na,b\n")
+    beside = write_lines(tmp_path / "b.jsonl", [{"text": "t", "question": "a", "answer": "b"}])
+    assert [one.name for one in conversations_in([str(table), str(beside)])] == [str(table)]
+    assert conversations_in([str(table)], "answer") == []
+    chats = [{"text": f"<s>[INST] {i} [/INST] b"} for i in range(6)]
+    mostly = write_lines(tmp_path / "c.jsonl", [{"text": "t"}] * 4 + chats)
+    assert [one.name for one in conversations_in([str(mostly)])] == [str(mostly)]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('[{"messages":\n', r"a\.json:2: not JSON: Expecting value"),
+        ('[{"q": "a", "a": "b"}]', r"a\.json record 1: not a text, .*\(fields: q, a\)$"),
+    ],
+)
+def test_unusable_records_are_refused_without_advising_the_same_command(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(InputError, match=message) as caught:
+        train_texts(tmp_path / "a.json", init_from="nowhere", progress=False)
+    assert "--init-from" not in str(caught.value)
+
+
 def test_options_without_meaning_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,8 +278,17 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
 ) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
+    (tmp_path / "splits").mkdir()
     write_lines(folder / "a.jsonl", draw_records(60))
     (folder / "readme.md").write_text("a text\n")
+    splits = write_lines(tmp_path / "splits" / "valid.jsonl", draw_records(3, seed=1)).parent
+    write_lines(splits / "train.jsonl", draw_records(60))
+    write_lines(splits / "test.jsonl", draw_records(3, seed=2))
+    own = ["--init-from", str(model), "--plan-only", "--data.template", "alpaca"]
+    assert main(["train", str(splits), *own]) == 0
+    told = capsys.readouterr().err
+    assert f"{splits / 'valid.jsonl'} validated on; {splits / 'test.jsonl'} left out as" in told
+    assert "60 conversations to train on, 3 held out" in told
     arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
     assert main([*arguments, "--plan-only", "--data.template", "alpaca"]) == 0
     shown = capsys.readouterr()

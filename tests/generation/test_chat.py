@@ -451,6 +451,22 @@ def test_a_system_message_that_would_be_lost_is_refused(tokenizer: Tokenizer) ->
         session_of(tokenizer, system="x")
 
 
+def test_template_options_reach_the_template_and_unknown_ones_are_refused(
+    tokenizer: Tokenizer,
+) -> None:
+    ours = tokenizer.extended(["<a>", "<z>"], f"{CHATML_LIKE}{{{{ style }}}}")
+    end = ours.special_tokens["<z>"]
+    model = Scripted(ours.vocab_size, 400, [end])
+    loaded = LoadedModel(cast(Any, model), ours, (), Path("none"), generation={"top_k": 3})
+    session = ChatSession(loaded, template_options={"style": "<z>short"})
+    assert session.settings == SamplingConfig(max_new_tokens=512, top_k=3)
+    say(session, "hi")
+    assert ours.decode(model.prompts[0], skip_special_tokens=False).endswith("<z>short")
+    assert model.prompts[0].count(end) == 1  # the option's is text
+    with pytest.raises(ConfigError, match=r"no variable 'stile' \(did you mean 'style'\?\)"):
+        ChatSession(loaded, template_options={"stile": 1})
+
+
 def test_what_can_not_be_used_is_said_at_once(tokenizer: Tokenizer) -> None:
     with pytest.raises(TokenizerError, match="fails on these messages"):
         session_of(tokenizer.extended([], "{{ messages.x.y }}"))

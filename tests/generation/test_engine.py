@@ -291,6 +291,22 @@ def test_settings_out_of_range_are_refused(loaded: LoadedModel, values: dict[str
         generate(loaded, "the", **values)  # type: ignore[arg-type]
 
 
+def test_settings_of_the_model_replace_defaults_and_not_what_is_named(loaded: LoadedModel) -> None:
+    own = {"do_sample": True, "top_k": 5.0, "repetition_penalty": 1.5, "min_p": None}
+    model = dataclasses.replace(loaded, generation=own)
+    assert model.sampling == {"temperature": 1.0, "top_k": 5, "repetition_penalty": 1.5}
+    expected = generate(
+        loaded, "the", max_new_tokens=20, temperature=1.0, top_k=2, repetition_penalty=1.5, seed=1
+    )
+    assert generate(model, "the", max_new_tokens=20, top_k=2, seed=1) == expected
+    greedy = dataclasses.replace(loaded, generation={"do_sample": False, "temperature": 0.6})
+    assert greedy.sampling == {"temperature": 0.0}
+    assert generate(greedy, "the", beams=2, seed=1) == generate(loaded, "the", beams=2, seed=1)
+    wrong = dataclasses.replace(loaded, generation={"top_p": 0})
+    with pytest.raises(ConfigError, match=r"generation_config.json: top_p must be"):
+        generate(wrong, "the")
+
+
 # Loading
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,14 @@ from firstlight.generation import few_rows
 from firstlight.generation.few_rows import (
     FewRowsConv1D,
     FewRowsLinear,
+    Int8Linear,
     few_rows_linear,
     lay_out,
+    quantize_int8,
     rounded,
     takes_few_rows,
     use_few_rows,
+    use_large_pages,
 )
 from firstlight.methods import can_compile
 from firstlight.models import GPT2Config, LlamaConfig, Model, empty_model
@@ -158,6 +162,52 @@ def test_a_model_keeps_names_and_values_and_gives_the_same_logits(
     torch.testing.assert_close(found, expected, atol=close, rtol=close)
 
 
+def _pages(folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "enabled").write_text(setting)
+    monkeypatch.setattr(few_rows, "_LARGE_PAGES", folder / "enabled")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of Linux")
+@pytest.mark.parametrize("int8", [False, True])
+def test_weights_in_large_pages_keep_their_values_and_their_tie(
+    int8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pages(tmp_path, "always [madvise] never", monkeypatch)
+    model = _model("llama", torch.bfloat16)
+    model.lm_head.weight = model.embedding.weight
+    if int8:
+        quantize_int8(model)
+    use_few_rows(model)
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    use_large_pages(model, is_mapped=int8)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    moved = {name for name, place in places.items() if found[name].data_ptr() != place}
+    layers = [n for n, m in model.named_modules() if isinstance(m, FewRowsLinear | Int8Linear)]
+    own = {f"{name}.weight_int8" if int8 else f"{name}.weight" for name in layers}
+    assert moved == (own if int8 else {*own, "model.embed_tokens.weight"})
+    assert int8 or model.lm_head.weight is model.embedding.weight
+    assert all(found[name].data_ptr() % 64 == 0 for name in moved)
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_mapped"),
+    [("always madvise [never]", False), (None, False), ("always [madvise] never", True)],
+)
+def test_weights_without_large_pages_or_of_a_mapped_file_stay_in_their_place(
+    setting: str | None, is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "_LARGE_PAGES", tmp_path / "enabled")
+    if setting is not None:
+        _pages(tmp_path, setting, monkeypatch)
+    model = _model("llama")
+    use_few_rows(model)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    use_large_pages(model, is_mapped=is_mapped)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
 @needs_compiler
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_kernel_is_what_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +286,7 @@ def _no_kernels_yet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.setattr(few_rows, name, functools.cache(getattr(few_rows, name).__wrapped__))
     # On busy cores the compiler takes minutes; these kernels need not be fast.
     monkeypatch.setattr(few_rows, "_COMPILER_SECONDS", 550.0)
-    monkeypatch.setattr(few_rows, "_FLAGS", ("-O0", *few_rows._FLAGS[1:]))
+    monkeypatch.setattr(few_rows, "_FLAGS", ("-O0", *few_rows._FLAGS[2:]))
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""A plain Llama's step for one text: its logits are those of the model's own operations, and it is
+"""A plain Llama's step for few texts: its logits are those of the model's own operations, and it is
 left out where the model does anything else."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.few_rows import quantize_int8, use_few_rows
-from firstlight.generation.llama_step import llama_step
+from firstlight.generation.llama_step import MOST_TEXTS, LlamaStep, llama_step
 from firstlight.methods import can_compile
 from firstlight.models import LlamaConfig, Model, empty_model
 
@@ -100,19 +100,62 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_the_model_s(name: str, int8: bool
     assert float((found.float() - expected.float()).square().mean().sqrt()) < own
 
 
-def test_a_second_text_and_a_longer_one_find_the_same_cache() -> None:
+def _steps(model: Model, prompts: list[list[int]], count: int) -> Tensor:
+    """Logits [count, B, V] of texts that a decoder continues together by the first of `IDS`."""
+    decoder = BatchDecoder(model, len(prompts), 64)
+    for prompt_ids in prompts:
+        decoder.add(prompt_ids)
+    return torch.stack([decoder.step([token] * len(prompts)) for token in IDS[:count]])
+
+
+@pytest.mark.parametrize("rows", [2, 5, MOST_TEXTS])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    "name", ["biases", "norms of queries and keys", "a window", "an odd width"]
+)
+def test_logits_of_a_text_beside_others_are_bit_for_bit_those_of_the_text_alone(
+    name: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(torch.float32 if kind == "fp32" else torch.bfloat16, **PLAIN[name])
+    if kind == "int8":
+        quantize_int8(model)
+    use_few_rows(model)
+    prompts = [IDS[row : 3 * row + 1] for row in range(rows)]
+    alone = torch.cat([_steps(model, [prompt_ids], 4) for prompt_ids in prompts], dim=1)
+    calls: list[int] = []
+    own = LlamaStep.__call__
+
+    def counted(step: LlamaStep, token_ids: list[int], lengths: list[int]) -> Tensor:
+        calls.append(len(token_ids))
+        return own(step, token_ids, lengths)
+
+    monkeypatch.setattr(LlamaStep, "__call__", counted)
+    assert torch.equal(_steps(model, prompts, 4), alone)
+    assert calls == [rows] * 4
+
+
+def test_more_texts_than_the_step_takes_get_the_logits_of_the_model() -> None:
     model = _model(torch.float32)
     use_few_rows(model)
-    decoder = BatchDecoder(model, 2, 64)
-    decoder.add(IDS[:5])
-    alone = [decoder.step([token]) for token in IDS[5:10]]
-    decoder.add(IDS[20:26])
-    decoder.step([IDS[10], IDS[26]])
+    prompts = [IDS[row : row + 5] for row in range(MOST_TEXTS + 1)]
+    found = _steps(model, prompts, 2)
+    torch.testing.assert_close(found[:, :-1], _steps(model, prompts[:-1], 2), rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_after_others_have_left_gets_the_logits_of_the_text_alone() -> None:
+    model = _model(torch.float32)
+    use_few_rows(model)
+    decoder = BatchDecoder(model, 3, 64)
+    for prompt_ids in (IDS[:5], IDS[20:26], IDS[30:42]):
+        decoder.add(prompt_ids)
+    decoder.step([IDS[5], IDS[26], IDS[42]])
+    decoder.remove(0)
+    decoder.step([IDS[43], IDS[27]])
     decoder.remove(1)
     again = BatchDecoder(model, 1, 64)
-    again.add(IDS[:11])
-    torch.testing.assert_close(decoder.step([IDS[11]]), again.step([IDS[11]]), rtol=1e-4, atol=1e-4)
-    assert len(alone) == 5
+    again.add(IDS[30:42])
+    expected = [again.step([token]) for token in IDS[42:45]]
+    assert torch.equal(decoder.step([IDS[44]]), expected[-1])
 
 
 def test_a_nan_stays_one() -> None:
@@ -148,14 +191,14 @@ def test_nothing_is_written_beyond_the_buffer(
     model = _model(torch.float32, **PLAIN[name])
     use_few_rows(model)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    step = llama_step(model, model.make_cache(1, 8, torch.float32))
+    step = llama_step(model, model.make_cache(3, 8, torch.float32))
     assert step is not None
     size = step._work.numel()
     larger = torch.zeros(size + 4096)
     larger[size:] = 7
     step._llama.work = larger.data_ptr()
     for length, token in enumerate(IDS[:8]):
-        step(token, length)
+        step([token] * 3, [length] * 3)
     assert larger[:size].any()
     assert (larger[size:] == 7).all()
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from firstlight.weights.gguf.tokenizer import GGUFTokenizer
+from firstlight.weights.gguf.writer import _add_tokenizer
+
 
 @contextlib.contextmanager
 def opened(path: Path, *, context: int = 256) -> Iterator[Any]:
@@ -36,5 +39,28 @@ def opened(path: Path, *, context: int = 256) -> Iterator[Any]:
         )
     try:
         yield llama
+    finally:
+        llama.close()
+
+
+@contextlib.contextmanager
+def vocabulary(folder: Path, described: GGUFTokenizer) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A file of a tokenizer alone in llama.cpp, and its metadata."""
+    import gguf
+    import llama_cpp
+
+    writer = gguf.GGUFWriter(folder / "vocabulary.gguf", "llama")
+    _add_tokenizer(writer, described)
+    for key in ("context_length", "embedding_length", "block_count", "feed_forward_length"):
+        writer.add_uint32(f"llama.{key}", 8)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    llama = llama_cpp.Llama(str(folder / "vocabulary.gguf"), vocab_only=True, verbose=False)
+    try:
+        yield llama, {key: [*v] if isinstance(v, tuple) else v for key, v in entries.items()}
     finally:
         llama.close()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
 import transformers
-from in_llama_cpp import opened
+from in_llama_cpp import opened, vocabulary
+from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
 
-from firstlight.conversion.gguf.reader import read_gguf
-from firstlight.conversion.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.tokenizer import (
     GPT2_PATTERN,
     LLAMA3_PATTERN,
@@ -24,6 +26,15 @@ from firstlight.tokenizer import (
     Tokenizer,
     train_tokenizer,
 )
+from firstlight.tokenizer.parts import byte_level_split
+from firstlight.weights.gguf.reader import read_gguf
+from firstlight.weights.gguf.tokenizer import (
+    PRE_TOKENIZERS,
+    PreTokenizer,
+    describe_tokenizer,
+    read_tokenizer,
+)
+from firstlight.weights.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -487,6 +498,56 @@ def test_trained_tokenizers_give_the_same_ids(
 ) -> None:
     trained = train_tokenizer(texts, 600, pattern=pattern)
     assert _differing(trained, [*_texts(), *texts], tmp_path) == []
+
+
+@pytest.mark.parametrize("split", PRE_TOKENIZERS, ids=lambda split: split.names.split()[0])
+def test_each_pre_tokenizer_gives_the_same_ids_under_all_its_names(
+    split: PreTokenizer, tmp_path: Path, texts: list[str]
+) -> None:
+    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=split.whole_pieces))
+    backend.pre_tokenizer = byte_level_split(*split.patterns)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
+    )
+    samples = [*_texts(), *texts]
+    backend.train_from_iterator(samples * 2, trainer)
+    own = Tokenizer(backend, eos_token="<eos>")
+    described = describe_tokenizer(own, own.vocab_size)
+    assert described.pre in split.names or split.names.startswith("glm4")
+    if split.note:
+        # What the note names, and nothing else, is split differently.
+        is_named = _has_marks_or_capitals if "marks" in split.note else _has_wide_space
+        named = [text for text in samples if is_named(text)]
+        samples = [text for text in samples if not is_named(text)]
+        with vocabulary(tmp_path, described) as (llama, _):
+            assert any(_ids(llama, text) != own.encode(text) for text in named)
+    assert len(samples) > 400
+    for name in split.names.split():
+        with vocabulary(tmp_path, replace(described, pre=name)) as (llama, entries):
+            found = read_tokenizer(entries)
+            assert found is not None
+            for text in samples:
+                assert _ids(llama, text) == own.encode(text) == found.encode(text), (name, text)
+
+
+def _ids(llama: Any, text: str) -> list[int]:
+    ids: list[int] = llama.tokenize(text.encode(), add_bos=False, special=False)
+    return ids
+
+
+def _has_wide_space(text: str) -> bool:
+    """True for texts with white space beyond ASCII."""
+    return any(c > "\x7f" and c.isspace() for c in text)
+
+
+def _has_marks_or_capitals(text: str) -> bool:
+    """True for texts with combining marks or letters beyond ASCII that have capital forms."""
+    return any(
+        unicodedata.category(c)[0] == "M"
+        or (c > "\x7f" and unicodedata.category(c) in ("Lu", "Ll", "Lt"))
+        for c in text
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2-tokenizer", "llama2-tokenizer", "llama3-tokenizer"])

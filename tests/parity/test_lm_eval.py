@@ -27,6 +27,10 @@ pytest.importorskip("lm_eval")
 # What the harness and its dependencies warn of while they are imported and run is not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+CHAT = (
+    "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 _WORDS = "the a light first dawn star river stone bird green small old sings falls runs".split()
 
 
@@ -221,22 +225,25 @@ metric_list:
     return folder
 
 
-def by_their_backend(model: Path, tasks: Path, limit: int | None) -> dict[str, float]:
+def by_their_backend(
+    model: Path, tasks: Path, limit: int | None, task: str = "own_hellaswag", **options: Any
+) -> dict[str, float]:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     found = simple_evaluate(
         hflm(model),
-        tasks=["own_hellaswag"],
+        tasks=[task],
         limit=limit,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         log_samples=True,
+        **options,
     )
-    figures = found["results"]["own_hellaswag"]
+    figures = found["results"][task]
     return {
         name: figures[f"{name},none"]
         for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
-    } | {"samples": found["samples"]["own_hellaswag"]}
+    } | {"samples": found["samples"][task]}
 
 
 def assert_three_agree(model: Path, file: Path, tasks: Path, limit: int | None) -> TaskResult:
@@ -366,6 +373,38 @@ def test_a_task_that_is_evaluated_again_gives_the_same(loaded: LoadedModel, task
     first = task.evaluate(loaded, batch_size=8)
     assert task.evaluate(loaded, batch_size=8) == first
     assert first[0].items == 4
+
+
+@pytest.mark.parametrize("asked", [True, None])
+def test_chat_template_is_applied_to_the_tasks_that_ask_for_it(
+    loaded: LoadedModel,
+    tasks: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    asked: bool | None,
+) -> None:
+    """Prompts and scores are those of the harness' own backend, also for the begun answer."""
+    assert loaded.tokenizer is not None
+    place = tmp_path / "chat"
+    write_folder(place, loaded.model, loaded.tokenizer.extended([], CHAT))
+    history = [{"role": r, "content": f"the {r}"} for r in ("system", "user", "assistant")]
+    own, theirs = own_lm(place), hflm(place)
+    for count, begins in ((2, True), (3, False)):
+        expected = theirs.apply_chat_template(history[:count], add_generation_prompt=begins)
+        assert own.apply_chat_template(history[:count], add_generation_prompt=begins) == expected
+    text = (tasks / "own.yaml").read_text().replace("own_hellaswag", "chat_hellaswag")
+    (tasks / "chat.yaml").write_text(f"{text}metadata: {{apply_chat_template: true}}\n")
+    names = "lm-eval:own_hellaswag,chat_hellaswag"
+    found = evaluate_tasks(place, names, task_folder=tasks, chat_template=asked, device="cpu")
+    for result, applied in zip(found, (bool(asked), True), strict=True):
+        options = {"apply_chat_template": applied, "fewshot_as_multiturn": applied}
+        expected = by_their_backend(place, tasks, None, result.task, **options)
+        assert result.chat_template == applied
+        assert result.figures() == {name: expected[name] for name in result.figures()}
+    said = capfd.readouterr().err
+    assert ("not applied to own_hellaswag (--apply-chat-template applies it)" in said) != asked
+    with pytest.raises(ConfigError, match="has no chat template"):
+        evaluate_tasks(loaded, names, task_folder=tasks, chat_template=True)
 
 
 def test_a_generation_task_is_scored(loaded: LoadedModel, tmp_path: Path) -> None:

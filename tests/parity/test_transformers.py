@@ -395,11 +395,20 @@ def test_mxfp4_that_does_not_fit_is_refused(
         load_model(tmp_path)
     assert said in str(caught.value)
     content = json.loads((tmp_path / "config.json").read_text())
-    for packed in ({"quant_method": "fp8"}, ["mxfp4"]):
-        (tmp_path / "config.json").write_text(
-            json.dumps({**content, "quantization_config": packed})
-        )
-        with pytest.raises(ModelError, match="quantised weights are not read"):
+    mlx = {"group_size": 64, "bits": 4}
+    for packed, named in (
+        ({"quantization_config": {"quant_method": "fp8"}}, "by fp8, and"),
+        ({"quantization_config": ["mxfp4"]}, "by others, and"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "by gptq to 8 bits"),
+        ({"quantization": mlx}, "by mlx-lm to 4 bits.* `mlx_lm.convert --dequantize"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            "by bitsandbytes to 4 bits.* model.dequantize",
+        ),
+    ):
+        config = {k: v for k, v in content.items() if k != "quantization_config"}
+        (tmp_path / "config.json").write_text(json.dumps({**config, **packed}))
+        with pytest.raises(ModelError, match=f"quantised {named}"):
             load_model(tmp_path)
 
 

@@ -256,12 +256,21 @@ def test_nothing_that_runs_what_it_reads_is_used() -> None:
 
 
 def _safe_loaders(tree: ast.Module) -> set[str]:
-    """yaml.SafeLoader, and the module's own classes that inherit from it alone."""
+    """yaml.SafeLoader, and the module's own classes that inherit from it alone, or from a name for
+    it or its twin in C."""
+    in_c = "getattr(yaml, 'CSafeLoader', yaml.SafeLoader)"
+    named = {
+        ast.unparse(node.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.value) == in_c
+    }
+    safe = {"yaml.SafeLoader", *named}
     own = {
         node.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
-        and [ast.unparse(b) for b in node.bases] == ["yaml.SafeLoader"]
+        and len(node.bases) == 1
+        and ast.unparse(node.bases[0]) in safe
     }
     return {"yaml.SafeLoader", *own}
 

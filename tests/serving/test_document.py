@@ -68,7 +68,7 @@ BOTH: list[tuple[dict[str, Any], bool]] = [
      True),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"": 0}}}},
      True),
-    ({"unknown": 1}, False),
+    ({"unknown": 1}, True),
     ({"stop": ["a"] * 5}, False),
     ({"user": None, "metadata": {"": [None]}}, True),
 ]  # fmt: skip
@@ -95,7 +95,10 @@ CHATS: list[tuple[dict[str, Any], bool]] = [
     ({"max_completion_tokens": 4}, False),  # beside max_tokens
     ({"max_completion_tokens": 4, "max_tokens": None}, True),
     ({"max_tokens": 0}, False),
-    ({"echo": True}, False),
+    ({"tools": [], "tool_choice": "auto"}, True),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+    ({"tool_choice": "required"}, False),
+    ({"echo": True}, True),
 ]
 CASES = [(path, *case) for path in POSTS for case in BOTH]
 CASES += [(POSTS[0], *case) for case in COMPLETIONS] + [(POSTS[1], *case) for case in CHATS]

@@ -80,12 +80,14 @@ def test_a_token_that_the_model_does_not_have_is_refused(direct: Direct) -> None
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": []}], "messages[0].content"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "function", "content": "x"}], "messages[0].role"),
+        ([{"role": "tool", "content": None}], "messages[0].content"),
         ([*MESSAGES, {"role": "user", "content": 5}], "messages[1].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
          "messages[0].content"),
-        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
-        ([{"role": "user", "content": "x", "name": "me"}], "messages[0].name"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}],
+         "messages[0].tool_calls[0].function"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
         (MESSAGES * 513, "messages"),
     ],
 )  # fmt: skip
@@ -122,9 +124,14 @@ def test_control_tokens_in_messages_are_text(direct: Direct) -> None:
     assert ids.count(tokens["<|endoftext|>"]) == 0  # ChatML begins with none
 
 
-def test_clients_have_no_say_in_the_template(direct: Direct) -> None:
-    for name in ("chat_template", "chat_template_kwargs", "add_generation_prompt"):
-        refused(direct, POSTS[1], body_for(POSTS[1], **{name: "x"}), name, "unknown_parameter")
+def test_clients_can_not_replace_the_template_or_the_messages(direct: Direct) -> None:
+    kwargs = {"messages": [], "add_generation_prompt": False, "eos_token": "x"}
+    plain, other = (
+        direct.ask(POSTS[1], body_for(POSTS[1], temperature=0, **fields)).json
+        for fields in ({}, {"chat_template": "x", "chat_template_kwargs": kwargs})
+    )
+    assert plain["usage"] == other["usage"]
+    assert plain["choices"] == other["choices"]
 
 
 def test_a_model_without_a_chat_template_says_where_to_go() -> None:
@@ -464,7 +471,7 @@ def test_small_request_is_answered_while_a_large_body_is_parsed(
     monkeypatch.setattr("pydantic_core.from_json", from_json)
 
     async def ask_both() -> list[Answer]:
-        large = body_for(POSTS[0], user="x" * 2**15, unknown=1)
+        large = body_for(POSTS[0], user="x" * 2**15, n=0)
         refused = asyncio.create_task(direct.answer(request_for(POSTS[0], large)))
         while not threads:
             await asyncio.sleep(0)

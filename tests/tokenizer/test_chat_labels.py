@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import BLOCKS, THINKING, say, with_chatml_like, with_template
+from chat_templates import SPECIAL_TOKENS, WITH_BLOCKS, WITHOUT_BLOCKS
 from firstlight.errors import InputError, TokenizerError
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.tokenizer.chat_labels import ChatEncoder, turn_end_ids, with_chat_template
@@ -111,24 +112,14 @@ def test_a_template_that_lays_out_earlier_answers_otherwise_is_found_in_by_marks
     thinking = THINKING.replace("{{- '<|im_start|>assistant\\n' -}}", "{{- '<|im_start|>think' -}}")
     ours = with_chatml_like(tokenizer, thinking)
     assert learned_text(ours, say("a", " one ", "b", "two"))[0] == "one<|im_end|>"
-    with pytest.raises(TokenizerError, match="can't be found"):
-        learned_text(ours, say("a", "<think>hm</think>\none", "b", "two"))
+    cut = say("a", "<think>hm</think>\none", "b", "two")
+    assert learned_text(ours, cut)[0] == "one<|im_end|>"
+    assert [reason for reason, _ in ChatEncoder(ours).encode(cut).lost] == ["lost_thoughts"]
 
 
 @pytest.mark.parametrize(
     "template, message",
     [
-        # Of earlier answers only the length is told.
-        (
-            "{%- for m in messages -%}{{- m.role ~ ':' ~ (m.content if loop.last else "
-            "m.content | length) ~ eos_token -}}{%- endfor -%}",
-            "can't be found",
-        ),
-        (
-            "{%- for m in messages -%}{%- if m.role == 'user' -%}{{- m.content ~ eos_token -}}"
-            "{%- endif -%}{%- endfor -%}",
-            "leaves answers out",
-        ),
         (
             "{%- generation -%}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
             "{%- endgeneration -%}",
@@ -147,6 +138,32 @@ def test_a_template_in_which_answers_cannot_be_told_is_refused(
     ours = tokenizer.extended([], template)
     with pytest.raises(TokenizerError, match=message):
         ChatEncoder(ours).encode(say("a", "one", "b", "two"))
+
+
+@pytest.mark.parametrize(
+    "template, lost",
+    [
+        # Only the length of earlier answers is written.
+        (
+            "{%- for m in messages -%}{{- m.role ~ ':' ~ (m.content if loop.last else "
+            "m.content | length) ~ eos_token -}}{%- endfor -%}",
+            ["message 1", "message 2", "message 3"],
+        ),
+        (
+            "{%- for m in messages -%}{%- if m.role == 'user' -%}{{- m.content ~ eos_token -}}"
+            "{%- endif -%}{%- endfor -%}",
+            ["message 2", "message 4"],
+        ),
+    ],
+)
+def test_answers_that_template_leaves_out_are_lost_and_not_learned(
+    tokenizer: Tokenizer, template: str, lost: list[str]
+) -> None:
+    ours = tokenizer.extended([], template)
+    chat = ChatEncoder(ours).encode(say("alpha", "one", "beta", "two"))
+    assert [detail.split("(")[1].split(")")[0] for _, detail in chat.lost] == lost
+    learned = "".join(learned_text(ours, say("alpha", "one", "beta", "two")))
+    assert learned == ("" if len(lost) == 2 else "two<|endoftext|>")
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_learned(tokenizer: Tokenizer) -> None:
@@ -172,9 +189,9 @@ def test_answers_left_out_are_not_learned(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     messages = say("a", "one", "b", "two")
     assert learned_text(ours, messages, masked=frozenset({1})) == ["two<|im_end|>"]
-    whole = learned_text(ours, messages, everything=True)
+    whole = learned_text(ours, messages, train_on="all")
     assert whole == [ours.apply_chat_template(messages)]
-    first, last = learned_text(ours, messages, everything=True, masked=frozenset({1}))
+    first, last = learned_text(ours, messages, train_on="all", masked=frozenset({1}))
     assert first.endswith("assistant\n")
     assert last.startswith("\n<|im_start|>user")
 
@@ -193,6 +210,205 @@ def test_a_template_that_refuses_the_conversation_says_so(tokenizer: Tokenizer) 
     ours = tokenizer.extended([], "{{- raise_exception('not today') -}}")
     with pytest.raises(InputError, match="not today"):
         ChatEncoder(ours).encode(say("a", "b"))
+
+
+# Tool calls and reasoning
+
+
+def family(tokenizer: Tokenizer, name: str, *, blocks: bool = False) -> Tokenizer:
+    """The tokenizer with the template of a family."""
+    template = (WITH_BLOCKS if blocks else WITHOUT_BLOCKS)[name]
+    return tokenizer.extended(SPECIAL_TOKENS, template)
+
+
+def with_call(city: str = "Rome", content: str = "", **entries: Any) -> list[dict[str, Any]]:
+    """A question, a call with its result, and the answer."""
+    call = {"type": "function", "function": {"name": "find", "arguments": {"city": city}}}
+    return [
+        {"role": "user", "content": "where"},
+        {"role": "assistant", "content": content, "tool_calls": [call], **entries},
+        {"role": "tool", "content": "here"},
+        {"role": "assistant", "content": "Here."},
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, call, answer",
+    [
+        (
+            "qwen3",
+            '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+            "<think>\n\n</think>\n\nHere.<|im_end|>",
+        ),
+        (
+            "llama3.1",
+            '{"name": "find", "parameters": {"city": "Rome"}}<|eot_id|>',
+            "Here.<|eot_id|>",
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "find", "arguments": {"city": "Rome"}, "id": "000000000"}]'
+            "<|endoftext|>",
+            "Here.<|endoftext|>",
+        ),
+        (
+            "gpt-oss",
+            ' to=functions.find<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
+            "<|channel|>final<|message|>Here.<|return|>",
+        ),
+        (
+            "deepseek-r1-old",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n"
+            '{"city": "Rome"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><|endoftext|>',
+            "Here.<|endoftext|>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_labels_of_tool_calls_are_call_and_answer_without_result(
+    tokenizer: Tokenizer, name: str, call: str, answer: str, blocks: bool
+) -> None:
+    ours = family(tokenizer, name, blocks=blocks)
+    assert learned_text(ours, with_call()) == [call, answer]
+    assert learned_text(ours, with_call(), train_on="last") == [answer]
+    assert learned_text(ours, with_call(), masked=frozenset({3})) == [call]
+
+
+def test_labels_of_calls_for_template_that_only_asks_for_them_are_their_texts(
+    tokenizer: Tokenizer,
+) -> None:
+    ours = family(tokenizer, "smollm3")
+    chat = ChatEncoder(ours).encode(with_call(), options={"tools": _TOOLS})
+    assert chat.lost == ()
+    assert learned_text(ours, with_call()) == [
+        '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+        "Here.<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, key, expected",
+    [
+        ("qwen3", "reasoning_content", "two<|im_end|>"),
+        ("qwen3", "thinking", "two<|im_end|>"),
+        ("gpt-oss", "reasoning", "<|start|>assistant<|channel|>final<|message|>two<|return|>"),
+        ("hermes", "reasoning_content", "two<|im_end|>"),
+        ("deepseek-r1", "thinking", "two<|endoftext|>"),
+    ],
+)
+def test_train_on_answers_leaves_reasoning_of_any_key_out_of_labels(
+    tokenizer: Tokenizer, name: str, key: str, expected: str
+) -> None:
+    ours = family(tokenizer, name)
+    messages = say("a", "two")
+    messages[1][key] = "I think so"
+    chat = ChatEncoder(ours).encode(messages)
+    assert chat.lost == ()
+    [whole] = learned_text(ours, messages)
+    assert "I think so" in whole
+    assert whole.endswith(expected)
+    assert learned_text(ours, messages, train_on="answers") == [expected]
+
+
+def test_reasoning_is_lost_where_prompt_opens_and_closes_it(tokenizer: Tokenizer) -> None:
+    template = WITHOUT_BLOCKS["deepseek-r1"].replace("<think>\\n'", "<think>\\n\\n</think>\\n'")
+    ours = tokenizer.extended(SPECIAL_TOKENS, template)
+    messages = say("a", "<think>\nI think so\n</think>\n\ntwo")
+    assert [reason for reason, _ in ChatEncoder(ours).encode(messages).lost] == ["lost_thoughts"]
+    assert learned_text(ours, messages) == ["\n\ntwo<|endoftext|>"]
+
+
+def test_results_within_turn_of_assistant_are_not_learned(tokenizer: Tokenizer) -> None:
+    template = (
+        "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role if m.role != 'tool' else '' -}}"
+        "{%- if m.tool_calls -%}{{- m.tool_calls[0].function.name ~ ' gave ' -}}"
+        "{{- messages[loop.index].content ~ ', so ' -}}{%- endif -%}"
+        "{{- m.content ~ '<|im_end|>' if m.role != 'tool' else '' -}}{%- endfor -%}"
+        "{{- '<|im_start|>assistant' if add_generation_prompt else '' -}}"
+    )
+    ours = tokenizer.extended(SPECIAL_TOKENS, template)
+    [call, answer] = with_call(content="yes")[1:3]
+    learned = learned_text(ours, [*say("a"), call, {**answer, "content": "the result"}, *say("b")])
+    assert "the result" not in "".join(learned)
+    assert learned[0].startswith("find gave")
+
+
+def test_train_on_answers_leaves_empty_reasoning_of_template_out_of_labels(
+    tokenizer: Tokenizer,
+) -> None:
+    found = learned_text(
+        family(tokenizer, "qwen3"), say("a", "one", "b", "two"), train_on="answers"
+    )
+    assert found == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_labels_begin_after_prompt_that_opens_reasoning(tokenizer: Tokenizer) -> None:
+    ours = family(tokenizer, "deepseek-r1")
+    messages = say("a", "one", "b", "<think>\nI think so\n</think>\n\ntwo")
+    assert learned_text(ours, messages) == [
+        "\n</think>\n\none<|endoftext|>",
+        "I think so\n</think>\n\ntwo<|endoftext|>",
+    ]
+    chat = ChatEncoder(ours).encode(messages[2:])
+    prompt = ours.encode_chat(messages[2:3], add_generation_prompt=True)
+    assert chat.ids[: len(prompt)] == prompt
+    assert chat.loss_mask[len(prompt) - 1 :][:2] == [False, True]
+    assert chat.lost == ()
+
+
+_TOOLS = [{"type": "function", "function": {"name": "find", "description": "Find it"}}]
+
+
+@pytest.mark.parametrize(
+    "name, messages, options, expected",
+    [
+        ("chatml", with_call(), {"tools": _TOOLS}, {"lost_calls", "lost_tools"}),
+        ("llama3.1", with_call(content="Let me see"), {}, {"lost_text"}),
+        ("deepseek-r1", with_call(), {"tools": _TOOLS}, {"lost_tools"}),
+        ("deepseek-r1-old", say("a", "<think>hm</think>\n\none"), {}, {"lost_thoughts"}),
+        ("qwen3", say("a", "<think>hm</think>\n\none", "b", "two"), {}, {"lost_thoughts"}),
+        # The lost text occurs elsewhere.
+        ("dropping", say("be kind", "kind", system="kind"), {}, {"lost_system"}),
+        ("qwen3", with_call(), {"tools": _TOOLS}, set()),
+        ("gemma3", say("a", " one\n", system=" s"), {}, set()),
+    ],
+)
+def test_texts_that_template_leaves_out_are_lost(
+    tokenizer: Tokenizer,
+    name: str,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    expected: set[str],
+) -> None:
+    if name == "chatml":
+        ours = with_template(tokenizer, name)
+    elif name == "dropping":
+        dropping = BLOCKS.replace("in messages -", "in messages if message.role != 'system' -")
+        ours = with_chatml_like(tokenizer, dropping)
+    else:
+        ours = family(tokenizer, name)
+    chat = ChatEncoder(ours).encode(messages, options=options)
+    assert {reason for reason, _ in chat.lost} == expected
+
+
+def test_lost_texts_are_found_where_marks_change_the_layout(tokenizer: Tokenizer) -> None:
+    template = WITHOUT_BLOCKS["hermes"].replace(
+        "{%- for message",
+        "{%- for message in messages if message.content != 'skip' -%}{%- endfor -%}{%- for message",
+        1,
+    )
+    ours = tokenizer.extended(
+        SPECIAL_TOKENS,
+        template.replace(
+            "message.content ~ '<|im_end|>' -}}\n    {%- endif",
+            "(message.content if message.content | length < 6 else 'long') ~ '<|im_end|>' -}}\n"
+            "    {%- endif",
+        ),
+    )
+    chat = ChatEncoder(ours).encode(say("short", "an answer"))
+    assert chat.lost == ()
+    chat = ChatEncoder(ours).encode(say("a long question", "an answer"))
+    assert [reason for reason, _ in chat.lost] == ["lost_text"]
 
 
 # A template and a tokenizer that don't fit

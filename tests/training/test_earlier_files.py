@@ -13,6 +13,7 @@ import torch
 
 from firstlight.data.loader import TokenLoader
 from firstlight.data.packing import open_split
+from firstlight.data.shards import read_manifest
 from firstlight.evaluation.perplexity import evaluate
 from firstlight.files.atomic import read_json
 from firstlight.lora.loading import load_model
@@ -93,5 +94,15 @@ def test_the_same_sources_are_prepared_to_the_same_bytes(
     made = {path.name for path in (earlier / name).iterdir()}
     assert sorted(made - {"sources.json"}) == names  # which came later
     for file in names:
-        if not file.endswith("-examples.txt"):  # has the paths of the sources
+        if file == "manifest.json":  # keys came later, and nothing else
+            new, old = (read_manifest(folder) for folder in (earlier / name, before))
+            assert known_part(new, old) == old
+        elif not file.endswith("-examples.txt"):  # has the paths of the sources
             assert (earlier / name / file).read_bytes() == (before / file).read_bytes(), file
+
+
+def known_part(new: Any, old: Any) -> Any:
+    """What `new` has under the keys of `old`."""
+    if not isinstance(old, dict):
+        return new
+    return {key: known_part(new[key], value) for key, value in old.items()}

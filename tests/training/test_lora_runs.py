@@ -13,6 +13,7 @@ import torch
 
 from firstlight.checkpoint.manifest import MANIFEST_NAME
 from firstlight.checkpoint.selection import resolve_model_folder
+from firstlight.conversion.convert import convert
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import generate
@@ -67,7 +68,9 @@ def test_a_checkpoint_of_adapters_is_one_of_a_model(
     folder = result.checkpoint
     assert folder is not None
     assert is_adapter(folder)
+    # With either of them, transformers would take it for a whole model.
     assert not (folder / WEIGHTS_NAME).exists()
+    assert not (folder / "config.json").exists()
     content = json.loads((folder / "adapter_config.json").read_text())
     assert content["base_model_name_or_path"] == str(resolve_model_folder(base))
     tensors = safetensors.torch.load_file(folder / ADAPTER_WEIGHTS_NAME)
@@ -83,6 +86,33 @@ def test_a_checkpoint_of_adapters_is_one_of_a_model(
     # And a run of all weights, or of other adapters, may start from it.
     again = {**settings, "run": {**recipe["run"], "dir": str(tmp_path / "again")}}
     train(parse_recipe(again), init_from=folder)
+
+
+def test_generation_config_of_the_start_is_kept_by_training_resuming_and_export(
+    recipe: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    convert(base, start)
+    path = start / "generation_config.json"
+    own = {"do_sample": True, "temperature": 0.6, "eos_token_id": [7, 9], "bos_token_id": 3}
+    path.write_text(json.dumps(own))
+    expected = {"do_sample": True, "temperature": 0.6, "eos_token_id": [0, 7, 9], "bos_token_id": 3}
+    settings = lora_recipe(recipe)
+    settings["schedule"] = {**recipe["schedule"], "max_steps": 2}
+    train(parse_recipe(settings), init_from=start)
+    path.unlink()
+    settings["schedule"]["max_steps"] = 3
+    folder = train(parse_recipe(settings), resume=True).checkpoint
+    assert folder is not None
+    convert(folder, tmp_path / "exported")
+    for place in (folder, tmp_path / "exported"):
+        assert json.loads((place / "generation_config.json").read_text()) == expected
+    assert load_model(tmp_path / "exported").eos_token_ids == (0, 7, 9)
+    plain = {k: v for k, v in recipe.items() if k != "model"}
+    plain["run"] = {**recipe["run"], "dir": str(tmp_path / "all")}
+    folder = train(parse_recipe(plain), init_from=tmp_path / "exported").checkpoint
+    assert folder is not None
+    assert load_model(folder).generation == expected
 
 
 def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(

@@ -78,6 +78,30 @@ def test_all_forms_of_a_record_are_one_pair() -> None:
         {"prompt": "well?", "chosen": "yes", "rejected": "no"},
         {"prompt": say("well?"), "chosen": answers[0], "rejected": answers[1]},
         {"chosen": say("well?", "yes"), "rejected": say("well?", "no")},
+        # UltraFeedback's, Orca's, HH's, OpenAI's, LLaMA-Factory's
+        {
+            "prompt": "well?",
+            "messages": say("well?", "yes"),
+            "chosen": say("well?", "yes"),
+            "rejected": say("well?", "no"),
+        },
+        {"system": "", "question": "well?", "chosen": "yes", "rejected": "no"},
+        {"instruction": "well?", "chosen_response": "yes", "rejected_response": "no"},
+        {
+            "chosen": "\n\nHuman: well?\n\nAssistant: yes",
+            "rejected": "\n\nHuman: well?\n\nAssistant: no",
+        },
+        {"prompt": "\n\nHuman: well?\n\nAssistant:", "chosen": " yes", "rejected": " no"},
+        {
+            "input": {"messages": say("well?")},
+            "preferred_output": answers[0],
+            "non_preferred_output": answers[1],
+        },
+        {
+            "conversations": [{"from": "human", "value": "well?"}],
+            "chosen": {"from": "gpt", "value": "yes"},
+            "rejected": {"from": "gpt", "value": "no"},
+        },
     ]
     for record in forms:
         pair = to_pair(record)
@@ -99,15 +123,22 @@ def test_answers_that_are_part_of_the_prompt_are_not_learned() -> None:
     "record, message",
     [
         ([], "not an object"),
+        (
+            {"prompt": "a", "response": "b"},
+            r"a conversation: set the kind \(--kind, data.kind\) chat",
+        ),
         ({"prompt": "a", "chosen": "b"}, "`rejected` is missing"),
-        ({"prompt": "a", "chosen": "b", "rejected": 3}, "`rejected` is no text, and no list"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": 3},
+            "`rejected` is a number, not a text or a list",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` with its prompt: .* blank"),
         ({"prompt": " ", "chosen": "b", "rejected": "c"}, "`chosen` with its prompt: .* blank"),
-        ({"chosen": "b", "rejected": "c"}, "`prompt` is missing, and the answers are texts"),
+        ({"chosen": "b", "rejected": "c"}, "`prompt` is missing, and `chosen` is only an answer"),
         ({"chosen": say("a", "b"), "rejected": say("c", "b")}, "must go on from one prompt"),
-        ({"prompt": say("a", "b"), "chosen": "c", "rejected": "d"}, "must be the user's"),
-        ({"prompt": "a", "chosen": "b", "rejected": say("c", "d")}, "must be the assistant's"),
+        ({"prompt": "a", "chosen": "b", "rejected": say("c", "d")}, "each with an answer"),
+        ({"chosen": say("a", "b"), "rejected": say("a", "b", "c", "d")}, "each with an answer"),
         (
             {"prompt": say("a"), "chosen": say("b"), "rejected": say("c")},
             "there is no assistant's message",

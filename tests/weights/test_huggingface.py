@@ -597,6 +597,25 @@ def test_a_folder_that_is_there_wins_over_a_hub_id(
     assert find_model_folder("someone/some-model") == Path("someone/some-model")
 
 
+@pytest.mark.parametrize(
+    "names, said",
+    [
+        (["checkpoint-90/", "checkpoint-500/"], "Trainer, .*; the newest is .*/checkpoint-500$"),
+        (["training_args.bin", "model.safetensors"], "Trainer without config.json: copy"),
+    ],
+)
+def test_folder_of_transformers_trainer_is_named_with_the_way_on(
+    names: list[str], said: str, tmp_path: Path
+) -> None:
+    for name in names:
+        if name.endswith("/"):
+            (tmp_path / name).mkdir()
+        else:
+            (tmp_path / name).write_text(json.dumps(LLAMA.to_hf()))
+    with pytest.raises(ModelError, match=said):
+        load_model(tmp_path)
+
+
 # Files written
 
 

@@ -8,6 +8,9 @@ all, and is verified before use.
         trainer_state.json      step, tokens seen, data position, the resolved recipe
         manifest.json           size and sha256 of every file above; written last
 
+With `lora`, adapter_config.json and adapter_model.safetensors replace config.json and
+model.safetensors, as in PEFT's folders.
+
 With `checkpoint.sharded`, each process writes its shards (see sharded.py). These files replace
 model.safetensors and optimizer.safetensors:
 
@@ -199,7 +202,8 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
     manifest = read_manifest(folder)
     files = manifest["files"]
     tensors = shard_names(files) or [_weights_name(files), OPTIMIZER_NAME]
-    for name in (CONFIG_NAME, *tensors, STATE_NAME):
+    config_name = ADAPTER_CONFIG_NAME if ADAPTER_WEIGHTS_NAME in files else CONFIG_NAME
+    for name in (config_name, *tensors, STATE_NAME):
         if name not in files:
             raise CheckpointError(f"{folder / MANIFEST_NAME} does not list {name}")
     for name, entry in files.items():

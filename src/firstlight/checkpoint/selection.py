@@ -33,7 +33,7 @@ from firstlight.errors import (
 )
 from firstlight.lora.files import adapter_chain, is_adapter
 from firstlight.weights.hub import find_model_folder
-from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer
+from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer, require_not_trainer
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
     Args:
         name: a run folder (its newest checkpoint is used), a checkpoint folder, any Hugging Face
-            model folder, or the id of a model on the Hugging Face hub.
+            model folder, a GGUF file, or the id of a model on the Hugging Face hub.
         pickled: download pickled weights if the model on the hub has no others.
         best: use the run folder's checkpoint with the lowest validation loss instead of the newest.
 
@@ -191,11 +191,14 @@ def resolve_tokenizer(name: str | Path) -> Path:
         CheckpointError, ModelError: see `resolve_model_folder`.
     """
     path = Path(name).expanduser()
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return resolve_model_folder(path)
     if path.is_file() or has_tokenizer(path):
         return path
     if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
         return path  # neither a path nor a hub id: the caller's reading of it raises an error
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
+        require_not_trainer(path)
         return path
     # For a model on the hub, its weights are not downloaded.
     is_here = path.is_dir()

@@ -52,6 +52,13 @@ _ROWS, _TEXTS = 8, 32
 @count_option("--items", help="The first N items of each task only.")
 @click.option("--task-folder", metavar="DIR", help="Further tasks for lm-evaluation-harness.")
 @click.option(
+    "--apply-chat-template/--no-apply-chat-template",
+    "chat_template",
+    default=None,
+    help="Render the items of lm-eval tasks by the model's chat template.  [default: as a task's "
+    "metadata says, else not]",
+)
+@click.option(
     "--by-position",
     is_flag=True,
     help="Report the loss by position in the row, also beyond the model's context: see --seq-len.",
@@ -82,6 +89,7 @@ def eval_command(
     tasks: tuple[str, ...],
     items: int | None,
     task_folder: str | None,
+    chat_template: bool | None,
     by_position: bool,
     beside: tuple[str, ...],
     picture: Path | None,
@@ -92,10 +100,12 @@ def eval_command(
 ) -> dict[str, Any]:
     """Loss, perplexity and bits per byte over a split or a sample of it; scores in tasks.
 
-    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
     with_loss = not tasks or data is not None or sample is not None
-    _require_used(with_loss, bool(tasks), of_the_loss, items, task_folder=task_folder)
+    for_tasks = {"--items": items, "--task-folder": task_folder}
+    for_tasks["--apply-chat-template"] = chat_template
+    _require_used(with_loss, bool(tasks), of_the_loss, for_tasks)
     given = {name: value for name, value in of_the_loss.items() if value is not None}
     if by_position:
         if tasks:
@@ -111,9 +121,8 @@ def eval_command(
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
     # Tasks come first: their errors show at once, while a loss may take long.
     if tasks:
-        result["tasks"] = _scored(
-            loaded, tasks, items, task_folder, batch_size=batch_size or _TEXTS
-        )
+        options = {"items": items, "task_folder": task_folder, "chat_template": chat_template}
+        result |= _scored(loaded, tasks, batch_size=batch_size or _TEXTS, **options)
     if with_loss:
         folder = evaluated_folder(loaded, data, given.get("split", "val"), progress=True)
         found = _with_bar(
@@ -128,22 +137,25 @@ def eval_command(
     return result
 
 
-def _scored(
-    loaded: LoadedModel,
-    tasks: tuple[str, ...],
-    items: int | None,
-    task_folder: str | None,
-    batch_size: int,
-) -> dict[str, Any]:
-    """Evaluate tasks and print the scores; returns the figures by name of the task."""
+def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict[str, Any]:
+    """Evaluate tasks and print the scores; returns the figures by name of the task, and the names
+    of tasks to which the chat template was applied.
+
+    Args:
+        options: see `evaluate_tasks`.
+    """
     from firstlight.evaluation.tasks import evaluate_tasks
 
-    options: dict[str, Any] = {"items": items, "task_folder": task_folder, "batch_size": batch_size}
     scores = _with_bar(
         "scoring", lambda show: evaluate_tasks(loaded, tasks, **options, on_texts=show)
     )
     _show_scores(scores)
-    return {one.task: {"items": one.items, **one.figures()} for one in scores}
+    found: dict[str, Any] = {
+        "tasks": {one.task: {"items": one.items, **one.figures()} for one in scores}
+    }
+    if chats := [one.task for one in scores if one.chat_template]:
+        found["chat_template"] = chats
+    return found
 
 
 def _by_position(
@@ -220,9 +232,7 @@ def _require_used(
     with_loss: bool,
     with_tasks: bool,
     of_the_loss: dict[str, Any],
-    items: int | None,
-    *,
-    task_folder: str | None,
+    for_tasks: dict[str, Any],
 ) -> None:
     """Check that no option is given for a part (loss or tasks) that is not evaluated.
 
@@ -235,7 +245,7 @@ def _require_used(
             raise ConfigError(
                 f"--{option} is for the loss, which --tasks leaves out: name --data too"
             )
-    for option, value in (("--items", items), ("--task-folder", task_folder)):
+    for option, value in for_tasks.items():
         if not with_tasks and value is not None:
             raise ConfigError(f"{option} is for tasks: name them with --tasks")
 

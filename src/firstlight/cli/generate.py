@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from firstlight.cli.chat_terminal import Terminal
 from firstlight.cli.options import (
@@ -24,6 +25,7 @@ from firstlight.cli.options import (
     field_option,
     loading_option,
     path_option,
+    template_option,
 )
 from firstlight.cli.output import show_table, with_json, write_out
 from firstlight.console import human_bytes, say, visible
@@ -52,6 +54,24 @@ def _load(
     from firstlight.hardware.device import find_hardware
 
     return load(checkpoint, find_hardware(device).device, dtype=dtype, way=loading, best=best)
+
+
+def _with_model_settings(config: SamplingConfig, loaded: LoadedModel) -> SamplingConfig:
+    """The config with the settings of the model's generation_config.json, except those that are on
+    the command line."""
+    from firstlight.generation.engine import with_model_settings
+
+    source = click.get_current_context().get_parameter_source
+    named = [name for name in SAMPLING if source(name) is not ParameterSource.DEFAULT]
+    if config.beams == 1:
+        _say_model_settings(loaded, named)
+    return with_model_settings(config, loaded, named)
+
+
+def _say_model_settings(loaded: LoadedModel, named: Sequence[str] = ()) -> None:
+    own = [f"{name} {value:g}" for name, value in loaded.sampling.items() if name not in named]
+    if own:
+        say(f"the model's own settings (generation_config.json): {', '.join(own)}")
 
 
 @click.command("generate")
@@ -99,7 +119,7 @@ def generate_command(
 ) -> dict[str, Any]:
     """Continue a text. The prompt and its continuation go to stdout, as they are made.
 
-    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
     from firstlight.generation.engine import GenerationStream
 
@@ -107,6 +127,7 @@ def generate_command(
         raise ConfigError("--logprobs needs --json: add it")
     config = SamplingConfig(**settings, logit_bias=_biases(logit_bias))
     loaded = _load(checkpoint, device, dtype, best, loading=loading)
+    config = _with_model_settings(config, loaded)
     stream = GenerationStream(loaded, prompt, config, compile=compiled)
     pieces = iter(stream)
     if not as_json:
@@ -185,6 +206,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
     help="Greatest number of tokens of an answer.",
 )
 @config_options(SamplingConfig, *SAMPLING, "seed")
+@template_option
 @device_option
 @dtype_option
 @compile_option
@@ -195,6 +217,7 @@ def chat_command(
     checkpoint: str,
     best: bool,
     system: str | None,
+    template_options: dict[str, Any],
     device: str,
     dtype: str,
     compiled: bool,
@@ -205,7 +228,7 @@ def chat_command(
 ) -> None:
     """Chat with a model through its chat template. A model without one continues your text.
 
-    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     Messages can be piped in, one per line; then only the answers go to stdout.
     """
     if not web and (host is not None or port is not None):
@@ -218,11 +241,17 @@ def chat_command(
 
         address = require_web("127.0.0.1" if host is None else host, 8000 if port is None else port)
     loaded = _load(checkpoint, device, dtype, best)
+    settings = _with_model_settings(settings, loaded)
+    options: dict[str, Any] = {
+        "system": system,
+        "settings": settings,
+        "template_options": template_options,
+    }
     if web:
-        serve_chat(loaded, address, system=system, settings=settings, compile=compiled)
+        serve_chat(loaded, address, compile=compiled, **options)
         return
     decoder = ConversationDecoder(loaded.model, compile=compiled)
-    session = ChatSession(loaded, system=system, settings=settings, decoder=decoder)
+    session = ChatSession(loaded, decoder=decoder, **options)
     if compiled:
         say("compiling")
         decoder.with_room(1)
@@ -246,6 +275,7 @@ def chat_command(
 )
 @field_option(ServerOptions, "allowed_hosts", "--allowed-host", "NAME")
 @field_option(ServerOptions, "allowed_origins", "--allowed-origin", "URL")
+@template_option
 @config_options(
     ServerOptions, "max_batch_size", "max_queue", "max_context_tokens", "shutdown_timeout"
 )
@@ -273,7 +303,7 @@ def serve_command(
 ) -> None:
     """Serve OpenAI's API over HTTP, until Ctrl-C.
 
-    CHECKPOINT is a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
+    CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
     require_packages()
     from firstlight.serving.server import serve
@@ -286,7 +316,7 @@ def serve_command(
         **options,
     )
     loaded = _load(checkpoint, device, dtype, best, loading=loading)
-
+    _say_model_settings(loaded)
     serve(loaded, server, on_ready=lambda url, run: _say_ready(url, run, server, as_json))
 
 

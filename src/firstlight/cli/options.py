@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import shlex
 import typing
@@ -177,6 +178,36 @@ compile_option = click.option(
     default=False,
     show_default=True,
     help="Decode through torch.compile: about a minute of compiling, then faster.",
+)
+
+
+def _template_options(
+    _: click.Context, __: click.Parameter, value: tuple[str, ...]
+) -> dict[str, Any]:
+    """Callback of click: "NAME=VALUE" texts become values by name, which are JSON or text."""
+    found: dict[str, Any] = {}
+    for text in value:
+        name, equals, given = text.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ConfigError(
+                f"--template-option {text} is not of the form NAME=VALUE, such as "
+                "enable_thinking=false"
+            )
+        try:
+            # Jinja's and Python's spelling of true, too.
+            found[name] = json.loads(given.lower() if given in ("True", "False") else given)
+        except ValueError:
+            found[name] = given
+    return found
+
+
+template_option = click.option(
+    "--template-option",
+    "template_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_template_options,
+    help="Variable of the chat template, such as enable_thinking=false; several are allowed.",
 )
 #: Fields of SamplingConfig that are options of `generate` and `chat`.
 SAMPLING = (

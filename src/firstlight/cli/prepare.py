@@ -96,13 +96,15 @@ _OF_TEXT = {
 )
 @click.option(
     "--train-on",
-    type=click.Choice(["assistant", "all"]),
-    help="With --kind chat: tokens that are learned.  [default: assistant]",
+    type=click.Choice(["assistant", "last", "answers", "all"]),
+    help="With --kind chat: tokens that are learned: the assistant's, those of its last message, "
+    "the assistant's without its reasoning, or all.  [default: assistant]",
 )
 @click.option(
     "--on-bad",
-    type=click.Choice(["refuse", "skip"]),
-    help="With --kind chat: treatment of invalid records.  [default: refuse]",
+    type=click.Choice(["refuse", "skip", "keep"]),
+    help="With --kind chat: treatment of invalid records, and of those of which the chat template "
+    "leaves something out (keep: train on the rest).  [default: refuse]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
@@ -127,9 +129,11 @@ def prepare_command(
     byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of other
     kinds are counted. random:TOKENS[:SEED], alone, is uniformly random tokens, for measurements.
 
-    With --kind chat, INPUT is .jsonl, .ndjson, .json, .parquet or hf:NAME[:CONFIG[:SPLIT]], and
-    each record a conversation: {instruction, input, output}, {messages} or {conversations}. With
-    --kind preference, each is {prompt, chosen, rejected}.
+    With --kind chat, INPUT is .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow or
+    hf:NAME[:CONFIG[:SPLIT]], and each record a conversation: {messages}, {conversations}, or a
+    question and its answer such as {instruction, input, output} or {prompt, completion}. With
+    --kind preference, each is {prompt, chosen, rejected}. In a folder with train, validation and
+    test files, those are the splits, and test is left out.
     """
     of_text = {name: options.pop(name) for name in _OF_TEXT}
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}
@@ -173,7 +177,10 @@ def _prepare_chat(inputs: tuple[str, ...], *folders: Path, **options: Any) -> di
     """Prepare conversations or preference pairs; the options are arguments of `prepare_chat` and
     fields of ChatOptions."""
     from firstlight.data.chat import ChatOptions, prepare_chat
+    from firstlight.data.records import find_splits
 
+    if note := find_splits(inputs, options["val_inputs"]).note:
+        say(note)
     fields = {field.name for field in dataclasses.fields(ChatOptions)}
     of_records = ChatOptions(**{name: options.pop(name) for name in fields & options.keys()})
     return prepare_chat(inputs, *folders, options=of_records, progress=True, **options)
@@ -182,6 +189,7 @@ def _prepare_chat(inputs: tuple[str, ...], *folders: Path, **options: Any) -> di
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
     from firstlight.data import conversations, records, sources
     from firstlight.data.cleaning import change_lines
+    from firstlight.data.packing import chat_notes
     from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 
     documents, chat = manifest["documents"], manifest.get("chat")
@@ -218,5 +226,5 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
             f"{counted(count, 'file')} of the inputs not read, because of their kind: "
             f"{sources.listed(manifest['unread_files'])}; listed in {out / UNREAD_NAME}"
         )
-    if chat is not None and chat.get("warning"):
-        say(f"warning: {chat['warning']}")
+    for line in chat_notes(manifest) if chat is not None else ():
+        say(line)

@@ -290,7 +290,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     help="Show every key of a recipe, too, and exit.",
 )
 @click.option("--resume", is_flag=True, help="Continue from the newest complete checkpoint.")
-@click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start from these weights.")
+@click.option("--init-from", metavar="DIR|GGUF|HUB_ID", help="Start from these weights.")
 @click.option(
     "--best",
     is_flag=True,

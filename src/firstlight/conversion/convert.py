@@ -38,8 +38,6 @@ from firstlight.conversion.foreign import nanochat
 from firstlight.conversion.foreign.model import ForeignModel, foreign_folder, read_foreign
 from firstlight.conversion.gguf.ollama import modelfile
 from firstlight.conversion.gguf.quantize import QUANTISED, import_llama_cpp, quantise_source
-from firstlight.conversion.gguf.reader import read_gguf
-from firstlight.conversion.gguf.writer import gguf_notes, import_gguf, write_gguf
 from firstlight.conversion.pickled import pickled_tensors
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
 from firstlight.files.atomic import new_folder, read_file, read_json, require_free
@@ -49,6 +47,8 @@ from firstlight.models import FAMILIES, ModelConfig
 from firstlight.models.accounting import meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import PICKLED_TOKENIZER
+from firstlight.weights.gguf.reader import read_gguf
+from firstlight.weights.gguf.writer import gguf_notes, import_gguf, write_gguf
 from firstlight.weights.huggingface import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -56,6 +56,7 @@ from firstlight.weights.huggingface import (
     export_notes,
     generation_config,
     read_config,
+    read_generation,
     tokenizer_of,
 )
 from firstlight.weights.loading import fitting_tensors, is_finite, one_by_one, weights_to_save
@@ -165,9 +166,9 @@ def convert(
     error, nothing has been written.
 
     Args:
-        source: a Hugging Face model folder, a run, a hub id, or another program's checkpoint: a
-            file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's GPT-2, Meta's
-            Llama, litgpt or nanochat.
+        source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
+            checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's
+            GPT-2, Meta's Llama, litgpt or nanochat.
         out: the folder to write; must be missing or empty, and not inside the source.
         to: "hf" (a Hugging Face model folder), "gguf" (a file for llama.cpp in the folder) or
             "ollama" (such a file and a Modelfile).
@@ -356,7 +357,8 @@ def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
     own, rendered = model.tokenizer, None
     if own is not None:
         config = {k: v for k, v in own.config.items() if k != "chat_template"}
-        config |= {"chat_template": result.chat_template} if result.chat_template else {}
+        template = result.metadata.get("tokenizer.chat_template")
+        config |= {"chat_template": template} if template else {}
         rendered = Tokenizer(
             own.backend, bos_token=own.bos_token, eos_token=own.eos_token, config=config
         )
@@ -372,7 +374,7 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
         if (model.folder / _MORE_TEMPLATES).is_dir():
             shutil.copytree(model.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES)
     elif model.tokenizer is not None:
-        special = json.dumps(generation_config(model.tokenizer), indent=2) + "\n"
+        special = json.dumps(generation_config(model.tokenizer, model.generation), indent=2) + "\n"
         for name, text in {**model.tokenizer.files(), GENERATION_CONFIG_NAME: special}.items():
             (folder / name).write_text(text, encoding="utf-8")
     is_changed = model.folder is None or read_json(model.folder / CONFIG_NAME) != model.config
@@ -463,6 +465,7 @@ class Source:
         folder: Hugging Face folder whose other files are copied to the result; None if there is
             none.
         notes: remarks for the user.
+        generation: content of its generation_config.json, of which `folder` may be None.
     """
 
     program: str
@@ -472,6 +475,7 @@ class Source:
     tokenizer: Tokenizer | None
     folder: Path | None
     notes: tuple[str, ...] = ()
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_source(
@@ -528,6 +532,8 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tensors=tensors,
         tokenizer=given or tokenizer_of(folder),
         folder=folder if given is None else None,
+        # The ids are those of the model's own tokenizer.
+        generation={k: v for k, v in read_generation([folder]).items() if k != "eos_token_id"},
     )
     return with_qkv_biases(model)
 
@@ -568,6 +574,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tokenizer=given or loaded.tokenizer,
         folder=base if own is None and not is_untied else None,
         notes=(f"the adapter was merged into its base, {base}",),
+        generation=loaded.generation,
     )
     return with_qkv_biases(model)
 
@@ -621,7 +628,18 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
     if path.suffix.lower() == ".gguf":
-        raise InputError(f"{path}: GGUF files are written, not converted: name what it was made of")
+        if config is not None:
+            raise ConfigError(f"{path} has its own config: leave --config out")
+        model = read_gguf(path)
+        own = tokenizer or model.tokenizer()
+        return Source(
+            program="GGUF",
+            name=_name_of(path),
+            config=model.config | ({} if own is None else _special_tokens(own)),
+            tensors=model.tensors,
+            tokenizer=own,
+            folder=None,
+        )
     values = None
     if config is not None:
         values = read_json(Path(config).expanduser())

@@ -25,12 +25,13 @@ from firstlight.data.conversations import (
     BadRecordError,
     ChatForm,
     Conversation,
+    control_tokens,
     to_conversation,
     to_pair,
 )
 from firstlight.data.opening import optional
 from firstlight.data.packing import ORIGINS_NAME, open_split
-from firstlight.data.records import RECORD_SUFFIXES, Record, find_records, read_records
+from firstlight.data.records import RECORD_SUFFIXES, Record, Splits, find_splits, read_records
 from firstlight.data.shards import (
     LABELLED_VERSION,
     MANIFEST_NAME,
@@ -53,11 +54,14 @@ from firstlight.files.cache import cache_folder, held
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_labels import (
+    LOST,
     ChatEncoder,
     LabelledChat,
+    TrainOn,
     require_end,
     with_chat_template,
 )
+from firstlight.tokenizer.messages import normalize_message, template_options
 
 #: Tokens of a shard. Fewer than in a shard of text, because the loss mask is held in memory.
 _SHARD_TOKENS = 10_000_000
@@ -71,19 +75,21 @@ class ChatOptions:
         kind: kind of the records: "chat", or "preference" for two answers to a prompt (see
             `conversations`), which become two examples, the chosen one first.
         form: form of the records; "auto" detects the form of each record from its keys.
-        train_on: labels: "assistant" for the assistant's tokens and the ends of its turns, "all"
-            for every token but the first of an example.
-        on_bad: treatment of a record that is not a conversation: "refuse" raises an error, "skip"
-            leaves the record out.
+        train_on: labels: "assistant" for the assistant's tokens (answers, tool calls, reasoning)
+            and the ends of its turns, "last" for those of its last message, "answers" for the same
+            as "assistant" without the reasoning, "all" for every token but the first of an example.
+        on_bad: treatment of a record that is not a conversation, or of which the chat template
+            leaves something out: "refuse" raises an error, "skip" leaves the record out, "keep"
+            trains on what the template keeps, and refuses only what is not a conversation.
         val_fraction: share of the examples that is held out for validation. An example is held out
-            whenever validation has less than its share so far. Equal examples go to the same
-            split, and so do all pairs with the same prompt.
+            whenever validation has less than its share so far. All examples of one question go to
+            the same split (see `Conversation.question`).
     """
 
     kind: Literal["chat", "preference"] = "chat"
     form: ChatForm = "auto"
-    train_on: Literal["assistant", "all"] = "assistant"
-    on_bad: Literal["refuse", "skip"] = "refuse"
+    train_on: TrainOn = "assistant"
+    on_bad: Literal["refuse", "skip", "keep"] = "refuse"
     val_fraction: float = 0.1
 
 
@@ -101,10 +107,12 @@ def prepare_chat(
     """Write conversations as token shards into the folder `out`; return the folder's manifest.
 
     Args:
-        inputs: .jsonl, .json and .parquet files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
+        inputs: files of records, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]". In folders, files
+            named after splits are those splits: see `find_splits`.
         tokenizer: a tokenizer, or a folder or file that holds one.
         out: the folder to write.
-        val_inputs: inputs for validation; if there are any, nothing of `inputs` is held out.
+        val_inputs: inputs for validation; if there are any, nothing of `inputs` is held out, and
+            conversations with their questions are left out of training.
         template: chat template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None is
             the tokenizer's own.
         options: see `ChatOptions`.
@@ -113,7 +121,7 @@ def prepare_chat(
 
     Raises:
         InputError: an input is missing or unreadable, or no conversation is found.
-        DataError: a record is not a conversation, and `on_bad` is "refuse".
+        DataError: a record is not a conversation, or loses something, and `on_bad` refuses it.
         TokenizerError: tokenizer or template can't be used, or don't fit each other.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
@@ -125,7 +133,7 @@ def prepare_chat(
     if options.kind == "preference" and (options.train_on, options.form) != ("assistant", "auto"):
         raise ConfigError(PAIRS_ARE_SELF_DESCRIBING)
     out = Path(out).expanduser()
-    sources = {"train": find_records(inputs), "val": find_records(val_inputs) if val_inputs else []}
+    sources = find_splits(inputs, val_inputs)
     if not isinstance(tokenizer, Tokenizer):
         name = str(tokenizer)
         tokenizer = with_chat_template(Tokenizer.from_pretrained(tokenizer), template, name)
@@ -137,7 +145,7 @@ def prepare_chat(
         progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
     ):
         task = bar.add_task("rendering", total=None, done="")
-        preparation = _ChatPreparation(tokenizer, options, folder, own_val=bool(val_inputs))
+        preparation = _ChatPreparation(tokenizer, options, folder, own_val=bool(sources.val))
         for done in preparation.run(sources):
             bar.update(task, done=f"{done:,} examples")
         flags = [word for one in val_inputs for word in ("--val-input", neutral_name(str(one)))]
@@ -158,11 +166,14 @@ class _ChatPreparation:
         self._own_val = own_val
         self._fraction = Fraction(0) if own_val else Fraction(str(options.val_fraction))
         self._encoder = ChatEncoder(tokenizer)
+        self._writes_calls = "tool_calls" in (tokenizer.chat_template or "")
         self._splits_of: dict[bytes, str] = {}
-        self._torn = 0
-        self._warning: str | None = None
+        self._seen: set[bytes] = set()
+        self._duplicates = self._with_control_tokens = self._torn = 0
+        self._lost: dict[str, dict[str, Any]] = {}
+        self._warning = self._encoder.prompt_warning()
 
-    def run(self, sources: dict[str, list[DataSource]]) -> Iterator[int]:
+    def run(self, sources: Splits) -> Iterator[int]:
         """Write all records; after each record, yield the number of examples so far.
 
         Args:
@@ -177,10 +188,17 @@ class _ChatPreparation:
         }
         with self._writer.open(), ExitStack() as stack:
             logs = {split: stack.enter_context(OutputFile(path)) for split, path in places.items()}
-            for given, found in sources.items():
+            # Validation first, so that training does not get its questions.
+            for given, found in (("val", sources.val), ("train", sources.train)):
                 records = stack.enter_context(closing(read_records(found)))
-                for record, chats in self._encoded(records):
-                    split = given if self._own_val else self._split_of(chats)
+                for record, conversations, chats in self._encoded(records):
+                    question = conversations[0].question
+                    split = self._split_of(question, given)
+                    if split == "val" and given == "train" and self._own_val:
+                        problem = f"'{question[:40]}' is asked in the validation data"
+                        self._writer.reject(record, BadRecordError("held_out", problem))
+                        continue
+                    self._count(conversations)
                     # Escaped, because a file's name may hold a newline.
                     place = json.dumps(record.place)[1:-1] + "\n"
                     for chat in chats:
@@ -199,55 +217,111 @@ class _ChatPreparation:
     def _written(self) -> int:
         return self._documents("train") + self._documents("val")
 
-    def _encoded(self, records: Iterable[Record]) -> Iterator[tuple[Record, list[LabelledChat]]]:
+    def _encoded(
+        self, records: Iterable[Record]
+    ) -> Iterator[tuple[Record, list[Conversation], list[LabelledChat]]]:
+        """Each record that is taken, with its conversations and their examples."""
         for record in records:
             try:
-                yield record, self._examples(record)
+                conversations = self._conversations(record)
+                examples = self._examples(conversations)
+                self._count_lost(record, examples)
+                yield record, conversations, examples
             except BadRecordError as error:
-                if self._options.on_bad == "refuse":
+                if self._options.on_bad != "skip":
+                    is_lost = error.reason in LOST
+                    keep = (
+                        ", keep trains on the rest; another template may write it"
+                        if is_lost
+                        else ""
+                    )
                     raise DataError(
-                        f"{record.place}: {error} (on_bad skip leaves such records out)"
+                        f"{record.place}: {error} (on_bad skip leaves such records out{keep})"
                     ) from error
                 self._writer.reject(record, error)
 
-    def _examples(self, record: Record) -> list[LabelledChat]:
+    def _conversations(self, record: Record) -> list[Conversation]:
+        """The conversation of a record, or the two of a pair."""
         if record.error is not None:
             raise record.error
         if self._options.kind == "preference":
             pair = to_pair(record.value)
-            examples = [self._example(pair.chosen), self._example(pair.rejected)]
-            if examples[0].ids == examples[1].ids:
-                raise BadRecordError("no_pair", "the chat template makes both answers the same")
-            return examples
-        return [self._example(to_conversation(record.value, self._options.form))]
+            return [self._with_tools(one, record) for one in (pair.chosen, pair.rejected)]
+        return [self._with_tools(to_conversation(record.value, self._options.form), record)]
 
-    def _example(self, conversation: Conversation) -> LabelledChat:
+    def _with_tools(self, conversation: Conversation, record: Record) -> Conversation:
+        """A record's conversation with its tools, and with tool calls in one spelling.
+
+        Raises:
+            BadRecordError: tools or calls are not valid.
+        """
+        messages = conversation.messages
+        system = "\n".join(one["content"] for one in messages if one["role"] == "system")
         try:
-            chat = self._encoder.encode(
-                conversation.messages,
-                masked=conversation.masked,
-                everything=self._options.train_on == "all",
-            )
-        except (InputError, TokenizerError) as error:
-            raise BadRecordError("template", str(error)) from error
-        if not any(chat.loss_mask[1:]):
+            options = template_options(record.value, system)
+            writes_calls = "tools" in options and self._writes_calls
+            messages = [normalize_message(one, writes_calls=writes_calls) for one in messages]
+        except ValueError as error:
+            raise BadRecordError("wrong_type", str(error)) from error
+        return Conversation(messages, conversation.masked, options)
+
+    def _examples(self, conversations: Sequence[Conversation]) -> list[LabelledChat]:
+        examples = [self._example(conversation) for conversation in conversations]
+        if len(examples) == 2 and examples[0].ids == examples[1].ids:
+            raise BadRecordError("no_pair", "the chat template makes both answers the same")
+        return examples
+
+    def _count(self, conversations: Sequence[Conversation]) -> None:
+        """Count a record that equals an earlier one, and one with control tokens in its texts."""
+        messages = [one.messages for one in conversations]
+        content = [messages, dict(conversations[0].options)]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()[:16]
+        self._duplicates += digest in self._seen
+        self._seen.add(digest)
+        texts = (message["content"] for own in messages for message in own)
+        self._with_control_tokens += any(map(control_tokens, texts))
+
+    def _count_lost(self, record: Record, examples: Sequence[LabelledChat]) -> None:
+        """Count a record of which the template leaves something out.
+
+        Raises:
+            BadRecordError: such records are not kept, or nothing of it is learned.
+        """
+        lost = dict(one for example in examples for one in example.lost)
+        if lost and self._options.on_bad != "keep":
+            raise BadRecordError(*next(iter(lost.items())))
+        if not all(any(example.loss_mask[1:]) for example in examples):
             raise BadRecordError(
                 "not_learned", "no token of it is the assistant's in what the template makes of it"
             )
-        return chat
+        for reason, detail in lost.items():
+            first = {"records": 0, "first": f"{record.place}: {detail}"}
+            self._lost.setdefault(reason, first)["records"] += 1
 
-    def _split_of(self, chats: list[LabelledChat]) -> str:
-        """The split of a record's examples: the same for equal conversations, and for pairs with
-        the same prompt."""
-        if not self._fraction:
+    def _example(self, conversation: Conversation) -> LabelledChat:
+        try:
+            return self._encoder.encode(
+                conversation.messages,
+                options=conversation.options,
+                masked=conversation.masked,
+                train_on=self._options.train_on,
+            )
+        except (InputError, TokenizerError) as error:
+            raise BadRecordError("template", str(error)) from error
+
+    def _split_of(self, question: str, given: str) -> str:
+        """The split of a record's examples: the same for all records with the same question.
+
+        Args:
+            question: see `Conversation.question`.
+            given: the split whose inputs have the record.
+        """
+        if not self._own_val and not self._fraction:
             return "train"
-        ids = chats[0].ids
-        if len(chats) > 1:
-            ids = ids[: chats[0].loss_mask.index(True)]
-        key = hashlib.sha256(np.array(ids, dtype="<u4").tobytes()).digest()[:16]
+        key = hashlib.sha256(question.encode()).digest()[:16]
         if key not in self._splits_of:
             behind = self._documents("val") < self._fraction * self._written
-            self._splits_of[key] = "val" if behind else "train"
+            self._splits_of[key] = given if self._own_val else "val" if behind else "train"
         return self._splits_of[key]
 
     def _write(self, split: str, chat: LabelledChat) -> None:
@@ -282,6 +356,9 @@ class _ChatPreparation:
             "train_on": self._options.train_on,
             "template_sha256": hashlib.sha256(template.encode()).hexdigest(),
             "torn_answers": self._torn,
+            "duplicates": self._duplicates,
+            "control_tokens": self._with_control_tokens,
+            **({"lost": self._lost} if self._lost else {}),
             **({"warning": self._warning} if self._warning else {}),
         }
         return self._writer.finish(
@@ -295,7 +372,7 @@ class _ChatPreparation:
 
 
 #: Version of cached folders: increase it when the same input must give a different folder.
-_VERSION = 1
+_VERSION = 2
 
 
 def cached_chat(
@@ -329,7 +406,9 @@ def cached_chat(
     """
     # Before the key is computed, because the template is part of the key.
     tokenizer = with_chat_template(tokenizer, template, where)
-    sources = {"train": find_records(files), "val": find_records(val_files) if val_files else []}
+    sources = find_splits(files, val_files)
+    if sources.note:
+        tell(sources.note)
     folder = cache_folder() / "chat" / _key(sources, tokenizer, options)
     if not _is_whole(folder, verify):
         make_folder(folder.parent)
@@ -350,14 +429,14 @@ def cached_chat(
     return folder
 
 
-def _key(sources: dict[str, list[DataSource]], tokenizer: Tokenizer, options: ChatOptions) -> str:
+def _key(sources: Splits, tokenizer: Tokenizer, options: ChatOptions) -> str:
     content: dict[str, Any] = {
         "version": [_VERSION, LABELLED_VERSION],
         "options": asdict(options),
         "tokenizer": tokenizer.files(),
         "sources": {
             split: [[source.name, _fingerprint(source)] for source in found]
-            for split, found in sources.items()
+            for split, found in (("train", sources.train), ("val", sources.val))
         },
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

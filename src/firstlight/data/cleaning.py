@@ -76,6 +76,8 @@ GUTENBERG = "gutenberg"
 SUBTITLES = "subtitles"
 #: Beginning of the key of a separator that is left in the text.
 _KEPT = "kept "
+#: Beginning of the key of a control token of chats that is left in the text.
+CHAT = "chat "
 
 
 class DocumentPart(NamedTuple):
@@ -277,7 +279,7 @@ def without_gutenberg(text: str) -> str:
 
 def is_separator(change: str) -> bool:
     """True if the key of a change is the spelling of a separator."""
-    return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith(_KEPT)
+    return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith((_KEPT, CHAT))
 
 
 class ChangeCounts:
@@ -334,5 +336,10 @@ def change_lines(
         elif change.startswith(_KEPT):
             mark = change.removeprefix(_KEPT)
             yield f"{where}: {mark} that is not between documents is learned as characters{within}"
+        elif change.startswith(CHAT):
+            yield (
+                f"warning: {where}: {change.removeprefix(CHAT)} is learned as characters{within}; "
+                "a file of nothing but chats is read as conversations (prepare: --kind chat)"
+            )
         else:
             yield f"{where}: {number}, separated by {change} (--as-is makes it text)"

@@ -1,37 +1,50 @@
 """Records of conversations and of preference pairs, checked and converted to messages.
 
-Three forms of conversations are supported. The form of each record is detected from its keys:
+The form of each record is detected from its fields, whose names are in `kinds`:
 
-    alpaca      {"instruction", "output"}, optionally with "input", "system" and "history" (earlier
-                turns: [[question, answer], ...])
+    alpaca      a question and its answer, as texts or messages: {"instruction", "output"},
+                {"prompt", "completion"}, {"question", "answer"} and the like, optionally with
+                "input" or "context", "system" and "history" (earlier turns: [[question, answer],
+                ...])
     messages    {"messages": [{"role", "content"}, ...]}, as for OpenAI's fine-tuning; content may
                 be a list of {"type": "text", "text"}; an answer with "weight": 0 is not learned
-    sharegpt    {"conversations": [{"from", "value"}, ...]}; `from` is human, gpt or system, or
-                one of the other names in `_SHAREGPT_ROLES`
+    sharegpt    {"conversations": [{"from", "value"}, ...]}
+    written     {"text": "<|im_start|>user\\n..."}: a conversation that is already written out with
+                the control tokens of a chat template (see `_MARKUP`)
 
-A conversation is an optional system message, then questions and answers in turn, ending with an
-answer. A blank system message is ignored.
+A conversation has one answer or more. Its messages are in any order: the chat template decides
+which orders it renders. A blank system message is ignored; "system" beside a list of messages is
+put before them, unless they have the same system message.
 
-Records of preference data hold two answers to one prompt: the preferred and the rejected one. Three
-forms are supported:
-
-    texts       {"prompt": text, "chosen": text, "rejected": text}, optionally with "system"
-    messages    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}
-    whole       {"chosen": [messages], "rejected": [messages]}: two conversations, whose common
-                beginning is the prompt
-
-The prompt with either answer must be a valid conversation as above. The prompt ends with a
-question. Only the messages after the prompt are learned.
+Records of preference data hold two answers to one prompt, the preferred and the rejected one, as
+texts or messages. The prompt is a question with its optional fields as above, or a list of
+messages. Without a prompt, or with one that both answers repeat, the answers are whole
+conversations (messages, or a text with "Human:" and "Assistant:" before its turns), whose common
+beginning is the prompt. Only the messages after the prompt are learned.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
+from firstlight.data.kinds import (
+    ANSWER_FIELDS,
+    CONTEXT_FIELDS,
+    MESSAGE_FIELDS,
+    PAIR_FIELDS,
+    QUESTION_FIELDS,
+    SYSTEM_FIELDS,
+    conversation_kind,
+    field_name,
+)
 from firstlight.errors import FirstlightError
+from firstlight.tokenizer.messages import CALLING_ROLES, CALLS, RESULT_ROLES, THOUGHTS
 
 ChatForm = Literal["auto", "alpaca", "messages", "sharegpt"]
 
@@ -49,31 +62,40 @@ REASONS = {
     "bad_utf16": "not valid UTF-16 or UTF-32",
     "binary": "no text but another kind of file",
     "broken_json": "not valid JSON",
+    "broken_row": "not a valid row of a table",
     "too_long": "more text than any model reads at once",
     "unknown_form": "of no known form",
     "wrong_type": "an entry of the wrong type",
     "unknown_role": "a role that is not known",
     "empty": "nothing said",
     "no_assistant": "no answer",
-    "order": "question and answer don't take turns",
     "template": "the chat template does not take it",
+    "lost_system": "a system message that the chat template leaves out",
+    "lost_tools": "tools that the chat template leaves out",
+    "lost_calls": "tool calls that the chat template leaves out",
+    "lost_results": "results of tools that the chat template leaves out",
+    "lost_thoughts": "reasoning that the chat template leaves out",
+    "lost_text": "a message that the chat template leaves out",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
+    "held_out": "a question of the validation data",
 }
 
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "system": "system",
+#: Names of the roles in records, in lower case. Tools keep the name that a record gives them.
+_ROLE_NAMES = {
+    "system": "system developer",
+    "user": "user human prompter customer question",
+    "assistant": "assistant gpt chatgpt bing bard model bot chatbot ai llm claude answer response",
 }
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
+_ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
+_ROLES |= {name: name for name in _TOOL_NAMES}
+#: Roles of messages that are learned, and keys of a message that may stand in place of its content.
+_ANSWERING = ("assistant", *CALLING_ROLES)
+_BESIDE_CONTENT = (*CALLS, *THOUGHTS)
+_TEXT_PARTS = ("text", "input_text", "output_text")
+#: Keys of a message that hold its role and its content; the first that it has is taken.
+_ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
 
 
 class BadRecordError(FirstlightError):
@@ -96,10 +118,26 @@ class Conversation:
     Attributes:
         messages: objects with `role`, `content` and further keys that the chat template may use.
         masked: indices of the assistant's messages that are outside the loss.
+        options: further variables of the chat template, such as `tools`.
     """
 
     messages: list[dict[str, Any]]
     masked: frozenset[int] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        """The text up to the first answer to a user, without system messages, by which questions
+        are compared: letter case and white space do not matter."""
+        is_asked = False
+        words: list[str] = []
+        for message in self.messages:
+            role = message["role"]
+            if is_asked and role in _ANSWERING:
+                break
+            is_asked |= role == "user"
+            words += message["content"].split() if role != "system" else []
+        return " ".join(words).casefold()
 
 
 def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
@@ -114,115 +152,174 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     """
     if not isinstance(record, Mapping):
         raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
-    match _form_of(record) if form == "auto" else form:
-        case "alpaca":
-            messages = _from_alpaca(record)
-        case "messages":
-            messages = _from_list(record, "messages", ("role", "content"), _ROLES)
-        case _:
-            name = "conversation" if "conversation" in record else "conversations"
-            messages = _from_list(record, name, ("from", "value"), _SHAREGPT_ROLES)
-    if messages and messages[0]["role"] == "system" and not messages[0]["content"].strip():
-        messages = messages[1:]
-    _require_turns(messages)
-    return _with_weights(messages)
+    fields = _fields(record)
+    if "completion" in fields and str(fields.get("label")).lower() == "false":
+        raise BadRecordError("not_learned", "`label` is false: its completion is not wanted")
+    names = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
+    if form == "auto":
+        names = tuple(name for name in MESSAGE_FIELDS if name in fields)
+    if names:
+        name = _first(fields, names)
+        messages = _with_system(fields, _messages(_listed(fields.get(name)), f"`{name}`"))
+    elif form == "auto" and is_written(fields.get("text")):
+        messages = _side(fields, "text", "user")
+    elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
+        messages = _from_columns(fields)
+    else:
+        raise _unknown(record)
+    return _checked(messages)
 
 
-def _form_of(record: Mapping[Any, Any]) -> ChatForm:
-    """The form of a record, detected from its keys whose value is not null."""
-    present = {key for key, value in record.items() if value is not None}
-    if "messages" in present:
-        return "messages"
-    if present & {"conversations", "conversation"}:
-        return "sharegpt"
-    if "instruction" in present:
-        return "alpaca"
-    fields = ", ".join(map(str, list(record)[:8])) or "none"
-    raise BadRecordError(
-        "unknown_form",
-        f"neither `messages` nor `conversations` nor `instruction` and `output` (fields: {fields})",
+def _fields(record: Mapping[Any, Any]) -> dict[str, Any]:
+    """The fields of a record that are not null, by their names and by their names in lower case."""
+    present = {key: value for key, value in record.items() if value is not None}
+    return {field_name(key): value for key, value in present.items()} | present
+
+
+def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The first of the names that a record has, or else the first name."""
+    return next((name for name in names if name in fields), names[0])
+
+
+def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
+    """The error about a record of no known form, or of another kind."""
+    names = ", ".join(map(str, list(record)[:8])) or "none"
+    problem = (
+        "neither `messages` nor `conversations`, nor a question and its answer, such as "
+        "`instruction` and `output` or `prompt` and `completion`"
     )
+    if (kind := conversation_kind(record, "")) is not None:
+        what = "a preference pair" if kind == "preference" else "a conversation"
+        problem = f"{what}: set the kind (--kind, data.kind) {kind}"
+    return BadRecordError("unknown_form", f"{problem} (fields: {names})")
 
 
-def _from_alpaca(record: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    texts = {name: _text(record, name) for name in ("instruction", "output")}
-    further = {name: _text(record, name, missing="") for name in ("input", "system")}
-    messages = [_message("system", further["system"])]
-    history = record.get("history")
-    if history is not None and not isinstance(history, list | tuple):
+def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages after the record's system message, if they don't have it themselves."""
+    name = _first(fields, SYSTEM_FIELDS)
+    text = _content(fields.get(name, ""), f"`{name}`")
+    has_it = any(one["role"] == "system" and one["content"] == text for one in messages)
+    return messages if has_it or not text.strip() else [_message("system", text), *messages]
+
+
+def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a question and its answer."""
+    answer = _side(fields, _first(fields, ANSWER_FIELDS), "assistant")
+    thoughts = {key: fields[key] for key in THOUGHTS if fields.get(key)}
+    return [*_question(fields), *answer[:-1], answer[-1] | thoughts]
+
+
+def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a record before its answer."""
+    name = _first(fields, QUESTION_FIELDS)
+    messages: list[dict[str, Any]] = []
+    history = fields.get("history") or ()
+    if not isinstance(history, list | tuple):
         raise _wrong_type("`history`", history, "a list")
-    for number, turn in enumerate(history or ()):
+    for number, turn in enumerate(history):
+        if isinstance(turn, Mapping):
+            messages += _messages([turn], "`history`", number)
+            continue
         texts_only = isinstance(turn, list | tuple) and all(isinstance(text, str) for text in turn)
         if not texts_only or len(turn) != 2:
             raise BadRecordError("wrong_type", f"`history[{number}]` must be two texts")
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
-    question = texts["instruction"]
-    if further["input"].strip():
-        question = f"{question}\n\n{further['input']}" if question.strip() else further["input"]
-    return [*messages, _message("user", question), _message("assistant", texts["output"])]
+    question = _side(fields, name, "user")
+    for further in CONTEXT_FIELDS:
+        if further != name and (text := _content(fields.get(further, ""), f"`{further}`")).strip():
+            last = question[-1]["content"]
+            question[-1]["content"] = f"{last}\n\n{text}" if last.strip() else text
+    return _with_system(fields, [*messages, *question])
+
+
+def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any]]:
+    """The messages of a record's field: a list of messages, one message, or a text of a role."""
+    value = _listed(fields.get(name))
+    if isinstance(value, str):
+        if (markup := _markup_of(value) or _transcript_of(value)) is not None:
+            return _from_written(value, markup)
+        if role == "assistant":  # completions begin with the space after their prompt
+            value = re.sub(r"\A (?=\S)", "", _without_end(value))
+        return [_message(role, value)]
+    if isinstance(value, Mapping):
+        value = value.get("messages", [value])
+    if not isinstance(value, list | tuple) or not value:
+        raise _wrong_type(f"`{name}`", value, "a text or a list of messages")
+    return _messages(value, f"`{name}`")
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _text(record: Mapping[Any, Any], name: str, *, missing: str | None = None) -> str:
-    value = record.get(name)
-    if value is None and missing is not None:
-        return missing
-    if not isinstance(value, str):
-        raise _wrong_type(f"`{name}`", value, "a text")
-    return value
+def _listed(value: Any) -> Any:
+    """The list of messages in a text, as tables have it: in JSON, or as Python writes it; any other
+    value unchanged."""
+    if not isinstance(value, str) or not re.match(r"\s*\[\s*\{\s*['\"]\w+['\"]\s*:", value):
+        return value
+    found: Any = None
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            found = ast.literal_eval(value.strip())
+    is_list = isinstance(found, list) and all(
+        isinstance(entry, dict) and any(key in entry for key in _ROLE_KEYS) for entry in found
+    )
+    return found if is_list else value
 
 
-def _from_list(
-    record: Mapping[Any, Any], name: str, keys: tuple[str, str], roles: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """The messages in a record's list of objects.
+def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]]:
+    """The messages of a list of objects: each a message, or a question and its answer.
 
     Args:
-        record: the record.
-        name: key of the list.
-        keys: keys of role and content. An object without the first has `role` and `content`.
-        roles: the roles by the names that the record may use.
+        entries: the list.
+        name: the list's name between backticks, for messages.
+        start: number of the first entry, for messages.
 
     Raises:
         BadRecordError: the list or a message is not valid.
     """
-    entries = record.get(name)
     if not isinstance(entries, list | tuple):
-        raise _wrong_type(f"`{name}`", entries, "a list")
+        raise _wrong_type(name, entries, "a list")
     messages = []
-    for number, entry in enumerate(entries):
-        where = f"`{name}[{number}]`"
+    for number, entry in enumerate(entries, start):
+        where = f"{name[:-1]}[{number}]`"
         if not isinstance(entry, Mapping):
             raise BadRecordError("wrong_type", f"{where} is {_kind(entry)}, not an object")
-        role_key, content_key = keys if keys[0] in entry else ("role", "content")
+        role_key, content_key = _first(entry, _ROLE_KEYS), _first(entry, _CONTENT_KEYS)
         role = entry.get(role_key)
+        if role is None and conversation_kind(entry, "") == "chat":
+            messages += _from_columns(_fields(entry))
+            continue
         if not isinstance(role, str):
-            raise BadRecordError("wrong_type", f"{where} has no text `{keys[0]}`")
-        known = roles if role_key == keys[0] else _ROLES
-        if role not in known:
-            raise BadRecordError(
-                "unknown_role", f"{where} has the role '{role[:40]}' (known: {', '.join(known)})"
-            )
-        if entry.get("tool_calls"):
-            raise BadRecordError("unknown_role", f"{where} calls tools, which is not supported")
-        content = _content(entry.get(content_key), f"{where}.{content_key}")
-        rest = {
-            key: value
-            for key, value in entry.items()
-            if key not in (role_key, content_key) and value is not None
-        }
-        messages.append({**rest, "role": known[role], "content": content})
+            raise BadRecordError("wrong_type", f"{where} has no text `{role_key}`")
+        content = entry.get(content_key)
+        if content is None and any(entry.get(key) for key in _BESIDE_CONTENT):
+            content = ""
+        role = _role(role, where)
+        if role in RESULT_ROLES and isinstance(content, Mapping):
+            content = json.dumps(content, ensure_ascii=False)
+        content = _content(content, f"{where}.{content_key}")
+        used = (role_key, content_key)
+        rest = {k: value for k, value in entry.items() if k not in used and value is not None}
+        messages.append({**rest, "role": role, "content": content})
     return messages
+
+
+def _role(name: str, where: str) -> str:
+    """The role with a name that a record may use."""
+    if (role := _ROLES.get(field_name(name))) is None:
+        known = ", ".join(_ROLES)
+        raise BadRecordError("unknown_role", f"{where} has the role '{name[:40]}' (known: {known})")
+    return role
 
 
 def _content(value: object, where: str) -> str:
     if isinstance(value, list | tuple):
+        is_text = [isinstance(p, Mapping) and p.get("type", "text") in _TEXT_PARTS for p in value]
         parts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-            for part in value
+            part.get("text") if own else part for own, part in zip(is_text, value, strict=True)
         ]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) != len(parts):
@@ -247,16 +344,20 @@ def _kind(value: object) -> str:
     return names.get(type(value), number)
 
 
-def _require_turns(messages: list[dict[str, Any]]) -> None:
-    """Raise a BadRecordError unless the messages are questions and answers in turn, not blank, and
-    plain JSON."""
+def _checked(messages: list[dict[str, Any]]) -> Conversation:
+    """The conversation of messages, without blank system messages.
+
+    Raises:
+        BadRecordError: there is no answer, a message is blank, too long or not plain JSON, or
+            nothing is learned.
+    """
+    messages = [one for one in messages if one["role"] != "system" or one["content"].strip()]
     if not messages:
         raise BadRecordError("empty", "there is no message")
-    if sum(len(message["content"]) for message in messages) > MAX_CONVERSATION_CHARS:
+    if (count := sum(len(message["content"]) for message in messages)) > MAX_CONVERSATION_CHARS:
         raise BadRecordError(
             "too_long",
-            f"its messages have {sum(len(m['content']) for m in messages):,} characters, more than "
-            f"{MAX_CONVERSATION_CHARS:,}",
+            f"its messages have {count:,} characters, more than {MAX_CONVERSATION_CHARS:,}",
         )
     try:
         json.dumps(messages, ensure_ascii=False).encode("utf-8")
@@ -264,41 +365,148 @@ def _require_turns(messages: list[dict[str, Any]]) -> None:
         raise BadRecordError("bad_utf8", "a message holds half of a surrogate pair") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRecordError("wrong_type", f"a message is not JSON: {error}") from None
-    if not any(message["role"] == "assistant" for message in messages):
+    if not any(message["role"] in _ANSWERING for message in messages):
         raise BadRecordError("no_assistant", "there is no assistant's message to learn")
-    start = int(messages[0]["role"] == "system")
-    for number, message in enumerate(messages[start:]):
-        wanted, role = ("user", "assistant")[number % 2], message["role"]
-        place = f"message {number + start + 1}"
-        if role != wanted:
-            before = f" after the {messages[number + start - 1]['role']}'s" if number else ""
-            raise BadRecordError(
-                "order", f"{place} is the {role}'s{before}: it must be the {wanted}'s"
-            )
-        if not message["content"].strip():
-            raise BadRecordError("empty", f"{place}, the {role}'s, is blank")
-    if messages[-1]["role"] != "assistant":
-        raise BadRecordError("no_assistant", "the last message is the user's and has no answer")
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        is_said = message["content"].strip() or any(message.get(key) for key in _BESIDE_CONTENT)
+        if not is_said and role not in _TOOL_NAMES:
+            raise BadRecordError("empty", f"message {number}, the {role}'s, is blank")
+    return _with_weights(messages)
+
+
+#: Keys of a message that say whether it is learned, in data of OpenAI, axolotl and ms-swift.
+_LEARNED = ("weight", "train", "training", "loss")
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """The conversation of messages without their `weight`: an answer with weight 0 is masked."""
+    """The conversation of messages without the keys `_LEARNED`: an answer is masked if one of them
+    is 0 or false."""
     masked = set()
     for index, message in enumerate(messages):
-        weight = message.get("weight", 1)
-        if isinstance(weight, bool) or weight not in (0, 1):
-            raise BadRecordError(
-                "wrong_type", f"message {index + 1} has a weight other than 0 and 1"
-            )
-        if weight == 0 and message["role"] == "assistant":
-            masked.add(index)
-    answers = sum(message["role"] == "assistant" for message in messages)
-    if len(masked) == answers:
-        raise BadRecordError("not_learned", "all its answers have weight 0")
+        for key in _LEARNED:
+            value = message.get(key, 1)
+            if value not in (0, 1):
+                raise BadRecordError(
+                    "wrong_type", f"message {index + 1} has a {key} other than 0 and 1"
+                )
+            if value == 0 and message["role"] in _ANSWERING:
+                masked.add(index)
+    if all(i in masked for i, one in enumerate(messages) if one["role"] in _ANSWERING):
+        raise BadRecordError("not_learned", "all its answers have weight 0 or `train: false`")
     return Conversation(
-        [{k: v for k, v in message.items() if k != "weight"} for message in messages],
+        [{k: v for k, v in message.items() if k not in _LEARNED} for message in messages],
         frozenset(masked),
     )
+
+
+# Conversations that are written out as text
+
+
+class _Markup(NamedTuple):
+    """The control tokens of a family of chat templates.
+
+    Attributes:
+        head: pattern of the beginning of a turn, with its role as the group.
+        end: pattern of the end of a turn.
+        roles: the roles by heads that do not name them.
+    """
+
+    head: str
+    end: str
+    roles: Mapping[str, str] = _ROLES
+
+
+_LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
+_ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
+#: The control tokens by the beginning of a conversation.
+_MARKUP = {
+    "<|im_start|>": _Markup(r"<\|im_start\|>[ \t]*(\w+)[ \t]*(?:\n|\Z)", r"<\|im_end\|>"),
+    "<|start_header_id|>": _Markup(
+        r"<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>\n{0,2}", r"<\|(?:eot_id|eom_id)\|>"
+    ),
+    "<start_of_turn>": _Markup(r"<start_of_turn>[ \t]*(\w+)[ \t]*(?:\n|\Z)", "<end_of_turn>"),
+    "[INST]": _Markup(
+        r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>)[ \n]{0,2}", r"\s?</s>", _LLAMA2_ROLES
+    ),
+    "<|system|>": _ZEPHYR,
+    "<|user|>": _ZEPHYR,
+    "<|start_of_role|>": _Markup(
+        r"<\|start_of_role\|>(\w+)<\|end_of_role\|>", r"<\|end_of_text\|>"
+    ),
+    "<\uff5cUser\uff5c>": _Markup(
+        "<\uff5c(User|Assistant)\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
+    ),
+}
+_TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
+#: The tokens at the beginning and the end of a text, which the tokenizer writes by itself.
+_EDGES = re.compile(
+    "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
+    "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
+)
+#: Control tokens that `control_tokens` looks for, and parts of which it has one at least.
+_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "[/INST]", "<|assistant|>")
+_CONTROL_PARTS = ("<|", "INST]", "_of_turn>", "<\uff5c")
+#: Tokens at the end of an answer that a chat template writes by itself.
+_END = re.compile(
+    rf"(?:\s*(?:{_EDGES.pattern}|<\|(?:im_end|eot_id|eom_id|end)\|>|<end_of_turn>))+\s*\Z"
+)
+
+
+def control_tokens(text: str) -> list[str]:
+    """The control tokens of chat templates in a text, where they are only characters."""
+    # Few parts are looked for in each text, because each search takes as long as reading it.
+    if not any(part in text for part in _CONTROL_PARTS):
+        return []
+    return [token for token in (*_MARKUP, *_END_TOKENS) if token in text]
+
+
+def is_written(text: object) -> bool:
+    """True if a text begins as a chat template begins a conversation."""
+    return isinstance(text, str) and _markup_of(text) is not None
+
+
+def _markup_of(text: str) -> _Markup | None:
+    """The control tokens with which a text begins."""
+    begin = text[:200].lstrip()
+    while edge := _EDGES.match(begin):
+        begin = begin[edge.end() :].lstrip()
+    return next((markup for mark, markup in _MARKUP.items() if begin.startswith(mark)), None)
+
+
+def _without_end(text: str) -> str:
+    """A text without the end tokens at its end."""
+    # Only the end is searched, since the search may take the square of its length.
+    return text[:-200] + _END.sub("", text[-200:])
+
+
+def _transcript_of(text: str) -> _Markup | None:
+    """The marks of a text with "Human:" and "Assistant:" before its turns."""
+    is_transcript = re.match(r"\s*Human:", text) and "\n\nAssistant:" in text
+    return _TRANSCRIPT if is_transcript else None
+
+
+def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
+    """The messages of a conversation that is written out as one text.
+
+    Raises:
+        BadRecordError: a part of the text is in no turn, or a role is not known.
+    """
+    before, *turns = re.split(markup.head, text)
+    messages: list[dict[str, Any]] = []
+    outside = [before]
+    for name, turn in zip(turns[::2], turns[1::2], strict=True):
+        content, *rest = re.split(markup.end, turn, maxsplit=1)
+        outside += rest
+        # The text of a turn without an end token goes on to the next turn, or to the end.
+        content = content if rest else _without_end(content).strip()
+        if content or rest:
+            role = markup.roles.get(name) or _role(name, "a turn of the text")
+            messages.append(_message(role, content))
+    for text in outside:
+        if left := _EDGES.sub("", text).strip():
+            raise BadRecordError("unknown_form", f"the text has '{left[:40]}' outside of its turns")
+    return messages
 
 
 # Preference pairs
@@ -320,52 +528,46 @@ def to_pair(record: object) -> Pair:
     """
     if not isinstance(record, Mapping):
         raise BadRecordError("wrong_type", "not an object with `chosen` and `rejected`")
-    prompt = _pair_prompt(record)
-    both, start = [], 0
-    for name in ("chosen", "rejected"):
-        answer = _answer(record, name, answers=True)
+    fields = _fields(record)
+    names = next((pair for pair in PAIR_FIELDS if set(pair) & set(fields)), PAIR_FIELDS[0])
+    if not set(names) & set(fields) and conversation_kind(fields, "") == "chat":
+        raise _unknown(record)
+    answers = [_side(fields, name, "assistant") for name in names]
+    prompt = _pair_prompt(fields)
+    if not prompt and any(one[0]["role"] == "assistant" for one in answers):
+        raise BadRecordError(
+            "wrong_type", f"`prompt` is missing, and `{names[0]}` is only an answer"
+        )
+    both = []
+    for name, answer in zip(names, answers, strict=True):
+        # Whole conversations repeat the prompt.
+        said = (
+            {one["content"].strip() for one in answer} if answer[0]["role"] != "assistant" else ()
+        )
+        before = [one for one in prompt if one["content"].strip() not in said]
         try:
-            whole = to_conversation({"messages": [*prompt, *answer]}, "messages").messages
+            both.append(_checked([*before, *answer]).messages)
         except BadRecordError as error:
             raise BadRecordError(error.reason, f"`{name}` with its prompt: {error}") from error
-        # From the end, because `to_conversation` drops a blank system message from the prompt.
-        start = len(whole) - len(answer)
-        both.append(whole)
     if both[0] == both[1]:
-        raise BadRecordError("no_pair", "`chosen` and `rejected` are the same")
-    if not prompt:
-        start = _common(*both)
-    if start == 0 or both[0][start - 1]["role"] != "user":
+        raise BadRecordError("no_pair", f"`{names[0]}` and `{names[1]}` are the same")
+    start = _common(*both)
+    if start in (0, *map(len, both)) or any(one[start]["role"] not in _ANSWERING for one in both):
         raise BadRecordError(
             "no_pair",
-            "`chosen` and `rejected` must go on from one prompt, which ends with a question",
+            f"`{names[0]}` and `{names[1]}` must go on from one prompt, each with an answer",
         )
     return Pair(*(Conversation(one, _answers(one[:start])) for one in both))
 
 
-def _pair_prompt(record: Mapping[Any, Any]) -> list[Any]:
-    """The messages before both answers; [] if the record has no "prompt"."""
-    if record.get("prompt") is None:
-        if any(isinstance(record.get(name), str) for name in ("chosen", "rejected")):
-            raise BadRecordError("wrong_type", "`prompt` is missing, and the answers are texts")
-        return []
-    prompt = _answer(record, "prompt", answers=False)
-    system = record.get("system")
-    if system is not None and not isinstance(system, str):
-        raise BadRecordError("wrong_type", "`system` is not a text")
-    return [{"role": "system", "content": system}, *prompt] if system else prompt
-
-
-def _answer(record: Mapping[Any, Any], name: str, *, answers: bool) -> list[Any]:
-    """The entry `name` of a record as messages; a text becomes one message, of the assistant if
-    `answers`, otherwise of the user."""
-    value = record.get(name)
-    if isinstance(value, str):
-        return [{"role": "assistant" if answers else "user", "content": value}]
-    if not isinstance(value, list | tuple) or not value:
-        what = "missing" if value is None else "no text, and no list of messages"
-        raise BadRecordError("wrong_type", f"`{name}` is {what}")
-    return list(value)
+def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages before both answers; only a system message if the record has no prompt."""
+    name = _first(fields, [name for name in QUESTION_FIELDS if name in fields] or MESSAGE_FIELDS)
+    if name not in fields:
+        return _with_system(fields, [])
+    if name in MESSAGE_FIELDS:
+        return _with_system(fields, _messages(_listed(fields[name]), f"`{name}`"))
+    return _question(fields)
 
 
 def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> int:

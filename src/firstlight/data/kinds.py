@@ -117,6 +117,7 @@ _KINDS = (
         rb"SQLite format 3\x00",
     ),
     FileKind("a Parquet table", "let its name end in .parquet", "", rb"PAR1"),
+    FileKind("an Arrow table", "write it with datasets' to_parquet", ".arrow", rb"ARROW1"),
     FileKind(
         "a file of numbers",
         "leave it out",
@@ -173,8 +174,24 @@ _EXPORTS = (
     ),
 )
 
-_KEYS = re.compile(rb'"([a-z]{4,20})"\s*:')
+_KEYS = re.compile(rb'"([A-Za-z_]{4,20})"\s*:')
 _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
+
+#: Fields of records by meaning. Upper case, and spaces or hyphens in place of underscores, do not
+#: matter. The first of several fields of one meaning is taken.
+MESSAGE_FIELDS = ("messages", "conversations", "conversation")
+QUESTION_FIELDS = tuple("instruction prompt question query problem input user human".split())
+ANSWER_FIELDS = tuple("output completion response solution answer assistant".split())
+#: Fields whose text comes after that of a question, in the same message.
+CONTEXT_FIELDS = ("input", "context")
+SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
+#: (preferred answer, rejected answer)
+PAIR_FIELDS = (
+    ("chosen", "rejected"),
+    ("chosen_response", "rejected_response"),
+    ("preferred_output", "non_preferred_output"),
+    ("response_j", "response_k"),
+)
 
 #: Advice on how to train on records of each kind.
 START_FROM = {
@@ -252,12 +269,30 @@ def _json_kind(head: bytes) -> FileKind:
     return _LINES if one_a_line else _JSON
 
 
-def conversation_kind(fields: Collection[str]) -> Literal["chat", "preference"] | None:
-    """The value of `prepare --kind` that reads records with these fields; None for texts."""
-    if {"chosen", "rejected"} <= set(fields):
+def field_name(field: object) -> str:
+    """The name of a record's field in lower case, with underscores."""
+    return re.sub(r"[\s-]+", "_", str(field).strip().lower())
+
+
+def conversation_kind(
+    fields: Collection[str], text_key: str = "text"
+) -> Literal["chat", "preference"] | None:
+    """The value of `prepare --kind` that reads records with these fields; None for texts.
+
+    Args:
+        fields: names of the fields.
+        text_key: the field of a text. A question and its answer beside it are no conversation,
+            except Alpaca's; beside a field that is not called "text", nothing is.
+    """
+    names = {field_name(field) for field in fields}
+    if text_key in fields and text_key != "text":
+        return None
+    if any(names.issuperset(pair) for pair in PAIR_FIELDS):
         return "preference"
-    chat = {"messages", "conversations", "conversation"} & set(fields)
-    return "chat" if chat or {"instruction", "output"} <= set(fields) else None
+    if names.intersection(MESSAGE_FIELDS) or {"instruction", "output"} <= names:
+        return "chat"
+    is_answered = names.intersection(QUESTION_FIELDS) and names.intersection(ANSWER_FIELDS)
+    return "chat" if is_answered and text_key not in fields else None
 
 
 def conversation_text(fields: Collection[str]) -> str | None:
@@ -266,6 +301,6 @@ def conversation_text(fields: Collection[str]) -> str | None:
         return None
     names = ", ".join(list(fields)[:8])
     return (
-        f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads "
-        f"them; {START_FROM[kind]}"
+        f"{_RECORDS[kind]}, not text (fields: {names}): keep them in a file without texts: "
+        f"firstlight prepare --kind {kind} reads it; {START_FROM[kind]}"
     )

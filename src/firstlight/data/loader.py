@@ -302,12 +302,13 @@ class DataConfig(Section):
     tokenizer's own. It is saved with the model."""
     tokenizer: str | None = Field(None, min_length=1)
     """tokenizer for `files`, a folder or file; null is the tokenizer of --init-from."""
-    train_on: Literal["assistant", "all"] = "assistant"
-    """labels of `files`: assistant for the assistant's tokens and the ends of its turns, all for
-    all tokens."""
-    on_bad: Literal["refuse", "skip"] = "refuse"
-    """treatment of a record of `files` that is not a conversation: refuse to start, or skip the
-    record."""
+    train_on: Literal["assistant", "last", "answers", "all"] = "assistant"
+    """labels of `files`: assistant for the assistant's tokens (answers, tool calls, reasoning) and
+    the ends of its turns, last for those of its last message, answers for the same as assistant
+    without the reasoning, all for all tokens."""
+    on_bad: Literal["refuse", "skip", "keep"] = "refuse"
+    """treatment of a record of `files` that is not a conversation, or of which the chat template
+    leaves something out: refuse to start, skip the record, or keep what the template keeps."""
     long: LongPolicy = "refuse"
     """treatment of conversations longer than a row: refuse to start, drop them, or cut off their
     ends."""

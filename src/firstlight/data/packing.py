@@ -30,7 +30,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,8 @@ LongPolicy = Literal["refuse", "drop", "cut"]
 #: documents into rows.
 RowAlignment = Literal["stream", "document"]
 
+#: Most files that a message about rejected records names.
+_SHOWN_FILES = 5
 #: Name of the file with the origin (file and line) of each example of a split, one a line.
 ORIGINS_NAME = "{split}-examples.txt"
 
@@ -311,19 +315,38 @@ class ExampleDataset(TokenDataset):
                 yield f"{name}: {count:,} of {total:,} {self.unit} are too long and {fate}"
         if self.split != "train":
             return
-        documents, chat = self.manifest["documents"], self.manifest["chat"]
-        for reason, count in documents["rejected"].items():
-            yield (
-                f"{name}: {count:,} of {documents['read']:,} records left out: {REASONS[reason]}; "
-                f"listed in {self.folder / REJECTED_NAME}"
-            )
+        chat = self.manifest["chat"]
+        yield from (f"{name}: {line}" for line in self.left_out())
         if chat["torn_answers"]:
             yield (
                 f"{name}: {chat['torn_answers']:,} answers begin inside a token that begins in the "
                 "prompt; that token is not learned"
             )
-        if chat.get("warning"):
-            yield f"warning: {chat['warning']}"
+        yield from chat_notes(self.manifest)
+
+    def left_out(self) -> Iterator[str]:
+        """A message for each reason for which records were left out, with their files and the first
+        of them."""
+        documents = self.manifest["documents"]
+        files: dict[str, Counter[str]] = {}
+        first: dict[str, str] = {}
+        path = self.folder / REJECTED_NAME
+        if path.is_file():
+            with open(path, encoding="utf-8") as lines:
+                for entry in map(json.loads, lines):
+                    reason = entry["reason"]
+                    files.setdefault(reason, Counter())[entry["file"]] += 1
+                    first.setdefault(reason, f"{entry['file']}:{entry['line']}: {entry['detail']}")
+        for reason, count in documents["rejected"].items():
+            of_files = files.get(reason, Counter())
+            shown = ", ".join(f"{n:,} of {file}" for file, n in of_files.most_common(_SHOWN_FILES))
+            more = ", ..." if len(of_files) > _SHOWN_FILES else ""
+            yield (
+                f"{count:,} of {documents['read']:,} records left out: {REASONS[reason]}"
+                + (f" ({shown}{more})" if len(of_files) > 1 else "")
+                + (f"; first: {first[reason]}" if reason in first else "")
+                + f"; listed in {path}"
+            )
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
         read = {"records": self.manifest["documents"]} if self.split == "train" else {}
@@ -554,6 +577,23 @@ def open_split(
     if kind == "chat":
         return ExampleDataset(folder, split, verify=verify, long=long)
     return TokenDataset(folder, split, verify=verify)
+
+
+def chat_notes(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Messages about the prepared conversations of a manifest."""
+    chat = manifest["chat"]
+    of_all = f"of {manifest['documents']['written']:,} records"
+    if count := chat.get("duplicates"):
+        yield f"{count:,} {of_all} equal an earlier one: they are learned as often as they occur"
+    if count := chat.get("control_tokens"):
+        yield (
+            f"warning: {count:,} {of_all} have control tokens such as <|im_start|> inside of "
+            "messages, where they are characters"
+        )
+    for reason, lost in chat.get("lost", {}).items():
+        yield f"{lost['records']:,} {of_all} with {REASONS[reason]}; first: {lost['first']}"
+    if chat.get("warning"):
+        yield f"warning: {chat['warning']}"
 
 
 def kind_of(manifest: Mapping[str, Any]) -> Kind:

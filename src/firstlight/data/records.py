@@ -1,5 +1,6 @@
-"""Readers of text, JSONL, JSON, CSV and Parquet files and of Hugging Face datasets: `read_records`
-gives conversations and preference pairs, `read_documents` gives texts, each with file and line.
+"""Readers of text, JSONL, JSON, CSV, Parquet and Arrow files and of Hugging Face datasets:
+`read_records` gives conversations and preference pairs, `read_documents` gives texts, each with
+file and line.
 
 A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet), or a
 part of one that ends at a separator (see `cleaning`). A document that cannot be read is a `Record`
@@ -16,6 +17,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -24,8 +26,8 @@ from typing import IO, Any, Literal, NamedTuple
 
 import pydantic_core
 
-from firstlight.data.cleaning import SUBTITLES, cleaned, split_documents
-from firstlight.data.conversations import BadRecordError
+from firstlight.data.cleaning import CHAT, SUBTITLES, cleaned, split_documents
+from firstlight.data.conversations import BadRecordError, control_tokens, is_written
 from firstlight.data.kinds import HEAD_BYTES, conversation_kind, exported_chats
 from firstlight.data.opening import (
     EncodingProblem,
@@ -49,10 +51,11 @@ from firstlight.data.sources import (
     is_code,
     is_subtitles,
 )
-from firstlight.data.tables import read_parquet, read_table, without_text
+from firstlight.data.tables import read_arrow, read_parquet, read_table, without_text
 from firstlight.errors import InputError, MissingDependencyError, describe_read_error, first_line
 
-RECORD_SUFFIXES = (*LINES_SUFFIXES, *compressed(".json"), ".parquet")
+_JSON_SUFFIXES = compressed(".json")
+RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
 
 #: Longest line of a JSONL file of records, and largest JSON file. A longer line is rejected without
 #: being read into memory; a larger JSON file, which would be read as a whole, is refused.
@@ -125,19 +128,103 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
     return find_sources(inputs, RECORD_SUFFIXES)
 
 
+#: The splits by the names that files and folders of data have for them.
+_SPLITS = dict.fromkeys(("train", "training"), "train")
+_SPLITS |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "val")
+_SPLITS |= dict.fromkeys(("test", "testing"), "test")
+#: Most files that the message about splits names for each.
+_SHOWN_FILES = 3
+
+
+class Splits(NamedTuple):
+    """Sources of records by split.
+
+    Attributes:
+        train, val: the sources of the splits; `val` is empty if a part of `train` is held out.
+        test: files of test data in folders, which are not read.
+        note: a message if the names of files decide their split; otherwise "".
+    """
+
+    train: list[DataSource]
+    val: list[DataSource]
+    test: list[DataSource]
+    note: str = ""
+
+
+def find_splits(
+    inputs: Sequence[str | Path],
+    val_inputs: Sequence[str | Path] = (),
+    found: Sequence[DataSource] | None = None,
+) -> Splits:
+    """The files of records and datasets among inputs, by split.
+
+    In a folder (or among the files of a glob) with train files and others, the names of files and
+    of their folders decide: train.jsonl, valid-00000-of-00002.parquet, chats_test.csv, dev/a.json.
+    Files without such a name are trained on.
+
+    Args:
+        inputs: see `find_records`.
+        val_inputs: inputs to validate on, instead of the validation files of folders.
+        found: the sources among `inputs` to sort; None are all of them.
+
+    Raises:
+        InputError: see `find_records`.
+    """
+    sources = find_records(inputs) if found is None else found
+    names: dict[str, str] = {}
+    for item in map(str, inputs):
+        root = Path(item).expanduser()
+        if item.startswith("hf:") or root.is_file():
+            continue
+        # A glob may name folders, too; only the names of its files count.
+        of_item = {
+            source.name: _split_named(
+                source.path.relative_to(root).parts if root.is_dir() else source.path.parts[-1:]
+            )
+            for source in find_records([item])
+            if source.path is not None
+        }
+        if "train" in of_item.values() and len(set(of_item.values()) - {""}) > 1:
+            names |= of_item
+    by_name: dict[str, list[DataSource]] = {"train": [], "val": [], "test": []}
+    for source in sources:
+        by_name[names.get(source.name) or "train"].append(source)
+    own_val, test = by_name["val"], by_name["test"]
+    use = "left out, since others are given" if val_inputs else "validated on"
+    parts = []
+    for group, fate in ((own_val, use), (test, "left out as test data")):
+        more = f" and {len(group) - _SHOWN_FILES:,} more" if len(group) > _SHOWN_FILES else ""
+        shown = ", ".join(source.name for source in group[:_SHOWN_FILES])
+        parts += [f"{shown}{more} {fate}"] if group else []
+    val = find_records(val_inputs) if val_inputs else own_val
+    return Splits(by_name["train"], val, test, "; ".join(parts))
+
+
+def _split_named(parts: Sequence[str]) -> str:
+    """The split that the first or last word of a file's name, or of one of its folders, names; ""
+    if there is none."""
+    for part in parts:
+        words = re.split(r"[-_.]", part.lower().partition(".")[0])
+        words = [word for word in words if not word.isdigit() and word != "of"]
+        for word in (words[0], words[-1]) if words else ():
+            if word in _SPLITS:
+                return _SPLITS[word]
+    return ""
+
+
 def read_records(
     sources: Sequence[DataSource], text_key: str | None = None
 ) -> Generator[Record, None, None]:
     """Every record of the sources, in order. Closing the generator closes the file being read.
 
     Args:
-        text_key: the field that holds the text, if only texts are needed. Text files and tables are
-            then read, too, a blank line is a bad record, and a line may have the bytes of
-            `largest_document`. None: whole records are needed.
+        text_key: the field that holds the text, if only texts are needed. Text files are then read,
+            too, a blank line is a bad record, and a line may have the bytes of `largest_document`.
+            None: whole records are needed.
 
     Raises:
         InputError: a file as a whole can't be read (permissions, damaged compression), or was
-            changed while it was read; or a JSON file is not a list.
+            changed while it was read; or a JSON file has no list of records.
         MissingDependencyError: a package that a source needs is not installed.
     """
     for source in sources:
@@ -177,22 +264,24 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
     name = source.name
     ending = source.path.name.lower()
     try:
-        if ending.endswith(".parquet"):
-            for line, found in read_parquet(path, name, text_key):
+        if ending.endswith((".parquet", ".arrow")):
+            is_arrow = ending.endswith(".arrow")
+            rows = read_arrow(path, name) if is_arrow else read_parquet(path, name, text_key)
+            for line, found in rows:
                 error = found if isinstance(found, BadRecordError) else None
                 yield Record(name, line, None if error else found, error, is_line=False)
             return
         with open_compressed(path) as file:
             if ending.endswith(LINES_SUFFIXES):
                 yield from _read_lines(file, path, name, text_key)
-            elif text_key is None:
-                yield from _read_list(file, path, name)
             elif ending.endswith(TABLE_SUFFIXES):
                 # The reader ends before the file is closed, even if its caller stops earlier.
-                with closing(read_table(file, path, text_key)) as rows:
-                    for line, found in rows:
-                        error = found if isinstance(found, BadRecordError) else None
-                        yield Record(name, line, None if error else {text_key: found}, error)
+                with closing(read_table(file, path, text_key)) as lines:
+                    for line, row in lines:
+                        error = row if isinstance(row, BadRecordError) else None
+                        yield Record(name, line, None if error else row, error)
+            elif text_key is None:
+                yield from _read_list(file, path, name)
             else:
                 yield from _read_text(file, path, source, text_key)
     except OSError as error:
@@ -201,38 +290,79 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
         raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
 
 
-def kind_of_records(source: DataSource) -> Literal["chat", "preference"] | None:
-    """The value of `prepare --kind` that reads a source, detected from the fields of its first
-    records; None for texts, and for a source that can't be read. Of a long JSON file, only the
-    first MiB is read."""
+def kind_of_records(
+    source: DataSource, text_key: str = "text"
+) -> Literal["chat", "preference"] | None:
+    """The value of `prepare --kind` that reads a source, detected from its first records; None for
+    texts, and for a source that can't be read. Of a long JSON file, only the first MiB is read.
+
+    Args:
+        source: a source of records.
+        text_key: the field that holds the text, if the records are texts.
+    """
     damage = (OSError, EOFError, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
         path = source.path
-        if path is not None and not path.name.lower().endswith((*LINES_SUFFIXES, ".parquet")):
+        if path is not None and path.name.lower().endswith(_JSON_SUFFIXES):
             with open_compressed(path) as file:
                 head = file.read(_JSON_HEAD_BYTES)
             if len(head) == _JSON_HEAD_BYTES:
                 if exported_chats(head[:HEAD_BYTES]) is not None:
                     return None
-                return _kind_of(_first_values(head.decode(encoding_of(head, path), "ignore")))
+                values = _first_values(head.decode(encoding_of(head, path), "ignore"))
+                return _kind_of(values, text_key)
         with closing(read_records([source])) as records:
-            return _kind_of(record.value for record in itertools.islice(records, _TOLD_BY))
+            values = [record.value for record in itertools.islice(records, _TOLD_BY)]
+            return _kind_of(values, text_key)
     return None
 
 
-def _kind_of(values: Iterable[Any]) -> Literal["chat", "preference"] | None:
-    """The kind of the first object among the first records of a source."""
-    first = next((value for value in values if isinstance(value, dict)), {})
-    return conversation_kind([str(key) for key in first])
+def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preference"] | None:
+    """The kind of most objects among the first records of a source."""
+    kinds: list[Literal["chat", "preference"] | None] = []
+    for value in values:
+        if isinstance(value, dict):
+            kind = conversation_kind([str(key) for key in value], text_key)
+            is_chat = kind is None and text_key == "text" and is_written(value.get("text"))
+            kinds.append("chat" if is_chat else kind)
+    return max(kinds, key=kinds.count, default=None)
 
 
 def _first_values(text: str) -> list[Any]:
-    """The only object, or the first values of a list, of JSON whose text may be truncated."""
-    try:
-        found = pydantic_core.from_json(text, allow_partial="trailing-strings")
-    except ValueError:
-        return []
-    return found[:_TOLD_BY] if isinstance(found, list) else [found]
+    """The only object, or the first values of a list or of lines, of JSON whose text may be
+    truncated."""
+    for parts in ([text], text.split("\n", _TOLD_BY)[:_TOLD_BY]):
+        with contextlib.suppress(ValueError):
+            found = [
+                pydantic_core.from_json(part, allow_partial="trailing-strings") for part in parts
+            ]
+            return found if len(parts) > 1 else _records_in(found[0])[:_TOLD_BY]
+    return []
+
+
+def _records_in(value: Any) -> list[Any]:
+    """The records in the value of a JSON file: a list, or one record, or an object such as
+    {"data": [...]}, whose only list of objects has them.
+
+    Raises:
+        ValueError: an object has several lists of objects.
+    """
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict) or conversation_kind(value) is not None:
+        return [value]
+    lists = {
+        key: entry
+        for key, entry in value.items()
+        if isinstance(entry, list) and entry and isinstance(entry[0], dict)
+    }
+    if len(lists) > 1:
+        names = ", ".join(lists)
+        raise ValueError(
+            f"it has several lists of objects ({names}): write each to its own file, for instance "
+            f"with jq -c '.{next(iter(lists))}[]' FILE > {next(iter(lists))}.jsonl"
+        )
+    return next(iter(lists.values()), [value])
 
 
 def read_documents(
@@ -318,11 +448,12 @@ def _documents_of(
     if source.as_is:
         yield record._replace(value=text)
         return
-    parts = [(text, record.changes)]
+    marks = tuple(f"{CHAT}{mark}" for mark in control_tokens(text))
+    parts = [(text, record.changes + marks)]
     # Text files were split while they were read.
     if "<" in text and not holds_one_document(source):
         found = split_documents([text.encode("utf-8")])
-        parts = [((one.content or b"").decode("utf-8"), one.changes) for one in found]
+        parts = [((one.content or b"").decode("utf-8"), one.changes + marks) for one in found]
     for part, changes in parts:
         text, made = clean(part)
         # Of a record with only separators, one empty part is found.
@@ -463,13 +594,21 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         _require_few_values(content)
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        advice = "; if it has one record a line, call it .jsonl" if error.lineno > 1 else ""
-        raise InputError(f"{origin}:{error.lineno}: not JSON: {error.msg}{advice}") from error
+        # The first record is one line, and another one follows it.
+        if error.msg == "Extra data" and "\n" not in text[: error.pos].strip():
+            with open_compressed(path) as lines:
+                yield from _read_lines(lines, path, origin, None)
+            return
+        raise InputError(f"{origin}:{error.lineno}: not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(values, list | dict):
         raise InputError(f"{origin} must be a record or a list of records (or JSONL)")
-    for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
+    try:
+        records = _records_in(values)
+    except ValueError as error:
+        raise InputError(f"{origin} can't be read as records: {error}") from error
+    for number, value in enumerate(records, start=1):
         yield Record(origin, number, value, is_line=False)
 
 

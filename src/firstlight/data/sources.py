@@ -48,7 +48,10 @@ READ_KINDS = (
     "text and code with any ending or none, .jsonl, .ndjson, .csv, .tsv (each may end in .gz, "
     ".bz2, .xz or .zst, too) and .parquet"
 )
-_RECORD_KINDS = ".jsonl, .ndjson, .json (each may end in .gz, .bz2, .xz or .zst, too) and .parquet"
+_RECORD_KINDS = (
+    ".jsonl, .ndjson, .json, .csv, .tsv (each may end in .gz, .bz2, .xz or .zst, too), .parquet "
+    "and .arrow"
+)
 #: File in a prepared corpus with the names of the corpus's inputs.
 SOURCES_NAME = "sources.json"
 #: The input that means the source code of the running Python's standard library.
@@ -60,6 +63,8 @@ _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 #: Files by which a run folder is recognised.
 _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
+#: Files without records in the folders that `save_to_disk` of the package datasets writes.
+_DATASET_FILES = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
 #: Parts of the standard library's folder that are left out of the default corpus.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
@@ -383,9 +388,11 @@ def _files_under(folder: Path) -> Iterator[Path]:
             folders.clear()
             continue
         folders[:] = _searched(folders)
+        is_saved = {"dataset_info.json", "state.json"} <= set(names) or "dataset_dict.json" in names
         for name in names:
             file = Path(root) / name
-            if not name.startswith("."):
+            is_about = name in _DATASET_FILES or name.startswith("cache-")
+            if not name.startswith(".") and not (is_about and is_saved):
                 yield file
 
 

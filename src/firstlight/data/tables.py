@@ -1,5 +1,5 @@
-"""Readers of tables: CSV and TSV (`read_table`), where each row is a text, and Parquet
-(`read_parquet`), where each row is one object. The memory that reading takes is bounded.
+"""Readers of tables: CSV and TSV (`read_table`), Parquet (`read_parquet`) and Arrow (`read_arrow`).
+Each row is one object. The memory that reading takes is bounded.
 
 Parquet can store a value that many rows share once: in a column's dictionary of values, or as a
 common prefix of texts (DELTA_BYTE_ARRAY). So a small file can hold more text than fits into memory.
@@ -14,12 +14,12 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from firstlight.data.conversations import BadRecordError
-from firstlight.data.kinds import conversation_text
+from firstlight.data.kinds import conversation_kind, conversation_text
 from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
@@ -66,17 +66,17 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
 
 
 def read_table(
-    file: IO[bytes], path: Path, text_key: str
-) -> Generator[tuple[int, str | BadRecordError], None, None]:
+    file: IO[bytes], path: Path, text_key: str | None
+) -> Generator[tuple[int, dict[str, str] | BadRecordError], None, None]:
     """The rows of a table (RFC 4180) below its header.
 
     Args:
         file: the table's bytes, decompressed.
         path: the file. Its ending and size are used, and its name in messages.
-        text_key: name of the column that holds the text.
+        text_key: the column that is read; None reads all columns.
 
     Yields:
-        (first line of the row, its text or the reason why the row is rejected).
+        (first line of the row; the row as {column: text}, or the reason why it is rejected).
     """
     # csv has one limit for the process, none for each reader.
     csv.field_size_limit(largest_document(path))
@@ -87,7 +87,8 @@ def read_table(
         text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         try:
             for line, found in _table_rows(text, path, text_key):
-                if isinstance(found, str) and (byte := _undecoded(found)) is not None:
+                texts = found.values() if isinstance(found, dict) else ()
+                if (byte := next(filter(None, map(_undecoded, texts)), None)) is not None:
                     yield line, BadRecordError("bad_utf8", bad_byte(byte, path))
                 else:
                     yield line, found
@@ -98,8 +99,8 @@ def read_table(
 
 
 def _table_rows(
-    text: io.TextIOWrapper, path: Path, text_key: str
-) -> Iterator[tuple[int, str | BadRecordError]]:
+    text: io.TextIOWrapper, path: Path, text_key: str | None
+) -> Iterator[tuple[int, dict[str, str] | BadRecordError]]:
     lines = _Lines(text, largest_document(path))
     try:
         first = next(lines, "")
@@ -110,7 +111,6 @@ def _table_rows(
     # The header may take several lines: a quoted name may hold a newline.
     reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    column = 0
     while True:
         begin = reader.line_num + 1
         lines.row_characters = 0
@@ -128,17 +128,18 @@ def _table_rows(
             if not fields:
                 continue
             header = fields
-            if text_key not in header:
+            if text_key is not None and text_key not in header:
                 yield begin, without_text(header, text_key, "column")
                 return
-            column = header.index(text_key)
         elif not fields:
-            yield begin, BadRecordError("empty", "blank line")
+            if text_key is not None:
+                yield begin, BadRecordError("empty", "blank line")
         elif len(fields) != len(header):
             detail = f"{len(fields)} fields, but the header has {len(header)}"
             yield begin, BadRecordError("broken_row", detail)
         else:
-            yield begin, fields[column]
+            names = header if text_key is None else [text_key]
+            yield begin, {name: fields[header.index(name)] for name in names}
 
 
 class _Lines:
@@ -172,14 +173,16 @@ class _Lines:
         return line
 
 
-def _delimiter(first: str, path: Path, text_key: str) -> str:
+def _delimiter(first: str, path: Path, text_key: str | None) -> str:
     """The delimiter of a table: a tab for .tsv; otherwise the one with which the first line has the
-    column `text_key`, or else the most frequent one in the first line."""
+    column `text_key`, or for None those of conversations, or else the most frequent one in the
+    first line."""
     if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
         return "\t"
     for delimiter in _DELIMITERS:
         try:
-            if text_key in next(csv.reader([first], delimiter=delimiter), []):
+            names = next(csv.reader([first], delimiter=delimiter), [])
+            if conversation_kind(names) is not None if text_key is None else text_key in names:
                 return delimiter
         except csv.Error:
             continue
@@ -203,7 +206,7 @@ def _undecoded(text: str) -> int | None:
     return None if found is None else ord(found) - 0xDC00
 
 
-# Parquet
+# Parquet and Arrow
 
 
 def read_parquet(
@@ -228,7 +231,6 @@ def read_parquet(
     """
     parquet = optional("pyarrow.parquet", f"reading {path}")
     arrow = optional("pyarrow", f"reading {path}")
-    number = 0
     try:
         footer = parquet.read_metadata(path)
         groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
@@ -241,21 +243,56 @@ def read_parquet(
         columns = None if text_key is None else [text_key]
         most_rows, shared = _plan(path, footer, columns)
         with parquet.ParquetFile(path, read_dictionary=shared) as file:
-            total = 0
-            for batch in file.iter_batches(batch_size=most_rows, columns=columns):
-                size = sum(_value_bytes(column, arrow) for column in batch.columns)
-                total += size
-                require_unpacked_size(path, total)
-                rows = 1 if size > _BATCH_BYTES else most_rows
-                for first in range(0, batch.num_rows, rows):
-                    for value in _batch_rows(batch.slice(first, rows)):
-                        number += 1
-                        yield number, value
+            batches = file.iter_batches(batch_size=most_rows, columns=columns)
+            yield from enumerate(_rows_of(batches, path, most_rows), start=1)
     except arrow.ArrowException as error:
         raise InputError(
             f"{origin} is not a readable Parquet file: {first_line(error)}: replace it, or leave "
             "it out"
         ) from error
+
+
+def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordError]]:
+    """The rows of a file in Arrow's IPC format, as `datasets.Dataset.save_to_disk` writes it.
+
+    Args, Yields, Raises: see `read_parquet`.
+    """
+    arrow = optional("pyarrow", f"reading {path}")
+    ipc = optional("pyarrow.ipc", f"reading {path}")
+
+    def batches() -> Iterator[Any]:
+        with arrow.OSFile(str(path)) as file:
+            try:
+                found = ipc.open_stream(file)
+            except arrow.ArrowInvalid:
+                whole = ipc.open_file(file)
+                found = map(whole.get_batch, range(whole.num_record_batches))
+            for batch in found:
+                # pyarrow trusts the offsets in the file, and reads outside of it if they are wrong.
+                batch.validate(full=True)
+                yield batch
+
+    try:
+        yield from enumerate(_rows_of(batches(), path, _BATCH_ROWS), start=1)
+    # A damaged name of a column is no UTF-8.
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{origin} is not a readable Arrow file: {first_line(error)}: replace it, or leave it "
+            "out"
+        ) from error
+
+
+def _rows_of(batches: Iterable[Any], path: Path, most_rows: int) -> Iterator[Any]:
+    """The rows of batches of a file, of which `most_rows` at most are objects at a time."""
+    arrow = optional("pyarrow", f"reading {path}")
+    total = 0
+    for batch in batches:
+        size = sum(_value_bytes(column, arrow) for column in batch.columns)
+        total += size
+        require_unpacked_size(path, total)
+        rows = 1 if size > _BATCH_BYTES else most_rows
+        for first in range(0, batch.num_rows, rows):
+            yield from _batch_rows(batch.slice(first, rows))
 
 
 def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:

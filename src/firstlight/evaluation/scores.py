@@ -235,11 +235,13 @@ class TaskResult:
         task: name of the task.
         metrics: metrics by name, such as `acc`.
         items: number of scored items; None for a group of tasks.
+        chat_template: True if the items were rendered by the model's chat template.
     """
 
     task: str
     metrics: Mapping[str, Metric]
     items: int | None
+    chat_template: bool = False
 
     def __str__(self) -> str:
         """`hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ± 0.01`."""

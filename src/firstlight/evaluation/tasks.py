@@ -11,6 +11,7 @@ as by the harness' own transformers backend (`HFLM`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -20,12 +21,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from firstlight.console import say
 from firstlight.errors import ConfigError, InputError, MissingDependencyError, nearest
 from firstlight.evaluation.perplexity import loaded_for_evaluation
 from firstlight.evaluation.scores import (
@@ -48,6 +51,7 @@ from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.chat_labels import turn_end_ids
 
 HELLASWAG = "hellaswag"
 HARNESS = "lm-eval:"
@@ -76,6 +80,7 @@ def ready_tasks(
     *,
     items: int | None = None,
     task_folder: str | Path | None = None,
+    chat_template: bool | None = None,
 ) -> list[Task]:
     """Load tasks by name and check them, so that they only have to be scored.
 
@@ -85,9 +90,12 @@ def ready_tasks(
         loaded: a model with the context length and the tokenizer of the models that will be scored.
         items: number of items of each task, the first ones; None is all.
         task_folder: folder with further tasks for lm-evaluation-harness.
+        chat_template: render the items by the model's chat template; None does what a task's
+            metadata has as `apply_chat_template`, and without it no task's items are rendered.
 
     Raises:
-        ConfigError: a name is unknown or given twice, or `items` is less than 1.
+        ConfigError: a name is unknown or given twice, `items` is less than 1, or `chat_template` is
+            not for the model or a task.
         InputError: a file is missing, a line of it is not an item (the message names it), or data
             can't be read.
         MissingDependencyError: lm-evaluation-harness is not installed.
@@ -95,6 +103,8 @@ def ready_tasks(
     """
     if items is not None and items < 1:
         raise ConfigError(f"items must be at least 1, not {items}")
+    if chat_template and tokenizer_of(loaded).chat_template is None:
+        raise ConfigError(f"{loaded.folder} has no chat template: leave --apply-chat-template out")
     names = [_names(text) for text in tasks]
     flat = [name for _, several in names for name in several]
     for name in flat:
@@ -106,10 +116,18 @@ def ready_tasks(
     found: list[Task] = []
     for text, (kind, several) in zip(tasks, names, strict=True):
         if kind == HELLASWAG:
+            if chat_template:
+                raise ConfigError(
+                    "hellaswag is scored without a chat template: name lm-eval:hellaswag instead, "
+                    "or leave --apply-chat-template out"
+                )
             file = text.partition(",")[2]
             found.append(_hellaswag(Path(file).expanduser() if file else None, loaded, items))
         else:
-            found.append(ready_harness(several, items=items, task_folder=task_folder))
+            harness = ready_harness(several, items=items, task_folder=task_folder)
+            if loaded.tokenizer is not None and loaded.tokenizer.chat_template is not None:
+                harness = _with_chat_template(harness, chat_template)
+            found.append(harness)
     return found
 
 
@@ -147,6 +165,7 @@ def evaluate_tasks(
     task_folder: str | Path | None = None,
     batch_size: int = 32,
     device: str = "auto",
+    chat_template: bool | None = None,
     on_texts: Progress | None = None,
 ) -> list[TaskResult]:
     """Score a model in tasks, in fp32.
@@ -158,6 +177,7 @@ def evaluate_tasks(
         task_folder: folder with further tasks; see `ready_tasks`.
         batch_size: number of texts that are computed at a time; affects the speed only.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
+        chat_template: see `ready_tasks`.
         on_texts: function that is called after each batch with the numbers of scored and of all
             texts of the current task.
 
@@ -172,7 +192,9 @@ def evaluate_tasks(
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
     loaded = loaded_for_evaluation(checkpoint, device)
     names = [tasks] if isinstance(tasks, str) else list(tasks)
-    ready = ready_tasks(names, loaded, items=items, task_folder=task_folder)
+    ready = ready_tasks(
+        names, loaded, items=items, task_folder=task_folder, chat_template=chat_template
+    )
     return [
         result
         for task in ready
@@ -430,10 +452,12 @@ class HarnessTasks:
     Attributes:
         loaded_tasks: the result of the harness' `TaskManager.load`.
         items: number of items of each task, the first ones; None is all.
+        chat_tasks: names of the tasks whose items are rendered by the model's chat template.
     """
 
     loaded_tasks: Mapping[str, Any]
     items: int | None
+    chat_tasks: frozenset[str] = frozenset()
 
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
@@ -446,18 +470,46 @@ class HarnessTasks:
             # simple_evaluate would do the same, and then collect information about the machine,
             # which takes seconds.
             found = lm_eval.evaluate(
-                harness_model(loaded, batch_size, on_texts),
+                harness_model(loaded, batch_size, on_texts, chats=bool(self.chat_tasks)),
                 self.loaded_tasks,
                 limit=self.items,
                 bootstrap_iters=_BOOTSTRAP_ITERATIONS,
                 log_samples=False,
+                apply_chat_template=bool(self.chat_tasks),
+                # As the harness' command does with a template.
+                fewshot_as_multiturn=bool(self.chat_tasks),
             )
         assert found is not None
         counts = {name: count["effective"] for name, count in found["n-samples"].items()}
         return [
-            TaskResult(name, _metrics(figures), counts.get(name))
+            TaskResult(name, _metrics(figures), counts.get(name), name in self.chat_tasks)
             for name, figures in found["results"].items()
         ]
+
+
+def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTasks:
+    """The tasks, some or all of them to be rendered by the model's chat template: see
+    `ready_tasks`. A message says which."""
+    applied = set()
+    for name, task in harness.loaded_tasks["tasks"].items():
+        asked = (task.get_config("metadata") or {}).get("apply_chat_template")
+        if asked if wanted is None else wanted:
+            applied.add(name)
+        else:
+            # The harness has one setting for all tasks.
+            task.build_all_requests = partial(_build_plainly, task.build_all_requests)
+    others = sorted(set(harness.loaded_tasks["tasks"]) - applied)
+    if applied:
+        say(f"the model's chat template is applied to {', '.join(sorted(applied))}")
+    if others:
+        hint = "" if wanted is False else " (--apply-chat-template applies it)"
+        say(f"note: the model's chat template is not applied to {', '.join(others)}{hint}")
+    return dataclasses.replace(harness, chat_tasks=frozenset(applied))
+
+
+def _build_plainly(build: Callable[..., None], **options: Any) -> None:
+    plain = {"apply_chat_template": False, "chat_template": None, "fewshot_as_multiturn": False}
+    build(**{**options, **plain})
 
 
 def ready_harness(
@@ -584,6 +636,10 @@ class _HarnessMethods:
     def prefix_token_id(self) -> int:
         return self._tokenizer.separator_id
 
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokenizer.fingerprint
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
@@ -595,6 +651,21 @@ class _HarnessMethods:
         begins = tokenizer.bos_token is not None and string.startswith(tokenizer.bos_token)
         wanted = not begins if add_special_tokens is None else add_special_tokens
         return [tokenizer.separator_id, *ids] if tokenizer.add_bos and wanted else ids
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True)
+        begun = ""
+        if not add_generation_prompt:  # the last message is the beginning of the answer
+            *chat_history, last = chat_history
+            begun = last["content"]
+        try:
+            return render(chat_history) + begun
+        except InputError:
+            # As the harness does: some templates refuse system messages.
+            say("note: the chat template refuses a task's system message: it is left out")
+            return render([one for one in chat_history if one["role"] != "system"]) + begun
 
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = True
@@ -672,7 +743,9 @@ class _HarnessMethods:
         return continuation(self._loaded, ids, config)
 
 
-def harness_model(loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> Any:
+def harness_model(
+    loaded: LoadedModel, batch_size: int, on_texts: Progress | None, *, chats: bool = False
+) -> Any:
     """The model as a `lm_eval.api.model.LM`.
 
     Args:
@@ -680,10 +753,14 @@ def harness_model(loaded: LoadedModel, batch_size: int, on_texts: Progress | Non
         batch_size: number of texts that are computed at a time.
         on_texts: function that is called after each batch with the numbers of completed and of all
             texts.
+        chats: end answers also at the token that ends a turn of the chat template.
 
     Raises:
         ModelError: the model has no tokenizer.
     """
+    if chats:
+        ends = dict.fromkeys((*loaded.eos_token_ids, *turn_end_ids(tokenizer_of(loaded))))
+        loaded = dataclasses.replace(loaded, eos_token_ids=tuple(ends))
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]

@@ -7,6 +7,7 @@ the run folder with the model's own tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,13 @@ import numpy as np
 
 from firstlight.data.conversations import BadRecordError, to_conversation
 from firstlight.data.kinds import START_FROM
-from firstlight.data.records import find_records, kind_of_records, read_records
+from firstlight.data.records import (
+    RECORD_SUFFIXES,
+    find_records,
+    find_splits,
+    kind_of_records,
+    read_records,
+)
 from firstlight.data.sources import DataSource
 from firstlight.errors import ConfigError, FirstlightError, InputError
 from firstlight.finetuning.choices import (
@@ -125,7 +132,7 @@ class FineTuning:
     """
 
     def __init__(self, request: Request, tell: Callable[[str], None], *, progress: bool) -> None:
-        found = conversations_in(request.inputs)
+        found = conversations_in(request.inputs, request.text_key)
         if found and request.val_inputs:
             names = shlex.join(["--data.val_files", *request.val_inputs])
             raise ConfigError(f"--val-input is for texts: for conversations, use {names}")
@@ -136,7 +143,9 @@ class FineTuning:
                 raise InputError(
                     f"{source.name} holds preference pairs: {START_FROM['preference']}"
                 )
-        if found:
+        if not found:
+            _require_readable(request.inputs, request.text_key)
+        else:
             tell(reading_line(request.inputs, found))
             if others := other_files_line(request.inputs, found):
                 tell(others)
@@ -156,7 +165,7 @@ class FineTuning:
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
         # Keep a run folder's path, not its checkpoint's, which the run may delete meanwhile. A hub
         # model is local by now.
-        is_here = Path(request.init_from).expanduser().is_dir()
+        is_here = Path(request.init_from).expanduser().exists()
         self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(
             count_parameters(meta_model(self._config)).total,
@@ -342,6 +351,30 @@ class FineTuning:
         return fitting_prompts(self._scan.prompts, self._tokenizer, plan.facts.row.value // 2)
 
 
+def _require_readable(inputs: Sequence[str], text_key: str) -> None:
+    """Refuse a damaged file of records, and an only one whose records are neither conversations nor
+    texts. Read as texts, it would be refused with the advice to do what was just done.
+
+    Raises:
+        InputError: see above.
+    """
+    for item in inputs:
+        if not item.lower().endswith(RECORD_SUFFIXES) or not Path(item).expanduser().is_file():
+            continue
+        with closing(read_records(find_records([item]))) as records:
+            first = next(records, None)
+        if first is None or not isinstance(first.value, dict) or text_key in first.value:
+            continue
+        try:
+            to_conversation(first.value)
+        except BadRecordError as error:
+            if len(inputs) == 1:
+                raise InputError(
+                    f"{first.place}: not a text, since it has no field '{text_key}' (name another "
+                    f"with --text-key), and not a conversation: {error}"
+                ) from error
+
+
 def _of_run(request: Request) -> list[tuple[str, str]]:
     """The overrides of sections that influence the memory of the run with a micro-batch of one
     sequence, whose number would then be wrong."""
@@ -396,7 +429,7 @@ class Conversations:
     ) -> None:
         # Imported only here, because they import torch, and the first line of `train TEXTS` comes
         # before that.
-        from firstlight.data.packing import ExampleDataset
+        from firstlight.data.packing import ExampleDataset, chat_notes
         from firstlight.recipe import parse_recipe
         from firstlight.training.datasets import open_splits
 
@@ -410,7 +443,14 @@ class Conversations:
         }
         own = [one for one in request.overrides if one[0].startswith("data.")]
         config = parse_recipe({"data": self.section}, "the chosen recipe", own).data
-        self._sources = find_records(config.val_files) if config.val_files else sources
+        splits = find_splits(request.inputs, config.val_files or (), sources)
+        if splits.note:
+            tell(splits.note)
+            self.section["files"] = [source.name for source in splits.train]
+        if splits.val and not config.val_files:
+            self.section["val_files"] = [source.name for source in splits.val]
+        config = parse_recipe({"data": self.section}, "the chosen recipe", own).data
+        self._sources = splits.val or splits.train
         train, self.val = open_splits(config, tell, tokenizer=lambda: folder, progress=progress)
         assert isinstance(train, ExampleDataset)
         self.train, lengths = train, train.lengths
@@ -421,11 +461,8 @@ class Conversations:
             f"{len(lengths):,} conversations to train on, {held:,} held out; "
             f"{lengths.mean():,.0f} tokens each on average"
         )
-        documents = train.manifest["documents"]
-        if count := sum(documents["rejected"].values()):
-            tell(
-                f"{count:,} of {documents['read']:,} records are no conversations and are left out"
-            )
+        for line in (*train.left_out(), *chat_notes(train.manifest)):
+            tell(line)
 
     def tokens(self, seq_len: int) -> tuple[float, float]:
         """Tokens of one pass over the training split and of one over the validation split, with
@@ -471,7 +508,7 @@ class Conversations:
         return found
 
     def _questions(self) -> Iterator[str]:
-        """The first messages of held-out conversations, if they are a user's and short."""
+        """The users' first messages of held-out conversations, if they are short."""
         from firstlight.data.packing import ExampleDataset
 
         if not isinstance(self.val, ExampleDataset):
@@ -483,12 +520,10 @@ class Conversations:
                 if record.place not in wanted:
                     continue
                 wanted.discard(record.place)
-                try:
-                    first = to_conversation(record.value).messages[0]
-                except BadRecordError:
-                    first = {"role": "", "content": ""}
-                if first["role"] == "user" and len(first["content"]) <= _MOST_QUESTION:
-                    yield first["content"]
+                with contextlib.suppress(BadRecordError):
+                    messages = to_conversation(record.value).messages
+                    asked = [one["content"] for one in messages if one["role"] == "user"]
+                    yield from (text for text in asked[:1] if len(text) <= _MOST_QUESTION)
                 if not wanted:
                     return
 

@@ -83,7 +83,7 @@ def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) ->
         from firstlight.finetuning.run import FineTuning
 
         return FineTuning(request, tell, progress=progress)
-    require_texts(request.inputs)
+    require_texts(request.inputs, request.text_key)
     return NewModel(request, tell, progress=progress)
 
 

@@ -470,11 +470,14 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
     )
 
 
-def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[DataSource]:
+def conversations_in(
+    inputs: Sequence[str], text_key: str = "text", *, datasets: bool = True
+) -> list[DataSource]:
     """The files of conversations and preference pairs among the inputs.
 
     Args:
         inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
+        text_key: the field that holds the text, if records are texts.
         datasets: True also looks into datasets on the Hugging Face hub.
     """
     found: dict[str, DataSource] = {}
@@ -487,19 +490,20 @@ def conversations_in(inputs: Sequence[str], *, datasets: bool = True) -> list[Da
         except InputError:
             continue
         for source in sources:
-            if (source.dataset is None or datasets) and kind_of_records(source) is not None:
+            is_asked = source.dataset is None or datasets
+            if is_asked and kind_of_records(source, text_key) is not None:
                 found.setdefault(source.name, source)
     return list(found.values())
 
 
-def require_texts(inputs: Sequence[str]) -> None:
+def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     """Refuse inputs that are mostly conversations or preference pairs, for a run that trains a new
-    model.
+    model. `text_key` is the field that holds the text, if records are texts.
 
     Raises:
         InputError: most of the inputs' bytes are conversations or preference pairs.
     """
-    sources = conversations_in(inputs, datasets=False)
+    sources = conversations_in(inputs, text_key, datasets=False)
     if not sources:
         return
     try:

@@ -93,7 +93,7 @@ class BatchDecoder:
         cache_tokens = self.max_tokens + (_REACH_STEP if compile else 0)
         self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
         self._compiled = CompiledStep(model, self.cache) if compile else None
-        #: Step of a single sequence in place of the model's forward pass.
+        #: Step of few sequences in place of the model's forward pass.
         self._llama_step = None if compile else llama_step(model, self.cache)
         self._is_recorded = _can_record(model, self._device, self.cache)
         steps = RecordedSteps if self._is_recorded else RaggedSteps
@@ -253,8 +253,8 @@ class BatchDecoder:
         return logits_BV
 
     def _logits(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        if self._llama_step is not None and len(lengths) == 1:
-            return self._llama_step(token_ids[0], lengths[0])
+        if self._llama_step is not None and len(lengths) <= self._llama_step.most_rows:
+            return self._llama_step(token_ids, lengths)
         count, longest = len(lengths), max(lengths) + 1
         if count == 1 and self._compiled is None and not self._is_recorded:
             # A single sequence needs neither a mask nor indices of cache positions.

@@ -4,17 +4,21 @@ answers."""
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
-from firstlight.errors import ConfigError, InputError
+from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
-from firstlight.generation.engine import pieces_of, tokenizer_of
+from firstlight.generation.engine import pieces_of, tokenizer_of, with_model_settings
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
+from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_labels import turn_end_ids
 
 #: Default settings of answers.
@@ -29,6 +33,19 @@ Message = dict[str, str]
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+    """Check that a tokenizer's chat template uses these variables.
+
+    Raises:
+        ConfigError: there is no template, or it does not use one of them.
+    """
+    words = set(re.findall(r"\w+", tokenizer.chat_template or ""))
+    for name in options:
+        if name not in words:
+            hint = nearest(name, words) or ": leave it out"
+            raise ConfigError(f"the model's chat template has no variable '{name}'{hint}")
 
 
 def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
@@ -143,10 +160,12 @@ class ChatSession:
     Args:
         loaded: a model from `firstlight.load`.
         system: the system message; None for none.
-        settings: sampling settings; see the property. With a seed, the n-th answer, counted from 0,
-            is sampled with the seed plus n.
+        settings: sampling settings; see the property. None is `CHAT_SETTINGS` with the settings of
+            the model's generation_config.json. With a seed, the n-th answer, counted from 0, is
+            sampled with the seed plus n.
         decoder: decoder that several conversations on the same model share, to save memory; None
             creates one.
+        template_options: further variables of the chat template, such as `enable_thinking`.
 
     Attributes:
         messages: the conversation, dicts with "role" and "content", the system message first. A
@@ -155,7 +174,8 @@ class ChatSession:
 
     Raises:
         ModelError: the model has no tokenizer.
-        ConfigError: there is a system message, and the model has no chat template.
+        ConfigError: there is a system message or a template option, and the model has no chat
+            template, or one that does not use the option.
         InputError, TokenizerError: the template can't be used, or does not support system messages.
     """
 
@@ -164,18 +184,21 @@ class ChatSession:
         loaded: LoadedModel,
         *,
         system: str | None = None,
-        settings: SamplingConfig = CHAT_SETTINGS,
+        settings: SamplingConfig | None = None,
         decoder: ConversationDecoder | None = None,
+        template_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.messages: list[Message] = []
+        self._template_options = template_options
         self.stats: AnswerStats | None = None
         self._loaded, self._tokenizer = loaded, tokenizer_of(loaded)
         self._decoder = decoder or ConversationDecoder(loaded.model)
-        self._settings = settings
+        self._settings = settings or with_model_settings(CHAT_SETTINGS, loaded, ())
         self._answers = 0
         self._stopping = False
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
         self._end_ids = tuple(dict.fromkeys(ends))
+        require_template_options(self._tokenizer, template_options)
         if self.has_template:
             self._encoded([_message("user", "1")])  # raises now if the template is broken
         if system:
@@ -348,7 +371,9 @@ class ChatSession:
         return _Prompt(ids, list(history), text, dropped)
 
     def _encoded(self, messages: list[Message]) -> list[int]:
-        return self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+        return self._tokenizer.encode_chat(
+            messages, add_generation_prompt=True, options=self._template_options
+        )
 
     def _chat_ids(self, history: list[Message], text: str) -> tuple[list[int], int]:
         if not text.strip():

@@ -61,6 +61,7 @@ class Continuation:
             texts have no effect.
         constraint: constraint on the tokens; the text ends when the constraint is complete. None
             allows all tokens.
+        shown: see `TextStream`.
 
     Attributes:
         config: sampling settings, always with a seed.
@@ -85,6 +86,7 @@ class Continuation:
         eos_token_ids: Collection[int] = (),
         tokenizer: Tokenizer | None = None,
         constraint: Constraint | None = None,
+        shown: Collection[str] = (),
     ) -> None:
         seed = secrets.randbits(62) if config.seed is None else config.seed
         self.config = replace(config, seed=seed)
@@ -103,7 +105,7 @@ class Continuation:
         self._generator = torch.Generator().manual_seed(seed)
         self._seen = set(prompt_ids)
         self._counts: Counter[int] = Counter()
-        self._stream = None if tokenizer is None else TextStream(tokenizer, prompt_ids)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, prompt_ids, shown)
         self._stops = StopTexts(config.stop)
         self._constraint = constraint
         penalties = (
@@ -358,7 +360,7 @@ class StopTexts:
         if found:
             self.found, self._held = True, ""
             return text[: min(found)]
-        kept = max(self._overlap(text, stop) for stop in self._texts)
+        kept = max(overlap(text, stop) for stop in self._texts)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -367,12 +369,11 @@ class StopTexts:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Greatest number of characters at the end of the text that are a proper prefix of
-        `stop`."""
-        longest = min(len(text), len(stop) - 1)
-        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+def overlap(text: str, stop: str) -> int:
+    """Greatest number of characters at the end of the text that are a proper prefix of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,10 +20,11 @@ from firstlight.generation.continuation import (
     Generation,
     choose_tokens,
 )
-from firstlight.generation.few_rows import use_few_rows
+from firstlight.generation.few_rows import use_few_rows, use_large_pages
 from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel, load_model
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import GENERATION_CONFIG_NAME
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
 #: Name of a dtype for `load` -> dtype in which weights are loaded; None is the file's.
@@ -89,6 +90,7 @@ def load(
 
         quantize_int8(loaded.model)
     use_few_rows(loaded.model)
+    use_large_pages(loaded.model, is_mapped=bool(loaded.mapped))
     return loaded
 
 
@@ -221,6 +223,22 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
     return loaded.tokenizer
 
 
+def with_model_settings(
+    config: SamplingConfig, loaded: LoadedModel, named: Collection[str]
+) -> SamplingConfig:
+    """The config with the settings of the model's generation_config.json, except those that the
+    user has named. A beam search, which does not sample, keeps its config.
+
+    Raises:
+        ConfigError: a setting of the model is out of range.
+    """
+    own = {name: value for name, value in loaded.sampling.items() if name not in named}
+    try:
+        return config if config.beams > 1 else dataclasses.replace(config, **own)
+    except ConfigError as error:
+        raise ConfigError(f"{loaded.folder}: {GENERATION_CONFIG_NAME}: {error}") from None
+
+
 class GenerationStream:
     """An iterable over the pieces of a continuation, which it generates while it is iterated.
 
@@ -289,12 +307,12 @@ def generate(
     prompt: str,
     *,
     max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
     seed: int | None = None,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     stop: Sequence[str] = (),
     logprobs: int | None = None,
     frequency_penalty: float = 0.0,
@@ -306,7 +324,9 @@ def generate(
     choices: int | None = None,
     compile: bool = False,
 ) -> Generation:
-    """Continue a text. `SamplingConfig` describes the settings in more detail.
+    """Continue a text. `SamplingConfig` describes the settings in more detail. For temperature,
+    top_k, top_p, min_p and repetition_penalty, None is the value of the model's
+    generation_config.json, or else the default of `SamplingConfig`.
 
     Args:
         checkpoint: a folder or hub id as for `load`, or a model that `load` returned.
@@ -339,8 +359,10 @@ def generate(
     given = {**locals(), "logit_bias": logit_bias or {}}
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     names = [field.name for field in dataclasses.fields(SamplingConfig) if field.name in given]
-    config = SamplingConfig(**{name: given[name] for name in names})
+    named = {name: given[name] for name in names if given[name] is not None}
+    config = SamplingConfig(**named)
     loaded = checkpoint if isinstance(checkpoint, LoadedModel) else load(checkpoint)
+    config = with_model_settings(config, loaded, named)
     stream = GenerationStream(loaded, prompt, config, compile=compile)
     for _ in stream:
         pass

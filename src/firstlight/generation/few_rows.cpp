@@ -1,7 +1,8 @@
-// Decoding on a CPU: reading the weights is what takes the time, so they are read once, in order,
-// and asked for far ahead.
+// Decoding on a CPU: reading the weights takes most of the time, so each weight is read once for all
+// rows, in order.
 //
-// First products of a weight matrix with few rows, then a whole step of a Llama for one token.
+// First products of a weight matrix with few rows, then a whole step of a Llama for one token of each
+// text.
 //
 // out[m][o] = sum over k of weight[o][k] * x[m][k], times scale[o], plus bias[o]
 //
@@ -18,14 +19,15 @@
 #include <immintrin.h>
 #endif
 
+// GROUP: greatest number of rows whose sums fit in registers.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, GROUP = 4;
+constexpr int LANES = 16, GROUP = 8;
 #elif defined(__AVX2__)
-constexpr int LANES = 8, GROUP = 2;
+constexpr int LANES = 8, GROUP = 4;
 #else
-constexpr int LANES = 4, GROUP = 4;
+constexpr int LANES = 4, GROUP = 8;
 #endif
-constexpr int VECTORS = 4;
+constexpr int VECTORS = 2;
 constexpr int STEP = LANES * VECTORS;
 // Within a page of 4 KiB the hardware looks ahead by itself; it stops at the page's end.
 constexpr long AHEAD_BYTES = 4096;
@@ -90,40 +92,56 @@ static inline void round_to(float value, Bf16* to) {
   }
 }
 
-// In a tree: one after the other, the additions would take as long as all the products of a row.
 static inline float over_lanes(Floats values) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(values);
+#else
+  // In a tree: one after the other, the additions would take as long as all the products of a row.
   float lanes[LANES];
   std::memcpy(lanes, &values, sizeof lanes);
   for (int half = LANES / 2; half > 0; half /= 2)
     for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
   return lanes[0];
+#endif
 }
 
-template <class W, int M, bool ASK>
-static inline void dots(const W* weight, const float* x, long k_size, float* sums) {
+// The products of one row of weights, [k_size], with M rows of x, which are `stride` apart.
+template <class W, int M>
+static void dots(const W* weight, const float* x, long stride, long k_size, float* sums) {
   Floats partial[M][VECTORS];
   for (int m = 0; m < M; m++)
     for (int v = 0; v < VECTORS; v++) partial[m][v] = Floats{};
   long k = 0;
   for (; k + STEP <= k_size; k += STEP) {
-    if (ASK) {
-      const char* ahead = reinterpret_cast<const char*>(weight + k) + AHEAD_BYTES;
-      for (unsigned line = 0; line < STEP * sizeof(W); line += 64)
-        __builtin_prefetch(ahead + line, 0, 3);
-    }
+    // With a single row, the processor itself runs ahead of the arithmetic.
+    for (unsigned line = 0; M > 1 && line < STEP * sizeof(W); line += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(weight + k) + AHEAD_BYTES + line, 0, 2);
     Floats w[VECTORS];
     for (int v = 0; v < VECTORS; v++) w[v] = widen(weight + k + v * LANES);
     for (int m = 0; m < M; m++)
       for (int v = 0; v < VECTORS; v++)
-        partial[m][v] += w[v] * read<Floats>(x + m * k_size + k + v * LANES);
+        partial[m][v] += w[v] * read<Floats>(x + m * stride + k + v * LANES);
   }
   for (int m = 0; m < M; m++) {
-    Floats whole = (partial[m][0] + partial[m][1]) + (partial[m][2] + partial[m][3]);
-    float sum = over_lanes(whole);
-    for (long rest = k; rest < k_size; rest++) sum += number(weight[rest]) * x[m * k_size + rest];
+    float sum = over_lanes(partial[m][0] + partial[m][1]);
+    for (long rest = k; rest < k_size; rest++) sum += number(weight[rest]) * x[m * stride + rest];
     sums[m] = sum;
   }
 }
+
+// The same for `rows` <= M rows.
+template <class W, int M = GROUP>
+static inline void dots(long rows, const W* weight, const float* x, long stride, long k_size,
+                        float* sums) {
+  if constexpr (M > 1) {
+    if (rows < M) return dots<W, M - 1>(rows, weight, x, stride, k_size, sums);
+  }
+  dots<W, M>(weight, x, stride, k_size, sums);
+}
+
+struct Linear {  // weight: [out, in], in padded as `Int8Linear` pads it; scale and bias: [out], or 0
+  const void *weight, *scale, *bias;
+};
 
 // The sum of an output, times the scale, plus the bias, rounded to T.
 template <class T>
@@ -135,45 +153,39 @@ static inline T finished(float sum, const T* scale, const T* bias, long o) {
   return result;
 }
 
-template <class W, class T>
-static void product(const W* weight, const T* scale, const T* bias, const float* x, T* out,
-                    long rows, long k_size, long o_size, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (long o = 0; o < o_size; o++) {
-    const W* own = weight + o * k_size;
-    for (long m = 0; m < rows;) {
-      float sums[GROUP];
-      const float* at = x + m * k_size;
-      int count = 1;
-      if (rows - m >= GROUP) {
-        count = GROUP;
-        m == 0 ? dots<W, GROUP, true>(own, at, k_size, sums)
-               : dots<W, GROUP, false>(own, at, k_size, sums);
-      } else {
-        m == 0 ? dots<W, 1, true>(own, at, k_size, sums)
-               : dots<W, 1, false>(own, at, k_size, sums);
-      }
-      for (int i = 0; i < count; i++)
-        out[(m + i) * o_size + o] = finished(sums[i], scale, bias, o);
-      m += count;
-    }
+// Calls `take(m, value)` with output o of each row m of x.
+template <class W, class T, class Take>
+static inline void outputs(const Linear& layer, long o, const float* x, long stride, long k_size,
+                           long rows, const Take& take) {
+  const W* weight = static_cast<const W*>(layer.weight) + o * k_size;
+  const T *scale = static_cast<const T*>(layer.scale), *bias = static_cast<const T*>(layer.bias);
+  float sums[GROUP];
+  for (long first = 0; first < rows; first += GROUP) {
+    const long count = std::min<long>(GROUP, rows - first);
+    dots<W>(count, weight, x + first * stride, stride, k_size, sums);
+    for (long m = 0; m < count; m++) take(first + m, finished(sums[m], scale, bias, o));
   }
 }
 
-// A step of a Llama for one token
+template <class W, class T>
+static void product(const Linear& layer, const float* x, T* out, long rows, long k_size,
+                    long o_size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long o = 0; o < o_size; o++)
+    outputs<W, T>(layer, o, x, k_size, k_size, rows,
+                  [&](long m, T value) { out[m * o_size + o] = value; });
+}
+
+// A step of a Llama for one token of each of up to `most_rows` texts
 //
 // Called one by one, the 20 operations of a layer take longer than reading the weights of a small
 // model. Here the threads meet four times a layer. Values are rounded to T where the model's own
 // operations round them; within attention, they are fp32.
 
-struct Linear {  // weight: [out, in], in padded as `Int8Linear` pads it; scale and bias: [out], or 0
-  const void *weight, *scale, *bias;
-};
-
 struct Layer {
   Linear q, k, v, o, gate, up, down;
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm: [D], or 0
-  void *keys, *values;                                      // [K, max_tokens, D]
+  void *keys, *values;                                      // [most_rows, K, max_tokens, D]
   long window;                                              // tokens that a query sees; 0: all
 };
 
@@ -182,27 +194,32 @@ struct Llama {
   Linear head;
   const void *embedding, *final_norm;
   float* work;  // see `Work`
-  long layer_count, hidden, inner, heads, kv_heads, head_dim, vocab, max_tokens, padding;
+  long layer_count, hidden, inner, heads, kv_heads, head_dim, vocab, max_tokens, most_rows, padding;
   float eps, scale;
 };
 
-// Buffers of all threads, then those of each thread. Zeros where inputs of products are padded.
+// Buffers of all threads, then those of each thread, where a [rows, size] has rows of `padded(size)`
+// numbers. Zeros where inputs of products are padded.
 struct Work {
   float *x, *q, *k, *v, *y, *inner, *normed, *head, *key, *scores;
+  long hidden, queries, keys, width;  // padded sizes of a row of x and normed, q and y, k and v, inner
 
   Work(const Llama& m, int thread) {
+    const auto padded = [&](long size) { return (size + m.padding - 1) / m.padding * m.padding; };
     float* at = m.work;
-    auto next = [&](long size) {
+    const auto next = [&](long size) {
       float* own = at;
-      at += (size + m.padding - 1) / m.padding * m.padding;
+      at += size;
       return own;
     };
-    long keys = m.kv_heads * m.head_dim;
-    x = next(m.hidden), q = next(m.heads * m.head_dim), k = next(keys), v = next(keys);
-    y = next(m.heads * m.head_dim), inner = next(m.inner);
+    hidden = padded(m.hidden), width = padded(m.inner);
+    queries = padded(m.heads * m.head_dim), keys = padded(m.kv_heads * m.head_dim);
+    x = next(m.most_rows * hidden), q = next(m.most_rows * queries);
+    k = next(m.most_rows * keys), v = next(m.most_rows * keys);
+    y = next(m.most_rows * queries), inner = next(m.most_rows * width);
     for (int t = 0; t <= thread; t++) {
-      normed = next(m.hidden), head = next(m.head_dim), key = next(m.head_dim);
-      scores = next(std::max(m.max_tokens, m.head_dim));
+      normed = next(m.most_rows * hidden), head = next(padded(m.head_dim));
+      key = next(padded(m.head_dim)), scores = next(padded(std::max(m.max_tokens, m.head_dim)));
     }
   }
 };
@@ -214,22 +231,17 @@ static inline float rounded(float value) {
   return number(result);
 }
 
-template <class W, class T>
-static inline float output(const Linear& layer, long o, const float* x, long k_size) {
-  float sum;
-  dots<W, 1, true>(static_cast<const W*>(layer.weight) + o * k_size, x, k_size, &sum);
-  return number(finished(sum, static_cast<const T*>(layer.scale),
-                         static_cast<const T*>(layer.bias), o));
-}
-
 // out = x / rms(x) * weight
 template <class T>
 static void norm(const float* x, const void* weight, long size, float eps, float* out) {
   const T* factors = static_cast<const T*>(weight);
-  float squares = 0;
-  for (long i = 0; i < size; i++) squares += x[i] * x[i];
+  Floats lanes{};
+  long i = 0;
+  for (; i + LANES <= size; i += LANES) lanes += read<Floats>(x + i) * read<Floats>(x + i);
+  float squares = over_lanes(lanes);
+  for (; i < size; i++) squares += x[i] * x[i];
   float factor = 1 / std::sqrt(squares / size + eps);
-  for (long i = 0; i < size; i++)
+  for (i = 0; i < size; i++)
     out[i] = rounded<T>(rounded<T>(x[i] * factor) * number(factors[i]));
 }
 
@@ -266,15 +278,16 @@ static inline void weigh(const float* weights, float total, const T* values, con
     for (int i = 0; i < LANES; i++) y[n * LANES + i] = rounded<T>(sums[n][i] / total);
 }
 
-// Attention of one head over the cached tokens and the new one, [D] to y.
+// Attention of one head of a row over the cached tokens and the new one, [D] to y.
 template <class T>
 static void attend(const Llama& m, const Layer& layer, const Work& work, const float* cos,
-                   const float* sin, long position, long h) {
+                   const float* sin, long position, long row, long h) {
   const long D = m.head_dim, group = m.heads / m.kv_heads, own = h / group;
-  T* keys = static_cast<T*>(layer.keys) + own * m.max_tokens * D;
-  T* values = static_cast<T*>(layer.values) + own * m.max_tokens * D;
-  const float *q = work.q + h * D, *k = work.k + own * D, *v = work.v + own * D;
-  float* y = work.y + h * D;
+  const long cached = (row * m.kv_heads + own) * m.max_tokens * D;
+  T *keys = static_cast<T*>(layer.keys) + cached, *values = static_cast<T*>(layer.values) + cached;
+  const float *q = work.q + row * work.queries + h * D, *k = work.k + row * work.keys + own * D;
+  const float* v = work.v + row * work.keys + own * D;
+  float* y = work.y + row * work.queries + h * D;
   // `y` and `scores` are free until their turn.
   if (layer.q_norm) {
     norm<T>(q, layer.q_norm, D, m.eps, y), q = y;
@@ -315,68 +328,86 @@ static void attend(const Llama& m, const Layer& layer, const Work& work, const f
     weigh<1>(work.scores, total, values + first * D + d, v + d, count, D, y + d);
 }
 
+// tokens, positions: [rows]; cos, sin: [rows, D]; logits: [rows, V].
 template <class W, class T>
-static void step(const Llama& m, const float* cos, const float* sin, long token, long position,
-                 T* logits, int threads) {
+static void step(const Llama& m, const float* cos, const float* sin, const long* tokens,
+                 const long* positions, long rows, T* logits, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     const Work work(m, omp_get_thread_num());
     const auto padded = [&](long size) {
       return sizeof(W) == 1 ? (size + m.padding - 1) / m.padding * m.padding : size;
     };
-    const long C = m.hidden, q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim;
-    const T* row = static_cast<const T*>(m.embedding) + token * C;
+    const long C = m.hidden, D = m.head_dim, q_size = m.heads * D, kv_size = m.kv_heads * D;
+    const auto norm_rows = [&](const void* weight) {
+      // Each thread for itself: a norm takes less time than a meeting.
+      for (long r = 0; r < rows; r++)
+        norm<T>(work.x + r * work.hidden, weight, C, m.eps, work.normed + r * work.hidden);
+    };
+    const auto of_normed = [&](const Linear& layer, long o, const auto& take) {
+      outputs<W, T>(layer, o, work.normed, work.hidden, padded(C), rows, take);
+    };
+    // Adds a product to the residual stream.
+    const auto add = [&](const Linear& layer, const float* y, long stride, long size) {
 #pragma omp for schedule(static)
-    for (long c = 0; c < C; c++) work.x[c] = number(row[c]);
+      for (long o = 0; o < C; o++)
+        outputs<W, T>(layer, o, y, stride, padded(size), rows, [&](long r, T value) {
+          float& x = work.x[r * work.hidden + o];
+          x = rounded<T>(x + number(value));
+        });
+    };
+#pragma omp for schedule(static)
+    for (long r = 0; r < rows; r++)
+      for (long c = 0; c < C; c++)
+        work.x[r * work.hidden + c] = number(static_cast<const T*>(m.embedding)[tokens[r] * C + c]);
     for (long l = 0; l < m.layer_count; l++) {
       const Layer& layer = m.layers[l];
-      // Each thread for itself: a norm takes less time than a meeting.
-      norm<T>(work.x, layer.attention_norm, C, m.eps, work.normed);
+      norm_rows(layer.attention_norm);
 #pragma omp for schedule(static)
-      for (long o = 0; o < q_size + 2 * kv_size; o++) {
-        if (o < q_size)
-          work.q[o] = output<W, T>(layer.q, o, work.normed, padded(C));
-        else if (o < q_size + kv_size)
-          work.k[o - q_size] = output<W, T>(layer.k, o - q_size, work.normed, padded(C));
-        else
-          work.v[o - q_size - kv_size] =
-              output<W, T>(layer.v, o - q_size - kv_size, work.normed, padded(C));
+      for (long i = 0; i < q_size + 2 * kv_size; i++) {
+        const bool is_q = i < q_size, is_k = !is_q && i < q_size + kv_size;
+        const long o = is_q ? i : (i - q_size) % kv_size, stride = is_q ? work.queries : work.keys;
+        float* out = (is_q ? work.q : is_k ? work.k : work.v) + o;
+        of_normed(is_q ? layer.q : is_k ? layer.k : layer.v, o,
+                  [&](long r, T value) { out[r * stride] = number(value); });
       }
-#pragma omp for schedule(static)
-      for (long h = 0; h < m.heads; h++) attend<T>(m, layer, work, cos, sin, position, h);
-#pragma omp for schedule(static)
-      for (long o = 0; o < C; o++)
-        work.x[o] = rounded<T>(work.x[o] + output<W, T>(layer.o, o, work.y, padded(q_size)));
-      norm<T>(work.x, layer.mlp_norm, C, m.eps, work.normed);
+      // Neighbouring heads on different threads: texts have different lengths.
+#pragma omp for schedule(static, 1)
+      for (long i = 0; i < rows * m.heads; i++) {
+        const long r = i / m.heads;
+        attend<T>(m, layer, work, cos + r * D, sin + r * D, positions[r], r, i % m.heads);
+      }
+      add(layer.o, work.y, work.queries, q_size);
+      norm_rows(layer.mlp_norm);
 #pragma omp for schedule(static)
       for (long o = 0; o < m.inner; o++) {
-        float gate = output<W, T>(layer.gate, o, work.normed, padded(C));
-        float up = output<W, T>(layer.up, o, work.normed, padded(C));
-        float silu = gate / (1 + exponential(Floats{} - gate)[0]);
-        work.inner[o] = rounded<T>(rounded<T>(silu) * up);
+        float* inner = work.inner + o;
+        of_normed(layer.gate, o, [&](long r, T value) { inner[r * work.width] = number(value); });
+        of_normed(layer.up, o, [&](long r, T value) {
+          float& gate = inner[r * work.width];
+          float silu = gate / (1 + exponential(Floats{} - gate)[0]);
+          gate = rounded<T>(rounded<T>(silu) * number(value));
+        });
       }
-#pragma omp for schedule(static)
-      for (long o = 0; o < C; o++)
-        work.x[o] = rounded<T>(work.x[o] + output<W, T>(layer.down, o, work.inner, padded(m.inner)));
+      add(layer.down, work.inner, work.width, m.inner);
     }
-    norm<T>(work.x, m.final_norm, C, m.eps, work.normed);
+    norm_rows(m.final_norm);
 #pragma omp for schedule(static)
     for (long o = 0; o < m.vocab; o++)
-      round_to(output<W, T>(m.head, o, work.normed, padded(C)), logits + o);
+      of_normed(m.head, o, [&](long r, T value) { logits[r * m.vocab + o] = value; });
   }
 }
 
 #define KERNELS(NAME, W, T)                                                                       \
   extern "C" void product_##NAME(const void* weight, const void* scale, const void* bias,         \
-                                 const void* x, void* out, long rows, long k_size, long o_size,   \
+                                 const float* x, void* out, long rows, long k_size, long o_size,  \
                                  int threads) {                                                   \
-    product(static_cast<const W*>(weight), static_cast<const T*>(scale),                          \
-            static_cast<const T*>(bias), static_cast<const float*>(x), static_cast<T*>(out),      \
-            rows, k_size, o_size, threads);                                                       \
+    product<W>({weight, scale, bias}, x, static_cast<T*>(out), rows, k_size, o_size, threads);    \
   }                                                                                               \
-  extern "C" void step_##NAME(const Llama* model, const float* cos, const float* sin, long token, \
-                              long position, void* logits, int threads) {                         \
-    step<W>(*model, cos, sin, token, position, static_cast<T*>(logits), threads);                 \
+  extern "C" void step_##NAME(const Llama* model, const float* cos, const float* sin,             \
+                              const long* tokens, const long* positions, long rows, void* logits, \
+                              int threads) {                                                      \
+    step<W>(*model, cos, sin, tokens, positions, rows, static_cast<T*>(logits), threads);         \
   }
 
 KERNELS(float32, float, float)

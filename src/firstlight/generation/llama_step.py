@@ -1,4 +1,4 @@
-"""A decoding step of a plain Llama for one text on a CPU, as one call of `few_rows.cpp`.
+"""A decoding step of a plain Llama for few texts on a CPU, as one call of `few_rows.cpp`.
 
 As single operations of torch, a step of a small model takes twice the time of reading its weights:
 each layer has 20 operations, which start threads and allocate results.
@@ -7,6 +7,7 @@ each layer has 20 operations, which start threads and allocate results.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +20,8 @@ from firstlight.models.ops import Embedding, attention
 
 #: Sizes that the kernel takes: a head has whole vectors, of up to 16 numbers.
 _HEAD_MULTIPLE = 16
+#: Greatest number of texts of a step. For more, torch's products are faster.
+MOST_TEXTS = 16
 
 
 class _Linear(ctypes.Structure):
@@ -43,14 +46,14 @@ class _Llama(ctypes.Structure):
         ("head", _Linear),
         *((name, ctypes.c_void_p) for name in "embedding final_norm work".split()),
         *((name, ctypes.c_long) for name in "layer_count hidden inner heads kv_heads".split()),
-        *((name, ctypes.c_long) for name in "head_dim vocab max_tokens padding".split()),
+        *((name, ctypes.c_long) for name in "head_dim vocab max_tokens most_rows padding".split()),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     ]
 
 
 class LlamaStep:
-    """The decoding step of the first sequence of a cache: see `llama_step`, which makes it.
+    """The decoding step of the first sequences of a cache: see `llama_step`, which makes it.
 
     Results are rounded where the model's own operations round; only attention keeps fp32 between
     its operations.
@@ -58,6 +61,9 @@ class LlamaStep:
     Args:
         model: a model that `_is_plain`, whose parameters are not replaced afterwards.
         cache: its cache.
+
+    Attributes:
+        most_rows: greatest number of sequences.
     """
 
     def __init__(self, model: Llama, cache: KVCache) -> None:
@@ -65,6 +71,7 @@ class LlamaStep:
         final_norm: Any = model.final_norm
         self._model, self._cache = model, cache  # whose memory the pointers are to
         self._dtype, self._rows = model.embedding.weight.dtype, len(model.embedding.weight)
+        self.most_rows = min(MOST_TEXTS, len(cache.keys[0]))
         self._kernel = steps()[_weight(model.lm_head).dtype]
         layers = (_Layer * config.num_hidden_layers)()
         layer: Any
@@ -86,9 +93,10 @@ class LlamaStep:
         keys = config.num_key_value_heads * config.head_dim
         # The buffers of `Work` in few_rows.cpp: of all threads, and of each.
         shared = (config.hidden_size, width, keys, keys, width, config.intermediate_size)
-        scores = max(cache.max_tokens, config.head_dim)
-        each = (config.hidden_size, config.head_dim, config.head_dim, scores)
-        size = sum(map(_padded, shared)) + threads * sum(map(_padded, each))
+        each = (config.head_dim, config.head_dim, max(cache.max_tokens, config.head_dim))
+        normed = self.most_rows * _padded(config.hidden_size)
+        size = self.most_rows * sum(map(_padded, shared))
+        size += threads * (normed + sum(map(_padded, each)))
         self._work = torch.zeros(size, dtype=torch.float32, device="cpu")
         self._llama = _Llama(
             layers=layers,
@@ -104,39 +112,46 @@ class LlamaStep:
             head_dim=config.head_dim,
             vocab=config.vocab_size,
             max_tokens=cache.max_tokens,
+            most_rows=self.most_rows,
             padding=ROW_MULTIPLE,
             eps=config.rms_norm_eps,
             scale=config.attention_spec(0).scale or config.head_dim**-0.5,
         )
         self._threads = threads
 
-    def __call__(self, token_id: int, length: int) -> Tensor:
-        """The logits [1, V] after one more token.
+    def __call__(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """The logits [B, V] after one more token of each sequence.
 
         Args:
-            token_id: the new token.
-            length: tokens of the sequence before it.
+            token_ids: the new tokens of the first B sequences, at most `most_rows`.
+            lengths: tokens of each sequence before its new token.
 
         Raises:
-            IndexError: the id is outside the embedding.
+            IndexError: an id is outside the embedding.
         """
-        if not 0 <= token_id < self._rows:
-            raise IndexError(f"token id {token_id} is outside the {self._rows} of the embedding")
-        position = torch.tensor([length], device="cpu")
-        ((cos, sin),) = self._model.rotary.tables(position, length + 1)
+        for token_id in token_ids:
+            if not 0 <= token_id < self._rows:
+                raise IndexError(
+                    f"token id {token_id} is outside the {self._rows} of the embedding"
+                )
+        rows = len(token_ids)
+        assert rows == len(lengths) <= self.most_rows
+        ids_B, positions_B = torch.tensor([token_ids, lengths], dtype=torch.int64, device="cpu")
+        ((cos, sin),) = self._model.rotary.tables(positions_B[:, None], positions_B + 1)
         # As rounded as in `LlamaAttention.rotate`.
-        cos, sin = (table.to(self._dtype).float() for table in (cos, sin))
-        logits = torch.empty(1, self._llama.vocab, dtype=self._dtype, device="cpu")
+        cos, sin = (table.to(self._dtype).float().contiguous() for table in (cos, sin))
+        logits_BV = torch.empty(rows, self._llama.vocab, dtype=self._dtype, device="cpu")
         self._kernel(
             ctypes.byref(self._llama),
             cos.data_ptr(),
             sin.data_ptr(),
-            token_id,
-            length,
-            logits.data_ptr(),
+            ids_B.data_ptr(),
+            positions_B.data_ptr(),
+            rows,
+            logits_BV.data_ptr(),
             self._threads,
         )
-        return logits
+        return logits_BV
 
 
 def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:

@@ -454,10 +454,14 @@ def peft_notes(model: Model) -> list[str]:
 
 
 def base_name(given: str | Path, folder: Path) -> str:
-    """The base model's name for `adapter_files`: the absolute path of a folder; a hub id unchanged.
+    """The base model's name for `adapter_files`: the absolute path of a folder or GGUF file; a hub
+    id unchanged.
 
     Args:
-        given: folder or hub id as given by the user.
-        folder: the base model's folder, in the hub's cache for a hub id.
+        given: folder, GGUF file or hub id as given by the user.
+        folder: the base model's folder, in the cache for a file or a hub id.
     """
-    return str(folder.resolve()) if Path(given).expanduser().is_dir() else str(given)
+    path = Path(given).expanduser()
+    if not path.exists():
+        return str(given)
+    return str((folder if path.is_dir() else path).resolve())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ from firstlight.lora.layers import merge_lora
 from firstlight.models import Model, ModelConfig
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.hub import find_model_folder
-from firstlight.weights.huggingface import eos_ids_of, read_config, tokenizer_of, unloaded_model
+from firstlight.weights.huggingface import (
+    eos_ids_of,
+    read_config,
+    read_generation,
+    sampling_settings,
+    tokenizer_of,
+    unloaded_model,
+)
 from firstlight.weights.loading import LoadingMode, load_weights
 from firstlight.weights.stored import FileState, stored_tensors
 
@@ -42,6 +49,7 @@ class LoadedModel:
         mapped: the files that are memory-mapped as parameters; () if the weights were copied.
         trained_on: description of a checkpoint's training data (`checkpoint.selection.trained_on`);
             None if it was not read.
+        generation: content of generation_config.json.
     """
 
     model: Model
@@ -50,6 +58,12 @@ class LoadedModel:
     folder: Path
     mapped: tuple[FileState, ...] = ()
     trained_on: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The model's own settings of a `SamplingConfig`; see `sampling_settings`."""
+        return sampling_settings(self.generation)
 
     def require_unchanged(self) -> None:
         """Refuse weights whose mapped file has changed. To be called before each use of the model.
@@ -105,7 +119,10 @@ def load_model(
             dict.fromkeys((*eos_token_ids, *(() if own is None else eos_ids_of(adapter, own))))
         )
         tokenizer = own or tokenizer
-    return LoadedModel(model.eval(), tokenizer, eos_token_ids, folder, mapped)
+    generation = read_generation((*adapters, base))
+    return LoadedModel(
+        model.eval(), tokenizer, eos_token_ids, folder, mapped, generation=generation
+    )
 
 
 def base_identity(folder: Path) -> str:

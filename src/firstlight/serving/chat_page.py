@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from firstlight.console import say
 from firstlight.errors import ConfigError, FirstlightError, MissingDependencyError
-from firstlight.generation.chat import CHAT_SETTINGS, ChatSession, ConversationDecoder
+from firstlight.generation.chat import ChatSession, ConversationDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.lora.loading import LoadedModel
 from firstlight.serving.config import is_loopback, listening_socket, url_for
@@ -76,9 +76,8 @@ def serve_chat(
     loaded: LoadedModel,
     address: Address,
     *,
-    system: str | None = None,
-    settings: SamplingConfig = CHAT_SETTINGS,
     compile: bool = False,
+    **options: Any,
 ) -> None:
     """Serve the page until Ctrl-C. Every tab has its own conversation.
 
@@ -87,8 +86,8 @@ def serve_chat(
     Args:
         loaded: a model from `firstlight.load`.
         address: an address from `require_web`.
-        system, settings: system message and sampling settings of each new conversation.
         compile: see `ConversationDecoder`.
+        options: `system`, `settings` and `template_options` of each new `ChatSession`.
 
     Raises:
         StorageError: the port is taken.
@@ -102,7 +101,7 @@ def serve_chat(
         decoder.with_room(1)
 
     def new_session() -> ChatSession:
-        return ChatSession(loaded, system=system, settings=settings, decoder=decoder)
+        return ChatSession(loaded, decoder=decoder, **options)
 
     new_session()  # raises errors here, before the page is served
     with (

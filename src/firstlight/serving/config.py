@@ -7,8 +7,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from firstlight.errors import ConfigError, StorageError
 from firstlight.files.atomic import read_file
@@ -25,6 +27,8 @@ MAX_CHOICES = 8
 MAX_PROMPTS, MAX_PROMPT_IDS = 64, 200_000
 #: Greatest number of messages of a conversation, and of parts of a message.
 MAX_MESSAGES, MAX_PARTS = 512, 64
+#: Greatest number of tools, and of the tool calls of a message.
+MAX_TOOLS = 128
 #: Greatest number of stop texts, and of characters of a stop text.
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
 #: Greatest `logprobs` of a completion, and `top_logprobs` of a chat.
@@ -102,6 +106,7 @@ class ServerOptions:
             the first request.
         max_context_tokens: greatest number of tokens of a text, prompt and answer together; without
             it, the model's limit.
+        template_options: variables of the chat template, unless a request sets them.
         shutdown_timeout: seconds for running answers to end, after a signal.
         limits: limits of requests and connections.
 
@@ -120,6 +125,7 @@ class ServerOptions:
     max_queue: int = 64
     compile: bool = False
     max_context_tokens: int | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     shutdown_timeout: float = 10.0
     limits: Limits = field(default_factory=Limits)
 

@@ -1,8 +1,8 @@
 """Requests: their bodies, with OpenAI's fields and additional ones, and the encoder that makes the
 token sequences to continue from them. Their limits are in `config.py`.
 
-A field is implemented, or refused by name. Only fields that do not change an answer are accepted
-without effect.
+OpenAI's fields are implemented, or refused by name if they would change the answer. Other fields,
+which vendors add to OpenAI's, have no effect, as in vLLM and llama.cpp; the log counts them.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 import torch
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from starlette.requests import ClientDisconnect
 
-from firstlight.console import own_version
+from firstlight.console import counted, own_version, say, visible
 from firstlight.errors import (
     ConfigError,
     InputError,
@@ -31,9 +34,11 @@ from firstlight.errors import (
     nearest,
 )
 from firstlight.files.atomic import unique_keys
+from firstlight.generation.answers import AnswerFormat, call_end_ids
+from firstlight.generation.chat import require_template_options
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
-from firstlight.generation.engine import tokenizer_of
+from firstlight.generation.engine import tokenizer_of, with_model_settings
 from firstlight.generation.sampling import require_biased_tokens
 from firstlight.generation.structured import Constraint, Grammars, SchemaError
 from firstlight.lora.loading import LoadedModel
@@ -52,6 +57,7 @@ from firstlight.serving.config import (
     MAX_PROMPTS,
     MAX_STOP_CHARS,
     MAX_STOPS,
+    MAX_TOOLS,
     Limits,
 )
 from firstlight.serving.response import (
@@ -62,6 +68,7 @@ from firstlight.serving.response import (
     TokenTexts,
 )
 from firstlight.tokenizer.chat_labels import turn_end_ids
+from firstlight.tokenizer.messages import fit_messages, normalize_message
 
 _Text = Annotated[str, Field(max_length=256)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
@@ -77,16 +84,38 @@ def _needs(name: str, switch: str) -> dict[str, Any]:
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
 
+#: Rules of JSON Schema for messages: the assistant's may have no content.
+_BY_ASSISTANT: dict[str, Any] = {"properties": {"role": {"const": "assistant"}}}
+_WITH_CONTENT: dict[str, Any] = {
+    "properties": {"content": {"not": {"type": "null"}}},
+    "required": ["content"],
+}
+#: JSON Schema of a tool call, without its properties.
+_CALL_SCHEMA = {
+    "type": "object",
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
 # The docstrings of these classes are descriptions in the OpenAPI document.
 
 
-class _Strict(BaseModel):
+class _Body(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
 
+    def ignored(self) -> Iterator[str]:
+        """The names of the fields that have values and no effect."""
+        yield from (name for name, value in (self.model_extra or {}).items() if value)
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, _Body):
+                    yield from (f"{name}.{inner}" for inner in one.ignored())
 
-class StreamOptions(_Strict):
+
+class StreamOptions(_Body):
     """`stream_options`.
 
     Attributes:
@@ -98,7 +127,11 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class PlainFormat(_Strict):
+class _Format(_Body):
+    model_config = ConfigDict(extra="forbid")  # what is not known here would be a rule
+
+
+class PlainFormat(_Format):
     """A `response_format` without a schema.
 
     Attributes:
@@ -108,7 +141,7 @@ class PlainFormat(_Strict):
     type: Literal["text", "json_object"]
 
 
-class NamedSchema(_Strict):
+class NamedSchema(_Format):
     """The schema of a `response_format`.
 
     Attributes:
@@ -123,28 +156,23 @@ class NamedSchema(_Strict):
     strict: bool | None = None
 
 
-class SchemaFormat(_Strict):
+class SchemaFormat(_Format):
     """A `response_format` with a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
-class UnsupportedFields(_Strict):
+class UnsupportedFields(_Body):
     """OpenAI's fields that are not supported, with their values without effect. Other values are
     refused."""
 
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
-    tools: _Nothing = None
-    tool_choice: Literal["none", "auto"] | None = None
     functions: _Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     audio: None = None
-    prediction: None = None
-    reasoning_effort: Literal["none"] | None = None
-    verbosity: None = None
     web_search_options: None = None
     moderation: None = None
 
@@ -250,37 +278,96 @@ class CompletionRequest(GenerationRequest):
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
-class TextPart(_Strict):
+class TextPart(_Body):
     """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class CalledFunction(_Body):
+    """The function of a tool call; `arguments` is an object, or one as JSON."""
+
+    name: _Text
+    arguments: str | dict[str, Any] | None = None
+
+
+class CalledTool(_Body):
+    """A tool call that an assistant's message has made."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class Message(_Body):
     """One message of a conversation.
 
     Attributes:
         role: role of the author; "developer" is OpenAI's newer name for "system".
-        content: a text, or parts whose texts are concatenated.
-        refusal ... tool_calls: empty fields of responses, which clients send back.
+        content: a text, or parts whose texts are concatenated; only the assistant's may be null.
+        name: name of the author or tool.
+        tool_calls: the assistant's calls of tools.
+        tool_call_id: the call that a tool's message answers.
+        reasoning_content, reasoning: the assistant's reasoning; both names are in use.
+        id: no effect.
+        audio, function_call: empty fields of responses, which clients send back.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: (
-        str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
-    )
-    refusal: None = None
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_BY_ASSISTANT, _WITH_CONTENT]})
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str
+        | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+        | None,
+        Field(validate_default=True),
+    ] = None
+    name: str | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    id: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: _Nothing = None
-    tool_calls: _Nothing = None
 
-    def plain(self) -> dict[str, str]:
-        """The message as a dict with `role` and `content`, as chat templates read it."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    @field_validator("content")
+    @classmethod
+    def _require_content(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") != "assistant":
+            raise ValueError("missing")
+        return content
+
+    def plain(self) -> dict[str, Any]:
+        """The message as a dict with `role` and `content`, in the spelling of
+        `tokenizer.messages`."""
+        content = self.content or ""
+        plain = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content if isinstance(content, str) else "".join(p.text for p in content),
+            "name": self.name,
+            "tool_calls": [call.model_dump() for call in self.tool_calls or ()],
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return normalize_message(plain, writes_calls=False)
+
+
+class Function(_Body):
+    """A tool's function; `parameters` is a JSON Schema of an object."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ChatRequest(GenerationRequest):
@@ -291,7 +378,12 @@ class ChatRequest(GenerationRequest):
         max_completion_tokens: OpenAI's newer name of `max_tokens`.
         logprobs: return the log-probabilities of the chosen tokens.
         top_logprobs: number of likeliest tokens whose log-probabilities are returned, too.
-        parallel_tool_calls: no effect, because tools are not supported.
+        tools: tools that the model may call, if its chat template has a place for them.
+        tool_choice: "auto" lets the model decide; with "none" it does not know the tools; with
+            "required", or a tool, the answer is a call, which a grammar forces.
+        parallel_tool_calls: no effect; a forced answer is one call.
+        reasoning_effort: variable of the chat template; "none" sets `enable_thinking` to false.
+        chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
     """
 
     model_config = ConfigDict(
@@ -313,11 +405,43 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told, as they were sent."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+    @property
+    def forced_schema(self) -> dict[str, Any] | None:
+        """JSON Schema of a tool call that `tool_choice` forces; None without one."""
+        if self.tool_choice in (None, "none", "auto"):
+            return None
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
+        functions = [tool.function for tool in self.tools or ()]
+        functions = [one for one in functions if wanted in (None, one.name)]
+        if not functions:
+            named = f" named '{wanted}'" if wanted else ""
+            raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
+        calls, shared = [], dict[str, Any]()
+        for one in functions:
+            parameters = dict(one.parameters or {})
+            definitions = parameters.pop("$defs", None)  # references begin at the root
+            shared |= definitions if isinstance(definitions, dict) else {}
+            arguments = {"type": "object", **parameters}
+            calls.append({"properties": {"name": {"const": one.name}, "arguments": arguments}})
+        return {"$defs": shared, "anyOf": [{**_CALL_SCHEMA, **call} for call in calls]}
 
 
-#: Least likeness of an unknown field's name to that of a field that is suggested.
-_LIKENESS = 0.75
+#: Least likeness of an unknown field's name to a known one for which it is refused as mistyped.
+_LIKENESS = 0.9
+#: Greatest number of names of ignored fields that are counted by name.
+_MAX_IGNORED = 100
 #: Field -> error message, for fields of which pydantic's messages are unclear.
 _MESSAGES = {
     "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists, "
@@ -327,8 +451,10 @@ _MESSAGES = {
     "content": "must be a text, or a list of parts such as {'type': 'text', 'text': ...}",
     "logit_bias": f"must be an object of up to {MAX_BIASES:,} numbers from -100 to 100 by token "
     "id, such as {'50256': -100}",
-    "tool_calls": "is not supported by this server: leave it out",
-    "annotations": "is not supported by this server: leave it out",
+    "tool_choice": "must be 'none', 'auto', 'required' or a tool, such as "
+    "{'type': 'function', 'function': {'name': ...}}",
+    "audio": "is not supported by this server: leave it out",
+    "function_call": "is not supported by this server: leave it out",
 }
 
 
@@ -399,9 +525,15 @@ def _parse(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
     if not isinstance(value, dict):
         raise not_an_object()
     try:
-        return kind.model_validate(value)
+        request = kind.model_validate(value)
     except ValidationError as error:
-        raise _invalid_request(kind, error) from None
+        raise _invalid_request(error) from None
+    for name in request.model_extra or ():
+        supported = set(kind.model_fields) - set(UnsupportedFields.model_fields)
+        if hint := nearest(name, supported, likeness=_LIKENESS):
+            shown = _shortened(name)
+            raise _invalid(shown, f"unknown field '{shown}'{hint}", "unknown_parameter")
+    return request
 
 
 def _require_size(size: int, limits: Limits) -> None:
@@ -442,17 +574,11 @@ def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     return make
 
 
-def _invalid_request(kind: type[GenerationRequest], error: ValidationError) -> RequestError:
+def _invalid_request(error: ValidationError) -> RequestError:
     """Return the request error for the first problem of a body that is not of the kind."""
     first = error.errors(include_url=False)[0]
     parts = list(first["loc"])
     name = str(parts[0])
-    if first["type"] == "extra_forbidden" and len(parts) == 1:
-        shown = _shortened(name)
-        supported = set(kind.model_fields) - set(UnsupportedFields.model_fields)
-        hint = nearest(shown, supported, likeness=_LIKENESS) or ": leave it out"
-        message = f"unknown field '{shown}'{hint}"
-        return _invalid(shown, message, "unknown_parameter")
     if name in UnsupportedFields.model_fields:
         return _unsupported(name)
     if name == "response_format":
@@ -502,22 +628,39 @@ class RequestEncoder:
         name: the model's name for clients.
         context: greatest number of tokens of a text, prompt and answer together.
         capacity: greatest number of texts of one request.
+        template_options: variables of the chat template, unless a request sets them.
+
+    Raises:
+        ConfigError: see `require_template_options` and `with_model_settings`.
     """
 
-    def __init__(self, loaded: LoadedModel, name: str, *, context: int, capacity: int) -> None:
-        self._loaded = loaded
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        name: str,
+        *,
+        context: int,
+        capacity: int,
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._loaded, self._template_options = loaded, template_options
         self.name = name
         self.context = context
         self._tokenizer = tokenizer_of(loaded)
+        with_model_settings(SamplingConfig(), loaded, ())  # raises now if they are out of range
         self._texts = TokenTexts(self._tokenizer)
         self._grammars: Grammars | None = None
         self._making_grammars = threading.Lock()
         self._fingerprint = fingerprint_of(loaded.model)
         self.capacity, self.vocab_size = capacity, loaded.model.config.vocab_size
         self.has_chat = self._tokenizer.chat_template is not None
+        self.has_tools = re.search(r"tools\b", self._tokenizer.chat_template or "") is not None
+        require_template_options(self._tokenizer, template_options)
         self._ends = loaded.eos_token_ids
         ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
-        self._chat_ends = tuple(dict.fromkeys(ends))
+        self._chat_ends = tuple(dict.fromkeys((*ends, *call_end_ids(self._tokenizer))))
+        self._ignored: Counter[str] = Counter()
+        self._noting = threading.Lock()
 
     def encode(self, request: CompletionRequest | ChatRequest) -> EncodedRequest:
         """Encode a request.
@@ -536,6 +679,7 @@ class RequestEncoder:
             )
         if request.stream_options is not None and not request.stream:
             raise _invalid("stream_options", "stream_options needs stream: true")
+        self._note_ignored(request)
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         try:
             if isinstance(request, ChatRequest):
@@ -543,6 +687,19 @@ class RequestEncoder:
             return self._completion(request)
         except (InputError, TokenizerError) as error:
             raise _invalid(param, f"{param}: {error}") from None
+
+    def _note_ignored(self, request: GenerationRequest) -> None:
+        """Count the fields that have no effect, and log a field's first, tenth, hundredth ...
+        request."""
+        with self._noting:
+            for name in set(request.ignored()):
+                shown = _shortened(" ".join(visible(name).split()))
+                if shown not in self._ignored and len(self._ignored) >= _MAX_IGNORED:
+                    shown = "others"
+                self._ignored[shown] += 1
+                if re.fullmatch("10*", str(self._ignored[shown])):
+                    count = counted(self._ignored[shown], "request")
+                    say(f"ignored field {shown}: {count} so far")
 
     def _completion(self, request: CompletionRequest) -> EncodedRequest:
         most = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -590,14 +747,63 @@ class RequestEncoder:
             raise _invalid("max_tokens", message)
         self._require_few(1, request.n or 1, "messages")
         messages = [message.plain() for message in request.messages]
-        prompt_ids = self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+        options, tools = self._variables(request), request.offered_tools
+        try:
+            prompt_ids = self._prompt_ids(messages, options)
+        except TokenizerError:
+            if not any("tool_calls" in message for message in messages):
+                raise
+            # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
+            prompt_ids = self._prompt_ids(messages, options, text_arguments=True)
+        schemas = {one["function"]["name"]: one["function"].get("parameters") for one in tools}
+        answers = AnswerFormat(
+            self._tokenizer,
+            prompt_ids,
+            {name: schema or {} for name, schema in schemas.items()},
+            forced=request.forced_schema is not None,
+        )
         wanted = {
             "max_new_tokens": most or request.max_tokens or self.context,
             "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
         }
-        texts = self._continuations(request, [prompt_ids], wanted, self._chat_ends)
-        response = ChatFormat(**self._format(request, texts, bool(request.logprobs)))
+        texts = self._continuations(
+            request, [prompt_ids], wanted, self._chat_ends, shown=answers.shown
+        )
+        has_logprobs = bool(request.logprobs)
+        response = ChatFormat(**self._format(request, texts, has_logprobs), answers=answers)
         return EncodedRequest(texts, response)
+
+    def _prompt_ids(
+        self,
+        messages: list[dict[str, Any]],
+        options: dict[str, Any],
+        *,
+        text_arguments: bool = False,
+    ) -> list[int]:
+        template = self._tokenizer.chat_template or ""
+        fitted = fit_messages(messages, template, text_arguments=text_arguments)
+        return self._tokenizer.encode_chat(fitted, add_generation_prompt=True, options=options)
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any]:
+        """The variables of the chat template, besides the messages.
+
+        Raises:
+            RequestError: there are tools, and the template has no place for them.
+        """
+        found = {**self._template_options}
+        if request.reasoning_effort == "none":
+            found["enable_thinking"] = False
+        elif request.reasoning_effort is not None:
+            found["reasoning_effort"] = request.reasoning_effort
+        found |= request.chat_template_kwargs or {}
+        if tools := request.offered_tools:
+            if not self.has_tools:
+                message = "this model's chat template has no place for tools: leave tools out"
+                raise _invalid("tools", message, "unsupported_parameter")
+            found["tools"] = tools
+            if "xml_tools" in (self._tokenizer.chat_template or ""):  # SmolLM3's name
+                found["xml_tools"] = tools
+        return found
 
     def _format(
         self, request: GenerationRequest, texts: Sequence[Continuation], has_logprobs: bool
@@ -619,6 +825,7 @@ class RequestEncoder:
         prompts: list[list[int]],
         wanted: dict[str, int | None],
         end_ids: tuple[int, ...],
+        shown: Collection[str] = (),
     ) -> list[Continuation]:
         """Create the continuations of all choices, in the order of `EncodedRequest.texts`.
 
@@ -627,6 +834,7 @@ class RequestEncoder:
             prompts: token ids of each prompt.
             wanted: fields of `SamplingConfig` that completions and chats compute differently.
             end_ids: tokens that end a text.
+            shown: see `Continuation`.
 
         Raises:
             RequestError: a prompt is empty or too long, a bias is for an id beyond the vocabulary,
@@ -636,10 +844,14 @@ class RequestEncoder:
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         choices = request.n or 1
         self._require_room(prompts, bool(wanted["max_new_tokens"]), param)
-        make_constraint = self._constraints(request.schema_asked)
-        if request.schema_asked is not None:
+        schema, source = request.schema_asked, "response_format"
+        if isinstance(request, ChatRequest) and request.forced_schema is not None:
+            schema, source = request.forced_schema, "tools"
+        make_constraint = self._constraints(schema, source)
+        if schema is not None:
             end_ids = self._chat_ends  # the tokens that the grammar ends with
-        samplings = [_sampling(request, n, wanted) for n in range(choices)]
+        settings = {"temperature": 1.0, **self._loaded.sampling, **wanted}
+        samplings = [_sampling(request, n, settings) for n in range(choices)]
         try:
             require_biased_tokens(samplings[0], self.vocab_size)
         except ConfigError as error:
@@ -652,6 +864,7 @@ class RequestEncoder:
                 eos_token_ids=end_ids,
                 tokenizer=self._tokenizer,
                 constraint=make_constraint(),
+                shown=shown,
             )
             for prompt_ids in prompts
             for sampling in samplings
@@ -678,7 +891,9 @@ class RequestEncoder:
                     "context_length_exceeded",
                 )
 
-    def _constraints(self, schema: dict[str, Any] | None) -> Callable[[], Constraint | None]:
+    def _constraints(
+        self, schema: dict[str, Any] | None, source: str
+    ) -> Callable[[], Constraint | None]:
         """A factory of the choices' constraints; they are None without a schema.
 
         Raises:
@@ -694,9 +909,9 @@ class RequestEncoder:
             grammars = self._grammars
             grammars.constraint(schema)
         except MissingDependencyError as error:
-            raise _invalid("response_format", str(error), "unsupported_parameter") from None
+            raise _invalid(source, str(error), "unsupported_parameter") from None
         except SchemaError as error:
-            raise schema_error(error) from None
+            raise schema_error(error, source) from None
         return lambda: grammars.constraint(schema)
 
     def close(self) -> None:
@@ -723,12 +938,12 @@ def fingerprint_of(model: Model) -> str:
     return f"fp_{found.hexdigest()[:12]}"
 
 
-def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -> SamplingConfig:
-    """The sampling settings of choice number `choice`, with OpenAI's defaults."""
+def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any]) -> SamplingConfig:
+    """The sampling settings of choice number `choice`: those of the request, else `settings`."""
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     penalties = ("frequency_penalty", "presence_penalty")
     values = {name: getattr(request, name) for name in (*fields, *penalties)}
-    chosen = {"temperature": 1.0} | {k: v for k, v in values.items() if v is not None}
+    chosen = settings | {name: value for name, value in values.items() if value is not None}
     try:
         return SamplingConfig(
             stop=request.stop_texts,
@@ -736,12 +951,11 @@ def _sampling(request: GenerationRequest, choice: int, wanted: dict[str, Any]) -
             # The remainder, because OpenAI allows negative seeds.
             seed=None if request.seed is None else (request.seed + choice) % 2**63,
             **chosen,
-            **wanted,
         )
     except ConfigError as error:
         raise RequestError(400, str(error)) from None
 
 
-def schema_error(error: SchemaError) -> RequestError:
+def schema_error(error: SchemaError, param: str = "response_format") -> RequestError:
     """Return the error for a JSON Schema that is not supported."""
-    return _invalid("response_format", str(error), "unsupported_schema")
+    return _invalid(param, str(error), "unsupported_schema")

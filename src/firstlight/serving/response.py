@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pydantic_core
 from pydantic import BaseModel, Field
 
+from firstlight.generation.answers import AnswerFormat, AnswerParser, AnswerPart, ToolCall
 from firstlight.generation.continuation import Continuation, TokenLogprob
 from firstlight.generation.structured import SchemaError, Vocabulary
 from firstlight.serving.scheduler import Update
@@ -28,6 +29,7 @@ _BYTES = {char: byte for byte, char in enumerate(byte_characters())}
 
 _Count = Annotated[int, Field(ge=0)]
 _FinishReason = Literal["stop", "length"]
+_ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 # The docstrings of these classes are descriptions in the OpenAPI document.
@@ -81,11 +83,28 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class ChatFunctionCall(BaseModel):
+    """The function of a tool call; `arguments` is an object as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(BaseModel):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: ChatFunctionCall
+
+
 class AssistantMessage(BaseModel):
-    """The answer to a conversation."""
+    """The answer to a conversation. `content` is null beside tool calls without a text."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | None
+    tool_calls: list[ChatToolCall] | None
     refusal: None = None
 
 
@@ -95,7 +114,7 @@ class ChatChoice(BaseModel):
     index: _Count
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: _FinishReason
+    finish_reason: _ChatFinishReason
 
 
 class _Generated(BaseModel):
@@ -299,38 +318,82 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The formats `chat.completion` and `chat.completion.chunk`."""
+    """The formats `chat.completion` and `chat.completion.chunk`.
+
+    Args:
+        answers: format of the answers' parts.
+        arguments: see `ResponseFormat`.
+    """
 
     prefix, event_object = "chatcmpl", "chat.completion.chunk"
     kind = ChatCompletion
 
+    def __init__(self, *, answers: AnswerFormat, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._parsers = [AnswerParser(answers) for _ in self._updates]
+        self._calls = [0] * len(self._parsers)
+
+    def _answer(self, part: Part) -> tuple[list[AnswerPart], _ChatFinishReason | None]:
+        """The parts of the answer that are certain with `part`, and its finish reason."""
+        ended = part.finish_reason is not None
+        found = self._parsers[part.number].push(part.text, ended=ended)
+        self._calls[part.number] += sum(len(one.calls) for one in found)
+        is_call = part.finish_reason == "stop" and self._calls[part.number]
+        return found, "tool_calls" if is_call else part.finish_reason
+
     def _choice(self, part: Part) -> dict[str, Any]:
+        found, finish_reason = self._answer(part)
+        calls = [_called(call) for one in found for call in one.calls]
+        content = "".join(one.content for one in found)
+        message = AssistantMessage(
+            content=content if content or not calls else None,
+            reasoning_content="".join(one.reasoning for one in found) or None,
+            tool_calls=calls or None,
+        )
         return {
             "index": part.number,
-            "message": AssistantMessage(content=part.text),
+            "message": message,
             "logprobs": self._logprobs(part),
-            "finish_reason": part.finish_reason,
+            "finish_reason": finish_reason,
         }
 
     def _opening(self, index: int) -> Sequence[Any]:
         return [_delta(index, {"role": "assistant", "content": ""})]
 
     def _pieces(self, part: Part) -> Sequence[Any]:
-        pieces = []
-        if part.text or part.logprobs:
-            pieces.append(_delta(part.number, {"content": part.text}, self._logprobs(part)))
-        if part.finish_reason is not None:
-            pieces.append({**_delta(part.number, {}), "finish_reason": part.finish_reason})
+        number = self._calls[part.number]
+        found, finish_reason = self._answer(part)
+        deltas: list[dict[str, Any]] = []
+        for one in found:
+            for call in one.calls:
+                called = {"index": number, **_called(call).model_dump()}
+                deltas.append({"tool_calls": [called]})
+                number += 1
+            if one.reasoning:
+                deltas.append({"reasoning_content": one.reasoning})
+            if one.content:
+                deltas.append({"content": one.content})
+        if part.logprobs and not deltas:
+            deltas = [{"content": ""}]
+        pieces = [_delta(part.number, delta) for delta in deltas]
+        if pieces:
+            pieces[0]["logprobs"] = self._logprobs(part)
+        if finish_reason is not None:
+            pieces.append({**_delta(part.number, {}), "finish_reason": finish_reason})
         return pieces
 
     def _logprobs(self, part: Part) -> ChatLogprobs | None:
         return None if self._texts is None else self._texts.chat_logprobs(part.logprobs)
 
 
-def _delta(
-    index: int, delta: dict[str, str], logprobs: ChatLogprobs | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+def _called(call: ToolCall) -> ChatToolCall:
+    # Mistral's templates require ids of 9 letters and digits in the messages that come back.
+    function = ChatFunctionCall(name=call.name, arguments=call.arguments)
+    return ChatToolCall(id=secrets.token_hex(5)[:9], function=function)
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 class TokenTexts:

@@ -266,6 +266,9 @@ def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
     """Add the bounds that depend on the model to the JSON schemas of a request's fields."""
     fields["model"] = {"enum": [encoder.name, None]}
     fields["n"]["anyOf"][0]["maximum"] = min(MAX_CHOICES, encoder.capacity)
+    if "tools" in fields and not encoder.has_tools:
+        fields["tools"]["anyOf"][0]["maxItems"] = 0
+        fields["tool_choice"] = {"enum": ["none", "auto", None]}
     # Names that are not a token id's have no schema otherwise.
     fields["logit_bias"]["anyOf"][0]["additionalProperties"] = False
     kinds = fields["prompt"]["anyOf"] if "prompt" in fields else []

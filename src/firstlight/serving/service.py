@@ -133,6 +133,7 @@ class Service:
             self.options.model_name,
             context=self.scheduler.max_tokens,
             capacity=self.scheduler.capacity,
+            template_options=self.options.template_options,
         )
 
     def stop(self) -> None:

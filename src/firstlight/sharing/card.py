@@ -27,7 +27,6 @@ from firstlight.checkpoint.checkpoint import STATE_NAME, load_trainer_state
 from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, read_manifest
 from firstlight.checkpoint.selection import read_model_folder
 from firstlight.console import compact, loss_text, plain, rounded
-from firstlight.conversion.gguf.architectures import ARCHITECTURES
 from firstlight.data import shards
 from firstlight.data.remote import is_url
 from firstlight.data.sources import neutral_name, read_sources
@@ -43,6 +42,7 @@ from firstlight.report.summary import duration, final_numbers, memory_unit
 from firstlight.run_log.names import METRICS_NAME, RECIPE_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.gguf.architectures import ARCHITECTURES
 from firstlight.weights.hub import is_hub_id
 from firstlight.weights.huggingface import read_config, tokenizer_of
 

@@ -13,8 +13,16 @@ determined first:
 
 Without blocks, the prompt, and the conversation up to the answer, are rendered on their own; each
 must be a prefix of the whole text. Some templates render an answer differently if further messages
-follow it. Then the answer's content is located in the whole text instead, by rendering it with
-marks around it.
+follow it. Then its place in the whole text is determined from the places of its texts (content,
+reasoning, names and arguments of calls): the generation prompt is searched before the first of
+them, and what the template writes behind the last of them is compared with the whole text.
+
+The places of all texts come from one more rendering, with marks around each text. A text whose
+marks are missing is lost: the template leaves it out.
+
+If the generation prompt opens the reasoning (`<think>`), and the whole text has an answer without
+it, then `<think>`, the reasoning and `</think>` are inserted before the answer: the model is
+prompted with `<think>`, so this is where it must learn to continue.
 
 A token is a label if its first character is a label. A token that begins in the prompt and ends in
 the answer (because the template's last and the answer's first characters are one token) is not a
@@ -23,14 +31,16 @@ label: at inference the prompt ends before this token, so the model can't write 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import tokenizers
 
@@ -44,6 +54,7 @@ from firstlight.tokenizer.chat_template import (
     render,
     render_with_beginnings,
 )
+from firstlight.tokenizer.messages import THOUGHTS, fit_messages, split_thoughts
 from firstlight.tokenizer.tokenizer import Tokenizer
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -52,6 +63,16 @@ _ADVICE = (
     "put {% generation %} and {% endgeneration %} around what the assistant says in the template, "
     "or learn all tokens (train_on: all)"
 )
+_MIXED = f"the chat template leaves answers out or mixes them: {_ADVICE}"
+_NOT_FOUND = (
+    "what the assistant says can't be found in what the chat template makes of the conversation: "
+    f"{_ADVICE}"
+)
+
+
+#: Labels of a conversation: the assistant's messages; the last of them; the same without their
+#: reasoning; all tokens.
+TrainOn = Literal["assistant", "last", "answers", "all"]
 
 
 @dataclass(frozen=True)
@@ -59,16 +80,196 @@ class LabelledChat:
     """A conversation as tokens.
 
     Attributes:
-        ids: token ids, the same as from `Tokenizer.encode_chat`.
+        ids: token ids, the same as from `Tokenizer.encode_chat`, except for inserted reasoning.
         loss_mask: True for each id that is a label.
         text_bytes: UTF-8 bytes of the labels' text, without special tokens.
         torn: number of answers that begin inside a token which begins in the prompt.
+        lost: texts of the conversation that the template leaves out: (key of `LOST`, message).
     """
 
     ids: list[int]
     loss_mask: list[bool]
     text_bytes: int
     torn: int
+    lost: tuple[tuple[str, str], ...] = ()
+
+
+#: The texts that a template may leave out, by the reason for which a record is then rejected.
+LOST = {
+    "lost_system": "the system message",
+    "lost_tools": "the tools",
+    "lost_calls": "a tool call",
+    "lost_results": "the result of a tool",
+    "lost_thoughts": "the reasoning",
+    "lost_text": "the text",
+}
+_REASONS = {"system": "lost_system", "developer": "lost_system", "tool": "lost_results"}
+
+#: The beginning of reasoning in a generation prompt.
+_OPENED = re.compile(r"<([\w:]*think[\w:]*)>")
+#: What ends reasoning: white space and a tag or special token.
+_CLOSED = re.compile(r"\s*(?:</[^<>\s]+>|<\|[^<>|\s]+\|>|\[/\w+\])?\s*")
+_NO_THOUGHTS = re.compile(r"\s*<([\w:]*think[\w:]*)>\s*</\1>\s*")
+
+
+@dataclass
+class _Text:
+    """A text of a conversation.
+
+    Attributes:
+        message: index of its message; -1 for the tools.
+        reason: the key of `LOST` if it is left out.
+        text: the text, without white space at its ends.
+        marks: the two characters around it in the marked messages.
+        place: its (start, end) in the rendered text; None if it is left out.
+    """
+
+    message: int
+    reason: str
+    text: str
+    marks: tuple[str, str]
+    place: tuple[int, int] | None = None
+
+
+@dataclass
+class _Marker:
+    """Puts marks around the texts of a conversation.
+
+    Attributes:
+        free: characters for marks.
+        texts: the texts that have been marked.
+    """
+
+    free: Iterator[str]
+    texts: list[_Text] = field(default_factory=list)
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A copy of the messages with marks."""
+        marked = []
+        for number, message in enumerate(messages):
+            copy = dict(message)
+            content, reason = message["content"], _REASONS.get(message["role"], "lost_text")
+            thoughts, answer = "", content
+            if message["role"] == "assistant":
+                thoughts, answer = split_thoughts(message)
+            if thoughts.strip():
+                changed = self._marked(thoughts, number, "lost_thoughts")
+                own = {key for key in THOUGHTS if message.get(key) == thoughts}
+                copy |= dict.fromkeys(own, changed)
+                if not own:
+                    content = content.replace(thoughts, changed, 1)
+            if answer and answer.strip():
+                end = content.rindex(answer)
+                content = content[:end] + self._marked(answer, number, reason)
+            copy["content"] = content
+            if "tool_calls" in message:
+                copy["tool_calls"] = [
+                    {**call, "function": self._values(call["function"], number, "lost_calls")}
+                    for call in message["tool_calls"]
+                ]
+            marked.append(copy)
+        return marked
+
+    def tools(self, tools: Any) -> Any:
+        """A copy of the tools with marks around their names and descriptions."""
+        marked = []
+        for tool in tools:
+            own = {k: v for k, v in tool["function"].items() if k in ("name", "description")}
+            function = {**tool["function"], **self._values(own, -1, "lost_tools")}
+            marked.append({**tool, "function": function})
+        return marked
+
+    def _values(self, value: Any, message: int, reason: str) -> Any:
+        """A copy of JSON data with marks around its texts."""
+        if isinstance(value, str):
+            return self._marked(value, message, reason)
+        if isinstance(value, list):
+            return [self._values(item, message, reason) for item in value]
+        if isinstance(value, dict):
+            return {key: self._values(item, message, reason) for key, item in value.items()}
+        return value
+
+    def _marked(self, text: str, message: int, reason: str) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        before, after = next(self.free), next(self.free)
+        self.texts.append(_Text(message, reason, core, (before, after)))
+        return text.replace(core, f"{before}{core}{after}", 1)
+
+    def locate(self, text: str, marked: str | None) -> None:
+        """Set the places of the texts.
+
+        Args:
+            text: the rendered text.
+            marked: the same text rendered from the marked messages; None if the template refuses
+                them. If it is not the same text, the texts are searched one after the other.
+        """
+        marks = {mark for one in self.texts for mark in one.marks}
+        places: dict[str, int] = {}
+        if marked is not None and marks:
+            parts = re.split(f"([{re.escape(''.join(marks))}])", marked)
+            if "".join(parts[::2]) == text:
+                position = 0
+                for part, mark in zip(parts[::2], parts[1::2], strict=False):
+                    position += len(part)
+                    places.setdefault(mark, position)
+                for one in self.texts:
+                    start, end = (places.get(mark) for mark in one.marks)
+                    one.place = None if start is None or end is None else (start, end)
+                return
+        position = 0
+        for one in self.texts:
+            spellings = (one.text, json.dumps(one.text, ensure_ascii=False)[1:-1])
+            found = [(text.find(s, begin), len(s)) for begin in (position, 0) for s in spellings]
+            start, length = next(((at, n) for at, n in found if at >= 0), (-1, 0))
+            if start >= 0:
+                one.place = (start, start + length)
+                position = max(position, start + length) if one.message >= 0 else position
+
+
+@dataclass
+class _Span:
+    """The labels of an answer.
+
+    Attributes:
+        message: index of the answer.
+        start, end: its characters in the rendered text.
+        opened: what the generation prompt has after the text before `start`; "" if nothing.
+    """
+
+    message: int
+    start: int
+    end: int
+    opened: str = ""
+
+
+@dataclass
+class _Rendered:
+    """A rendered conversation.
+
+    Attributes:
+        messages, variables: what the template was given.
+        probe: the same with marks around the texts.
+        texts: the texts of the conversation, with their places in `text`.
+        pattern: the pattern for marks of special tokens' names, and special tokens.
+        text: the rendered text.
+    """
+
+    messages: list[dict[str, Any]]
+    variables: Mapping[str, Any]
+    probe: tuple[list[dict[str, Any]], Mapping[str, Any]]
+    texts: list[_Text]
+    pattern: re.Pattern[str]
+    text: str
+
+    def alone(self, template: str, index: int) -> str:
+        """The marked text of the conversation up to a message."""
+        return render(template, self.probe[0][: index + 1], self.probe[1])
+
+    def unmarked(self, text: str) -> str:
+        """A text without the marks of `probe`."""
+        return text.translate({ord(mark): None for one in self.texts for mark in one.marks})
 
 
 class ChatEncoder:
@@ -93,20 +294,25 @@ class ChatEncoder:
             tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
         )
         self._has_blocks = _GENERATION_BLOCK.search(self._template) is not None
+        self._text_arguments = False
+        self._prompts: dict[str, str] = {}
 
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        options: Mapping[str, Any] = MappingProxyType({}),
         masked: frozenset[int] = frozenset(),
-        everything: bool = False,
+        train_on: TrainOn = "assistant",
     ) -> LabelledChat:
         """A conversation as tokens.
 
         Args:
-            messages: objects with `role` and `content`, both texts.
+            messages: objects with `role` and `content`, both texts; tool calls and reasoning as
+                from `messages.normalize_message`.
+            options: further variables of the template, plain JSON, such as `tools`.
             masked: indices of the assistant's messages that are outside the loss.
-            everything: all tokens are labels, except those of the masked messages.
+            train_on: the labels; with "all", all tokens except those of the masked messages.
 
         Raises:
             InputError: the messages are not such objects, or the template refuses them.
@@ -114,151 +320,230 @@ class ChatEncoder:
                 rendered text.
         """
         plain = plain_messages(messages)
-        marked, pattern = protected(plain, list(self._special), self._template)
-        answers = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
-        is_partly_learned = not everything or bool(masked)
+        try:
+            return self._labelled(plain, options, masked, train_on)
+        except TokenizerError:
+            if self._text_arguments or not any(one.get("tool_calls") for one in plain):
+                raise
+        # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
+        self._text_arguments = True
+        try:
+            return self._labelled(plain, options, masked, train_on)
+        except (InputError, TokenizerError):
+            self._text_arguments = False
+            raise
+
+    def prompt_warning(self) -> str | None:
+        """A warning if the labels of the template's blocks can't begin where the model is prompted,
+        because the generation prompt opens reasoning that answers lack."""
+        prompt = self._generation_prompt(self._variables)
+        if not self._has_blocks or not _OPENED.search(prompt):
+            return None
+        with contextlib.suppress(InputError, TokenizerError):
+            if prompt in render(self._template, _CONVERSATION, self._variables):
+                return None
+        return (
+            "the chat template prompts with the beginning of reasoning, after which its "
+            "{% generation %} blocks do not begin: remove the blocks from the template"
+        )
+
+    def _labelled(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        masked: frozenset[int],
+        train_on: TrainOn,
+    ) -> LabelledChat:
+        fitted = fit_messages(messages, self._template, text_arguments=self._text_arguments)
+        if "tools" in options and "xml_tools" in self._template:  # SmolLM3's name
+            options = {**options, "xml_tools": options["tools"]}
+        (*marked, own), pattern = protected(
+            [*fitted, dict(options)], list(self._special), self._template
+        )
+        variables = {**own, **self._variables}
+        marker = _Marker(free_characters([*marked, own], self._template))
+        changed = marker.messages(marked)
+        tools = marker.tools(own.get("tools", ()))
+        names = own.keys() & {"tools", "xml_tools"}
+        probe = changed, {**variables, **dict.fromkeys(names, tools)}
+        answers = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
+        learned = set(answers[-1:] if train_on == "last" else answers) - masked
+        is_partly_learned = train_on != "all" or bool(masked)
         # The prompt of each answer, and the conversation up to it, are rendered in one call with
         # the whole conversation, which saves most of the time for a template in a child process.
         beginnings: list[tuple[int, bool]] = []
         if is_partly_learned and not self._has_blocks:
             beginnings = [(i, True) for i in answers] + [(i + 1, False) for i in answers]
-        text, lengths = render_with_beginnings(self._template, marked, self._variables, beginnings)
-        flags = bytearray([everything]) * len(text)
+        text, lengths, probed = render_with_beginnings(
+            self._template, marked, variables, beginnings, probe
+        )
+        marker.locate(text, probed)
+        chat = _Rendered(marked, variables, probe, marker.texts, pattern, text)
+        flags = bytearray([train_on == "all"]) * len(text)
+        spans: list[_Span] = []
         if is_partly_learned:
-            spans = self._spans(marked, pattern, text, answers, lengths=lengths)
-            for index, (start, end) in zip(answers, spans, strict=True):
-                flags[start:end] = bytes([index not in masked]) * (end - start)
-        return self._encoded(text, flags, pattern)
+            spans = self._blocks(chat, answers) if self._has_blocks else []
+            spans = spans or self._spans(chat, answers, lengths)
+        for span in spans:
+            start = _after_thoughts(chat, span) if train_on == "answers" else span.start
+            flags[start : span.end] = bytes([span.message in learned]) * (span.end - start)
+        for one in chat.texts:
+            # Gemma 4's template writes the results of tools into the turn of their call.
+            if one.place and one.message not in answers and not self._has_blocks:
+                start, end = one.place
+                flags[start:end] = bytes([train_on == "all"]) * (end - start)
+        for span in reversed(spans):
+            if span.opened and span.message in learned:
+                _insert_thoughts(chat, flags, span, is_learned=train_on != "answers")
+        lost: dict[tuple[int, str], _Text] = {}
+        for one in chat.texts:
+            if one.place is None:
+                lost.setdefault((one.message, one.reason), one)
+        return self._encoded(chat.text, flags, pattern, tuple(map(_described, lost.values())))
 
     # The labels, as characters of the rendered text
 
-    def _spans(
-        self,
-        messages: list[dict[str, Any]],
-        pattern: re.Pattern[str],
-        text: str,
-        answers: list[int],
-        lengths: list[int | None],
-    ) -> list[tuple[int, int]]:
-        """The characters of each answer that are labels, as (start, end) in `text`, in order.
+    def _spans(self, chat: _Rendered, answers: list[int], lengths: list[int | None]) -> list[_Span]:
+        """The labels of each answer for a template without blocks, in the order of the text.
 
         Args:
-            messages: the marked messages (see `chat_template.protected`).
-            pattern: the pattern for marks and special tokens.
-            text: the rendered text of `messages`.
+            chat: the rendered conversation.
             answers: indices of the assistant's messages.
-            lengths: for a template without blocks, the number of characters at the beginning of
-                `text` that are the prompt of each answer, and then of those that are the
-                conversation up to it; None where `text` does not begin with it.
+            lengths: number of characters at the beginning of the text that are the prompt of each
+                answer, and then of those that are the conversation up to it; None where the text
+                does not begin with it.
         """
-        free = free_characters(messages, self._template)
-        marks = next(free), next(free)
-        if self._has_blocks:
-            spans = self._blocks(messages, text, marks)
-            if len(spans) != len(answers):
-                raise TokenizerError(
-                    f"the chat template makes {len(spans)} {{% generation %}} blocks of "
-                    f"{len(answers)} answers: it must make one of each"
-                )
-            return spans
-        count = len(answers)
-        spans = [
-            self._span(messages, pattern, text, i, marks=marks, prompt=prompt, whole=whole)
-            for i, prompt, whole in zip(answers, lengths[:count], lengths[count:], strict=True)
-        ]
-        before = [0, *(end for _, end in spans[:-1])]
-        if any(
-            start < earlier or start >= end
-            for earlier, (start, end) in zip(before, spans, strict=True)
-        ):
-            raise TokenizerError(f"the chat template leaves answers out or mixes them: {_ADVICE}")
+        spans = []
+        prompts, wholes = lengths[: len(answers)], lengths[len(answers) :]
+        for index, prompt, whole in zip(answers, prompts, wholes, strict=True):
+            own = [one for one in chat.texts if one.message == index and one.place]
+            own.sort(key=lambda one: one.place or (0, 0))
+            if not own:  # the template leaves it out: see `LabelledChat.lost`
+                continue
+            span = self._start(chat, own[0]) if prompt is None else _Span(index, prompt, 0)
+            if whole is None:
+                span.end = self._end_as_alone(chat, own[-1])
+            else:
+                span.end = self._end(chat.pattern, chat.text, span.start, whole)
+            spans.append(span)
+        is_mixed = any(one.end > following.start for one, following in itertools.pairwise(spans))
+        if is_mixed or any(span.start >= span.end for span in spans):
+            raise TokenizerError(_MIXED)
         return spans
 
-    def _blocks(
-        self, messages: list[dict[str, Any]], text: str, marks: tuple[str, str]
-    ) -> list[tuple[int, int]]:
-        """The spans in `text` of the template's `{% generation %}` blocks, located by `marks`
-        before and after each block."""
-        marked = render(self._template, messages, self._variables, generation_marks=marks)
-        parts = re.split(f"([{''.join(marks)}])", marked)
-        plain, signs = "".join(parts[::2]), parts[1::2]
-        if plain != text or signs != [*marks] * (len(signs) // 2):
-            raise TokenizerError("the chat template changes what its {% generation %} blocks hold")
-        positions, position = [], 0
-        for part in parts[:-1:2]:
-            position += len(part)
-            positions.append(position)
-        return list(zip(positions[::2], positions[1::2], strict=True))
-
-    def _span(
-        self,
-        messages: list[dict[str, Any]],
-        pattern: re.Pattern[str],
-        text: str,
-        index: int,
-        marks: tuple[str, str],
-        *,
-        prompt: int | None,
-        whole: int | None,
-    ) -> tuple[int, int]:
-        """The span in `text` of the answer `messages[index]` with its end token, for a template
-        without blocks. For `prompt` and `whole`, see `lengths` of `_spans`."""
-        if prompt is None or whole is None:
-            # The part is not a prefix of the whole text: for example, some templates leave out the
-            # thoughts of earlier answers.
-            marks = ("" if prompt is not None else marks[0], marks[1])
-            start, end = self._marked_content(messages, text, index, marks)
-            end = self._with_end_token(text, end, pattern)
-            return (start if prompt is None else prompt), end
-        end = whole
-        specials = [m for m in pattern.finditer(text, prompt, whole) if m["special"]]
-        if specials and not text[specials[-1].end() : whole].strip():
-            end = specials[-1].end()
-        elif (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
-            end += len(eos)  # the template ends a turn only where the next one begins
-        return prompt, end
-
-    def _marked_content(
-        self, messages: list[dict[str, Any]], text: str, index: int, marks: tuple[str, str]
-    ) -> tuple[int, int]:
-        """The span in `text` of a message's content, without white space at its ends.
+    def _start(self, chat: _Rendered, first: _Text) -> _Span:
+        """The start of an answer's labels, if the text does not begin with its prompt.
 
         Args:
-            messages: the marked messages.
-            text: the rendered text of `messages`.
-            index: index of the message.
-            marks: characters to put before and after the content. If the first is "", the start of
-                the span is not located, and is 0.
+            chat: the rendered conversation.
+            first: the answer's first text.
         """
-        before, after = marks
-        content = messages[index]["content"]
-        core = content.strip()
-        changed = content.replace(core, f"{before}{core}{after}", 1) if core else ""
-        others = [
-            *messages[:index],
-            {**messages[index], "content": changed},
-            *messages[index + 1 :],
-        ]
-        found = render(self._template, others, self._variables)
-        unmarked = found.replace(before, "").replace(after, "")
-        if unmarked != text or any(mark and found.count(mark) != 1 for mark in marks):
-            raise TokenizerError(
-                "what the assistant says can't be found in what the chat template makes of the "
-                f"conversation: {_ADVICE}"
-            )
-        return found.index(before), found.index(after) - len(before)
+        text, index = chat.text, first.message
+        assert first.place is not None
+        start = first.place[0]
+        before = max(
+            (one.place[1] for one in chat.texts if one.place and one.place[1] <= start), default=0
+        )
+        prompt = self._generation_prompt(chat.variables)
+        opened = _OPENED.search(prompt)
+        headers = [prompt, prompt[: opened.start()] if opened else ""]
+        for header in filter(None, headers):
+            if (at := text.rfind(header, before, start)) >= 0:
+                return _Span(index, at + len(header), 0, opened=prompt[len(header) :])
+        # What the template writes between prompt and answer, if this is the last message.
+        with contextlib.suppress(InputError, TokenizerError):
+            history = chat.messages[:index]
+            whole = render(self._template, history, chat.variables, add_generation_prompt=True)
+            alone = chat.alone(self._template, index).partition(first.marks[0])[0]
+            opening = chat.unmarked(alone).removeprefix(whole)
+            if text.endswith(opening, before, start):
+                return _Span(index, start - len(opening), 0)
+        if first.reason == "lost_calls":
+            raise TokenizerError(_NOT_FOUND)
+        return _Span(index, start, 0)
 
-    def _with_end_token(self, text: str, end: int, pattern: re.Pattern[str]) -> int:
-        """The end of the special token that follows `end`, after white space at most; `end` if
-        there is none."""
-        match = pattern.search(text, end)
+    def _generation_prompt(self, variables: Mapping[str, Any]) -> str:
+        """What the template writes after a question with `add_generation_prompt`."""
+        own = {key: value for key, value in variables.items() if "tools" not in key}
+        key = json.dumps(own, sort_keys=True)
+        if key not in self._prompts:
+            try:
+                question, prompt = (
+                    render(self._template, _CONVERSATION[:1], own, add_generation_prompt=prompted)
+                    for prompted in (False, True)
+                )
+            except (InputError, TokenizerError):
+                question = prompt = ""
+            self._prompts[key] = prompt.removeprefix(question)
+        return self._prompts[key]
+
+    def _end(self, pattern: re.Pattern[str], text: str, start: int, whole: int) -> int:
+        """The end of an answer's turn, if the conversation up to it ends at `whole`."""
+        specials = [m for m in pattern.finditer(text, start, whole) if m["special"]]
+        if specials and not text[specials[-1].end() : whole].strip():
+            return specials[-1].end()
+        if (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
+            return whole + len(eos)  # the template ends a turn only where the next one begins
+        return whole
+
+    def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
+        """The end of an answer's turn, if the text does not begin with the conversation up to it.
+
+        Args:
+            chat: the rendered conversation.
+            last: the answer's last text.
+        """
+        assert last.place is not None
+        text, end = chat.text, last.place[1]
+        closing = ""
+        with contextlib.suppress(InputError, TokenizerError):
+            alone = chat.alone(self._template, last.message)
+            closing = chat.unmarked(alone.rpartition(last.marks[1])[2])
+        specials = [m for m in chat.pattern.finditer(closing) if m["special"]]
+        if closing and not specials:
+            return self._end(chat.pattern, text, end, end)
+        # Up to the token at its end, which is another one in gpt-oss's template.
+        before = closing[: specials[-1].start()] if specials else ""
+        if text.startswith(before, end):
+            end += len(before)
+        match = chat.pattern.search(text, end)
         if match is None or not match["special"] or text[end : match.start()].strip():
             return end
         return match.end()
 
+    def _blocks(self, chat: _Rendered, answers: list[int]) -> list[_Span]:
+        """The content of the template's `{% generation %}` blocks."""
+        free = free_characters([*chat.messages, dict(chat.variables)], self._template)
+        before, after = next(free), next(free)
+        marked = render(
+            self._template, chat.messages, chat.variables, generation_marks=(before, after)
+        )
+        parts = re.split(f"{before}(\\d*){before}|({after})", marked)
+        plain = "".join(parts[::3])
+        numbers, ends = parts[1::3], parts[2::3]
+        if plain != chat.text or any(end is None for end in ends[1::2]) or any(ends[::2]):
+            raise TokenizerError("the chat template changes what its {% generation %} blocks hold")
+        positions = list(itertools.accumulate(map(len, parts[:-1:3])))
+        owners = [int(number) if number else -1 for number in numbers[::2]]
+        if set(owners) != set(answers):
+            if len(owners) != len(answers) or set(owners) != {-1}:
+                raise TokenizerError(
+                    f"the chat template makes {len(owners)} {{% generation %}} blocks of "
+                    f"{len(answers)} answers: it must make at least one of each"
+                )
+            owners = answers
+        places = zip(owners, positions[::2], positions[1::2], strict=True)
+        return [_Span(owner, start, end) for owner, start, end in places]
+
     # As tokens
 
-    def _encoded(self, text: str, flags: bytearray, pattern: re.Pattern[str]) -> LabelledChat:
+    def _encoded(
+        self,
+        text: str,
+        flags: bytearray,
+        pattern: re.Pattern[str],
+        lost: tuple[tuple[str, str], ...],
+    ) -> LabelledChat:
         ids: list[int] = []
         loss_mask: list[bool] = []
         text_bytes = torn = 0
@@ -274,7 +559,46 @@ class ChatEncoder:
                 loss_mask.append(first)
                 torn += not first and own.find(1, start, end) >= 0
             text_bytes += len("".join(compress(piece, own)).encode("utf-8"))
-        return LabelledChat(ids, loss_mask, text_bytes, torn)
+        return LabelledChat(ids, loss_mask, text_bytes, torn, lost)
+
+
+def _after_thoughts(chat: _Rendered, span: _Span) -> int:
+    """The start of an answer's labels without its reasoning."""
+    first = span.end
+    for one in chat.texts:
+        if one.message == span.message and one.place and span.start <= one.place[0] < span.end:
+            if one.reason == "lost_thoughts":
+                closed = _CLOSED.match(chat.text, one.place[1])
+                return closed.end() if closed else one.place[1]
+            first = min(first, one.place[0])
+    if span.opened:
+        return first - len(chat.text[span.start : first].lstrip())
+    empty = _NO_THOUGHTS.search(chat.text, span.start, first)
+    return empty.end() if empty else span.start
+
+
+def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learned: bool) -> None:
+    """Insert the reasoning of an answer where the generation prompt opens it, in the text and in
+    the flags of its characters."""
+    tag = _OPENED.search(span.opened)
+    assert tag is not None
+    start, written = span.start, ""
+    if f"</{tag[1]}>" not in span.opened:
+        thoughts = split_thoughts(chat.messages[span.message])[0].strip("\n")
+        line = "\n" if span.opened.endswith("\n") else ""
+        gap = "" if chat.text[start : start + 1].isspace() else "\n\n"
+        written = f"{thoughts}{line}</{tag[1]}>{gap}"
+        kept = (span.message, "lost_thoughts")
+        chat.texts = [one for one in chat.texts if (one.message, one.reason) != kept]
+    flags[start:start] = bytes(len(span.opened)) + bytes([is_learned]) * len(written)
+    chat.text = f"{chat.text[:start]}{span.opened}{written}{chat.text[start:]}"
+
+
+def _described(one: _Text) -> tuple[str, str]:
+    """The reason and the message about a lost text."""
+    where = f" (message {one.message + 1})" if one.message >= 0 else ""
+    excerpt = " ".join(one.text[:60].split())
+    return one.reason, f"the chat template leaves out {LOST[one.reason]}{where}: '{excerpt}'"
 
 
 #: Form of special tokens in all known templates. It is searched only in the output of a template

@@ -10,6 +10,7 @@ any of both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -129,7 +131,8 @@ def render(
     Args:
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, from `plain_messages`.
-        generation_marks: texts to write before and after the content of a `{% generation %}` block.
+        generation_marks: texts to write before and after the content of a `{% generation %}` block;
+            after the first one stand the message's number, if it is known, and the first once more.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -143,7 +146,8 @@ def render_with_beginnings(
     messages: list[dict[str, Any]],
     variables: Mapping[str, Any],
     beginnings: Sequence[tuple[int, bool]],
-) -> tuple[str, list[int | None]]:
+    probe: tuple[list[dict[str, Any]], Mapping[str, Any]] | None = None,
+) -> tuple[str, list[int | None], str | None]:
     """The text of a conversation, and how much of it is that of each of its beginnings.
 
     Args:
@@ -152,10 +156,12 @@ def render_with_beginnings(
         variables: further variables of the template.
         beginnings: for each beginning, its number of messages, and whether it ends with the
             beginning of the assistant's next turn.
+        probe: further messages and variables to render.
 
     Returns:
         (text, for each beginning the number of its characters if the text begins with them;
-        otherwise, or if the template refuses the beginning, None)
+        otherwise, or if the template refuses the beginning, None, text of `probe`; None if the
+        template refuses it)
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -165,9 +171,10 @@ def render_with_beginnings(
         "messages": messages,
         "variables": dict(variables),
         "beginnings": beginnings,
+        "probe": probe,
     }
-    text, lengths = _within_limits(request, 1 + len(beginnings))
-    return text, lengths
+    text, lengths, probed = _within_limits(request, 1 + (probe is not None) + len(beginnings))
+    return text, lengths, probed
 
 
 class _Child(threading.local):
@@ -213,6 +220,7 @@ def chat_pieces(
     special_tokens: Sequence[str],
     *,
     add_generation_prompt: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, bool]]:
     """The text of `render_chat` in pieces: (text, True if it is a special token).
 
@@ -224,12 +232,16 @@ def chat_pieces(
     Args:
         template, messages, variables, add_generation_prompt: see `render_chat`.
         special_tokens: the tokenizer's special tokens.
+        options: see `Tokenizer.encode_chat`.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
     """
-    marked, pattern = protected(plain_messages(messages), special_tokens, template)
-    text = render(template, marked, variables, add_generation_prompt=add_generation_prompt)
+    plain = [*plain_messages(messages), dict(options)]
+    (*marked, own), pattern = protected(plain, special_tokens, template)
+    text = render(
+        template, marked, {**own, **variables}, add_generation_prompt=add_generation_prompt
+    )
     for piece, _, is_special in flagged_pieces(text, bytearray(len(text)), pattern):
         yield piece, is_special
 
@@ -267,7 +279,8 @@ def flagged_pieces(
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of `messages` as plain JSON data, without entries that are None.
+    """A copy of `messages` as plain JSON data, without entries that are None, except the content of
+    a message that calls tools.
 
     Raises:
         InputError: the messages are not a list of objects with texts as `role` and `content`, or
@@ -283,11 +296,13 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise InputError(f"messages[{number}] must be an object with role and content")
         for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
+            is_call = name == "content" and message.get(name) is None and message.get("tool_calls")
+            if not isinstance(message.get(name), str) and not is_call:
                 raise InputError(f"messages[{number}].{name} must be a text")
         try:
             # The template gets a copy from JSON, because an object could have dangerous methods.
-            copy = json.loads(json.dumps({k: v for k, v in message.items() if v is not None}))
+            own = {k: v for k, v in message.items() if v is not None or k == "content"}
+            copy = json.loads(json.dumps(own))
             json.dumps(copy, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             raise InputError(f"messages[{number}] is not valid Unicode") from None
@@ -340,7 +355,7 @@ def protected(
         if isinstance(value, list):
             return [mark(item) for item in value]
         if isinstance(value, dict):
-            return {key: mark(item) for key, item in value.items()}
+            return {mark(key): mark(item) for key, item in value.items()}
         return value
 
     pattern = rf"{before}(?P<text>{names}){after}|(?P<special>{names})|[{before}{after}]"
@@ -374,14 +389,20 @@ def _rendered(request: dict[str, Any]) -> Any:
             lengths.append(None)
         else:
             lengths.append(len(part) if text.startswith(part) else None)
-    return text, lengths
+    probed = None
+    if request["probe"] is not None:
+        changed, changed_variables = request["probe"]
+        with contextlib.suppress(InputError, TokenizerError):
+            probed = _text(template, changed, changed_variables)
+    return text, lengths, probed
 
 
 def _text(
     template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
     # Templates test `tools is not none`, which is true for an undefined variable.
-    values = {"messages": messages, "tools": None, "documents": None, _MARKS: ("", ""), **variables}
+    values = {"tools": None, "documents": None, _MARKS: ("", ""), **variables}
+    values |= {"messages": messages, _MESSAGES: messages}
     pieces: list[str] = []
     length = 0
     try:
@@ -425,9 +446,9 @@ def _one_line(text: Any) -> str:
     return " ".join(words)[:300]
 
 
-#: Name of the variable with the marks of `{% generation %}` blocks. The space keeps templates from
-#: using it.
-_MARKS = " marks"
+#: Names of the variables with the marks of `{% generation %}` blocks, and with all messages. The
+#: space keeps templates from using them.
+_MARKS, _MESSAGES = " marks", " messages"
 
 
 class _RefusalError(TemplateError):
@@ -465,12 +486,19 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_marked", [nodes.ContextReference()])
+        # With the variables of loops, one of which is the message.
+        call = self.call_method("_marked", [nodes.DerivedContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(lineno)
 
     def _marked(self, context: Context, caller: Macro) -> str:
         before, after = context[_MARKS]
-        return f"{before}{caller()}{after}"
+        if not before:
+            return str(caller())
+        values = [id(value) for value in context.get_all().values()]
+        messages = enumerate(context[_MESSAGES])
+        answers = (n for n, one in messages if one["role"] == "assistant" and id(one) in values)
+        number = next(answers, "")
+        return f"{before}{number}{before}{caller()}{after}"
 
 
 @functools.cache

@@ -439,26 +439,7 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
             "which can't be read exactly: convert it to tokenizer.json with transformers"
         )
     require_short(path, vocabulary)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=_sentencepiece_merges(pieces, vocabulary),
-            unk_token=names[2][0],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend = sentencepiece_backend(pieces, vocabulary, unknown=names[2][0])
     add_special_tokens(backend, [*names[2], *names[3]])
     bos = "<s>" if "<s>" in vocabulary else None
     eos = "</s>" if "</s>" in vocabulary else None
@@ -467,20 +448,56 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
     return TokenizerParts(backend, bos_token=bos, eos_token=eos, add_bos=bos is not None)
 
 
-def _sentencepiece_merges(
-    pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]
-) -> list[tuple[str, str]]:
-    """The BPE merges that give the same ids as sentencepiece: every way to cut a normal piece into
-    two pieces, ordered by the score of the whole piece (highest first), then by the ids of the two
-    pieces."""
+def sentencepiece_backend(
+    pieces: list[tuple[str, float, int]],
+    vocabulary: dict[str, int],
+    *,
+    unknown: str | None,
+    space_prefix: bool = True,
+    leftmost: bool = False,
+) -> tokenizers.Tokenizer:
+    """A BPE tokenizer with byte fallback that gives the ids of sentencepiece.
+
+    Args:
+        pieces: (text, score, type) of each piece, see `_sentencepiece_pieces`.
+        vocabulary: ids by text.
+        unknown: text of the unknown token; None if there is none.
+        space_prefix: put a space before a text.
+        leftmost: where several pieces have the same score, merge the leftmost pair first, as
+            llama.cpp does for runs of spaces.
+    """
+
+    def order(merge: tuple[float, str, str]) -> tuple[float, ...]:
+        score, left, right = merge
+        ids = vocabulary[left], vocabulary[right]
+        # A run that grows from the left has the longest pairs first.
+        return (-score, -len(left), *ids) if leftmost else (-score, *ids)
+
+    # Every way to cut a normal piece into two pieces, the pieces with the highest score first.
     merges = [
-        (-score, vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])
+        (score, piece[:i], piece[i:])
         for piece, score, kind in pieces
         if kind == 1
         for i in range(1, len(piece))
         if piece[:i] in vocabulary and piece[i:] in vocabulary
     ]
-    return [(left, right) for *_, left, right in sorted(merges, key=lambda merge: merge[:3])]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for _, left, right in sorted(merges, key=order)],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if not space_prefix:
+        backend.normalizer, backend.decoder = spaces, decoders.Sequence(to_text)
+        return backend
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    backend.decoder = decoders.Sequence([*to_text, decoders.Strip(" ", 1, 0)])
+    return backend
 
 
 # A tokenizer.json from strangers

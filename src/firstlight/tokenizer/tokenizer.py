@@ -6,8 +6,9 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import tokenizers
@@ -308,9 +309,16 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = False,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """The ids of the text of `apply_chat_template`. Only the template's own text can become
-        special tokens; the messages' text is plain text.
+        special tokens; the text of the messages and options is plain text.
+
+        Args:
+            messages: see `apply_chat_template`.
+            add_generation_prompt: see `apply_chat_template`.
+            options: further variables of the template, plain JSON, such as `tools` and
+                `enable_thinking`.
 
         Raises:
             InputError, TokenizerError: see `apply_chat_template`.
@@ -323,6 +331,7 @@ class Tokenizer:
             self.named_tokens,
             list(self.special_tokens),
             add_generation_prompt=add_generation_prompt,
+            options=options,
         )
         special = self.special_tokens
         ids = (([special[piece]] if known else self.encode(piece)) for piece, known in pieces)
@@ -373,10 +382,22 @@ class TextStream:
 
     The texts returned by `push`, and at the end by `finish`, concatenate to exactly the text that
     decoding all ids at once adds after the text of `prompt_ids`.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompt_ids: token ids before the first one.
+        shown: special tokens whose names are part of the text; others have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        shown: Collection[str] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        special = tokenizer.special_tokens
+        self._shown = {special[name]: name for name in shown if name in special}
         self._ids = [i for i in prompt_ids if i not in tokenizer.special_token_ids]
         text = tokenizer.decode(self._ids)
         self._emitted = len(text)
@@ -386,6 +407,8 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Add one id; return the text that no later id can change (often a word, or "")."""
+        if token_id in self._shown:
+            return self.finish() + self._shown[token_id]
         if token_id in self._tokenizer.special_token_ids:
             return ""
         self._ids.append(token_id)

@@ -30,7 +30,7 @@ from firstlight.training.state import (
     states_to_write,
 )
 from firstlight.training.validation import evaluate_dataset
-from firstlight.weights.huggingface import model_files
+from firstlight.weights.huggingface import CONFIG_NAME, model_files
 from firstlight.weights.loading import file_tensors
 from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, save_tensors
 
@@ -207,10 +207,12 @@ def captured(run: Run) -> Checkpoint:
         tensors_of = file_tensors if run.base is None else adapter_tensors
         found = engine.state_tensors(model, program.optimizer, tensors_of)
         randoms = {**states_of_ranks(engine), **words}
-    files = model_files(model.config, run.tokenizer)
+    files = model_files(model.config, run.tokenizer, run.generation)
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
+        # With a config.json, transformers would look for the weights of a whole model here.
+        del files[CONFIG_NAME]
     # Not the loader's count, which includes batches that were read but not used.
     rows_seen = run.state.rows_seen
     return Checkpoint(
@@ -307,7 +309,8 @@ def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
 def _write(run: Run, average: dict[str, Tensor], record: dict[str, object]) -> None:
     run.require_folder()
     with new_folder(run.folder / AVERAGED_NAME, replace=True) as folder:
-        for name, text in model_files(run.program.model.config, run.tokenizer).items():
+        config = run.program.model.config
+        for name, text in model_files(config, run.tokenizer, run.generation).items():
             (folder / name).write_text(text, encoding="utf-8")
         save_tensors(average, folder / WEIGHTS_NAME)
         write_json(folder / _EVALUATION_NAME, record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class Run:
         save_stall_seconds: seconds for which training waited in the last save.
         times: seconds of the loop's steps, evaluations and saves.
         budget: the time budget of a run in minutes; None for other runs.
+        generation: content of generation_config.json of the model that the run started from.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
         schedule: learning-rate schedule of the whole run.
@@ -109,6 +110,7 @@ class Run:
     save_stall_seconds: float = 0.0
     times: LoopTimes = field(default_factory=LoopTimes)
     budget: TimeBudget | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         recipe = self.recipe

@@ -249,6 +249,7 @@ def _assembled(
         tasks=tasks,
         tell=tell,
         budget=budget,
+        generation=first.generation,
     )
     if newest is not None:
         take_up(run, newest)

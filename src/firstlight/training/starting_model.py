@@ -7,7 +7,7 @@ the base model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +37,12 @@ from firstlight.parallel.engine import Engine
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.processes import on_main
-from firstlight.weights.huggingface import read_config, training_notes, unloaded_model
+from firstlight.weights.huggingface import (
+    read_config,
+    read_generation,
+    training_notes,
+    unloaded_model,
+)
 from firstlight.weights.loading import (
     file_tensors,
     fitting_tensors,
@@ -148,11 +153,13 @@ class FirstModel:
             None where `new_model` makes it.
         identity: identity of the model that the run started from; None but with `lora` and in a
             new run on pairs.
+        generation: content of its generation_config.json.
     """
 
     config: ModelConfig
     model: Model | None = None
     identity: ModelIdentity | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def first_model(
@@ -198,19 +205,20 @@ def first_model(
             "them out"
         )
     if newest is not None:
-        return FirstModel(_resumed_config(recipe, newest, tell))
+        config = _resumed_config(recipe, newest, tell)
+        return FirstModel(config, generation=read_generation([newest]))
     if init_from is None:
         return FirstModel(_new_config(recipe, tokenizer, engine))
 
     def starting(folder: Path) -> FirstModel:
-        model = _starting_model(
+        loaded = _starting_model(
             recipe, tokenizer, folder, init_from, new_rows=new_rows, pairs=pairs, tell=tell
         )
-        if recipe.lora is None and not pairs:
-            return FirstModel(model.config, model)
-        # Hashed here, so that the files are those that were read.
-        identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
-        return FirstModel(model.config, model, identity)
+        identity = None
+        if recipe.lora is not None or pairs:
+            # Hashed here, so that the files are those that were read.
+            identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
+        return FirstModel(loaded.model.config, loaded.model, identity, loaded.generation)
 
     return read_start(init_from, engine, starting)
 
@@ -287,7 +295,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
             f"{newest} can't be resumed: its base {base.name} has changed (the weights' sha256 "
             "differs): restore the old one"
         )
-    return FirstModel(model.config, model, base)
+    return FirstModel(model.config, model, base, read_generation([newest]))
 
 
 def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
@@ -426,7 +434,7 @@ def _starting_model(
     new_rows: str,
     pairs: bool,
     tell: Callable[[str], None],
-) -> Model:
+) -> LoadedModel:
     """The model of --init-from in `folder`, with new rows for the tokens that the data's tokenizer
     has in addition to the model's.
 
@@ -475,7 +483,7 @@ def _starting_model(
     names = contradictions(recipe, loaded.model.config)
     if names:
         tell(f"warning: the model is that of {init_from}; not used: {', '.join(names)}")
-    return loaded.model
+    return loaded
 
 
 def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:

@@ -46,7 +46,8 @@ _DISK_ERRORS = (
 def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
-    """The folder of a local model, or of a hub model after its download.
+    """The folder of a local model, of a GGUF file's model (see `gguf_folder`), or of a hub model
+    after its download.
 
     A hub id is OWNER/NAME (`openai-community/gpt2`), or OWNER/NAME@REVISION for a branch, tag or
     commit other than the newest of `main`. The revision begins at the first "@", which no
@@ -57,7 +58,7 @@ def find_model_folder(
     again. If the hub can't be reached, the cached files are used without a message.
 
     Args:
-        name: a folder or a hub id.
+        name: a folder, a GGUF file or a hub id.
         pickled: download `pytorch_model*.bin` if the model has no safetensors.
         weights: False downloads only config.json, the tokenizer and other small files.
         typed: True if the user typed the name. It is then not looked up at the hub if it looks
@@ -71,6 +72,11 @@ def find_model_folder(
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        # Imported here, because it imports torch, which no other name needs.
+        from firstlight.weights.gguf.reader import gguf_folder
+
+        return gguf_folder(path)
     text = str(name)
     repository, at, revision = text.partition("@")
     looks_like_hub_id = _HUB_ID.fullmatch(repository) is not None and not (at and not revision)
@@ -110,13 +116,6 @@ def is_hub_id(name: str) -> bool:
     if _HUB_ID.fullmatch(repository) is None or path.exists():
         return False
     return bool(at) or not _is_mistyped_path(path, _near(path))
-
-
-def repository_of(folder: Path) -> str | None:
-    """OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache; None for any
-    other folder."""
-    found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
-    return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
 
 
 def _near(path: Path) -> str:

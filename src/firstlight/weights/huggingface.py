@@ -7,8 +7,10 @@ them without weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,8 +97,54 @@ def read_config(folder: Path) -> ModelConfig:
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
+        require_not_trainer(folder)
         raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
     return config_from_hf(read_json_object(path, ModelError), str(path))
+
+
+def require_not_trainer(folder: Path) -> None:
+    """Refuse a folder without config.json that transformers' Trainer has written.
+
+    Raises:
+        ModelError: it is such a folder; the message names the model in it.
+    """
+    numbers = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.iterdir())
+    if steps := [int(found[1]) for found in numbers if found]:
+        newest = folder / f"checkpoint-{max(steps)}"
+        raise ModelError(
+            f"{folder} is an output folder of transformers' Trainer, not a model folder: name one "
+            f"of its checkpoints; the newest is {newest}"
+        )
+    if (folder / "training_args.bin").is_file():
+        raise ModelError(
+            f"{folder} is a checkpoint of transformers' Trainer without {CONFIG_NAME}: copy "
+            f"{CONFIG_NAME} and the tokenizer's files of the model that was trained into it"
+        )
+
+
+#: Ways to undo what a program has quantised.
+_UNDO = {
+    "mlx-lm": ", or undo it with `mlx_lm.convert --dequantize --hf-path FOLDER --mlx-path NEW`",
+    "bitsandbytes": ", or undo it with transformers: model.dequantize(), model.save_pretrained",
+}
+
+
+def _require_plain(content: Mapping[str, Any], where: str) -> None:
+    """Refuse the config.json of quantised weights, except of a model in MXFP4, which is read."""
+    packed = content.get("quantization_config") or content.get("quantization")
+    values = packed if isinstance(packed, Mapping) else {}
+    program = values.get("quant_method") or ("mlx-lm" if "group_size" in values else "others")
+    family = FAMILIES.get(str(content.get("model_type")))
+    has_mxfp4 = family is not None and family.spec.has_mxfp4
+    if not packed or (program == "mxfp4" and has_mxfp4):
+        return
+    bits = values.get("bits") or (4 if values.get("load_in_4bit") else None)
+    to_bits = f" to {bits} bits" if bits else ""
+    raise ModelError(
+        f"{where}: the weights were quantised by {program}{to_bits}, and quantised weights are not "
+        f"read: take the model that was not quantised{_UNDO.get(program, '')} (for an adapter, "
+        "name that model as base_model_name_or_path in adapter_config.json)"
+    )
 
 
 def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
@@ -110,13 +158,7 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
         ModelError: the config is damaged, or of an unsupported family or quantisation.
     """
     family = FAMILIES.get(str(content.get("model_type")))
-    packed = content.get("quantization_config")
-    kind = packed.get("quant_method") if isinstance(packed, Mapping) else None
-    if packed and not (kind == "mxfp4" and family is not None and family.spec.has_mxfp4):
-        raise ModelError(
-            f"{where}: quantization_config: quantised weights are not read: take the model that "
-            "was not quantised"
-        )
+    _require_plain(content, where)
     if family is None:
         classes = content.get("architectures")
         architecture = f" ({classes[0]})" if isinstance(classes, list) and classes else ""
@@ -139,35 +181,87 @@ def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The ids that end a text: from generation_config.json, else from config.json, else from the
     tokenizer; () if none of them has any."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
-        path = folder / name
-        values = read_json_object(path, ModelError) if path.is_file() else {}
-        value = values.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-            return tuple(value)
+        if ends := _end_ids(_read_optional(folder / name)):
+            return ends
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         return (tokenizer.eos_token_id,)
     return ()
 
 
-def model_files(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The files of a Hugging Face model folder except the weights, as texts by name."""
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json_object(path, ModelError) if path.is_file() else {}
+
+
+def _end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
+    value: Any = content.get("eos_token_id")
+    ids: list[Any] = value if isinstance(value, list) else [value]
+    return tuple(ids) if all(isinstance(item, int) for item in ids) else ()
+
+
+def read_generation(folders: Iterable[Path]) -> dict[str, Any]:
+    """The content of generation_config.json in the first folder that has one; {} if none has.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    found = (folder / GENERATION_CONFIG_NAME for folder in folders)
+    return next((_read_optional(path) for path in found if path.is_file()), {})
+
+
+#: Sampling settings of generation_config.json, which have the same names in `SamplingConfig`.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a generation_config.json that replace defaults of `SamplingConfig`.
+
+    As in transformers, a model that samples has temperature 1 unless the file has another, and one
+    with `do_sample` false always takes the likeliest token.
+    """
+    found = {"temperature": 1.0} if generation.get("do_sample") is True else {}
+    for name in _SAMPLING:
+        value = generation.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = int(value) if name == "top_k" else float(value)
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
+
+
+def model_files(
+    config: ModelConfig, tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, str]:
+    """The files of a Hugging Face model folder except the weights, as texts by name.
+
+    Args:
+        config: config of the model.
+        tokenizer: tokenizer of the model.
+        generation: see `generation_config`.
+    """
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     content = {**config.to_hf(), **special, "dtype": "float32", "torch_dtype": "float32"}
     return {
         CONFIG_NAME: json.dumps(content, indent=2) + "\n",
-        GENERATION_CONFIG_NAME: json.dumps(generation_config(tokenizer), indent=2) + "\n",
+        GENERATION_CONFIG_NAME: json.dumps(generation_config(tokenizer, generation), indent=2)
+        + "\n",
         **tokenizer.files(),
     }
 
 
-def generation_config(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+def generation_config(
+    tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """The `generation_config.json` of a model with this tokenizer, as an object. Ids that end a
-    turn of the tokenizer's chat template also end a generation."""
+    turn of the tokenizer's chat template also end a generation.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        generation: the file of the model that it was made from, whose settings and end tokens are
+            kept.
+    """
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ends += [end for end in turn_end_ids(tokenizer) if end not in ends]
-    content: dict[str, int | list[int]] = {}
+    ends = list(dict.fromkeys((*ends, *turn_end_ids(tokenizer), *_end_ids(generation))))
+    content = dict(generation)
     if tokenizer.bos_token_id is not None:
         content["bos_token_id"] = tokenizer.bos_token_id
     if ends:

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,6 @@ from firstlight.files.atomic import (
     write_file,
 )
 from firstlight.files.tensor_file import write_tensors
-from firstlight.weights.hub import repository_of
 
 _AnyTensor = TypeVar("_AnyTensor")
 
@@ -321,13 +321,20 @@ def has_pickled_weights(folder: Path) -> bool:
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
+def _repository_of(folder: Path) -> str | None:
+    """OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache; None for any
+    other folder."""
+    found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
+    return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
+
+
 def _no_weights(folder: Path) -> ModelError:
     if any(folder.glob("model.shard-*-of-*.safetensors")):
         return ModelError(
             f"{folder} holds its weights in shards, each written by one process: make a model "
             f"folder of them with `firstlight convert {folder} --out DIR`, and use that"
         )
-    repository = repository_of(folder)
+    repository = _repository_of(folder)
     if has_pickled_weights(folder) or repository:
         return ModelError(
             f"{folder} has no {WEIGHTS_NAME}; a {PICKLED_NAME} is a pickle, which could run code "

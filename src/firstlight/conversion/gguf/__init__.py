@@ -1,1 +1,1 @@
-"""GGUF, the format of llama.cpp: read, write and quantise."""
+"""Modelfiles for Ollama, and files in the formats of llama.cpp's quantiser."""

@@ -1,121 +1,211 @@
 """Modelfiles for Ollama: the chat template in Go's syntax, stop texts and the context length.
 
 Ollama renders conversations with a template of Go's `text/template`, not with the tokenizer's Jinja
-template. Three common templates are known here in both forms. A tokenizer's template is compared
-with them by the texts that it renders, not by its source.
+template. The texts around the messages are read from what the tokenizer's template renders, and the
+result is compared with it on further conversations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 
 from firstlight.errors import FirstlightError
 from firstlight.tokenizer import Tokenizer
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[Mapping[str, str]]
 
 #: Maximum context length in tokens that a Modelfile sets, since Ollama allocates the cache for the
 #: whole context when it loads a model.
 _MOST_CONTEXT = 32_768
 
-#: Conversations by which a template is recognised; each is rendered with the start of an answer.
-_CONVERSATIONS: tuple[Messages, ...] = (
-    ({"role": "user", "content": "When does the sun rise?"},),
-    (
-        {"role": "system", "content": "You are a lamp."},
-        {"role": "user", "content": "When does the sun rise?"},
-        {"role": "assistant", "content": "At six.\nIn winter, at eight."},
-        {"role": "user", "content": "And set?"},
-    ),
+#: Contents whose places in a rendered conversation are looked up: no template contains them.
+_SYSTEM = "System-7f3a"
+_FIRST = "First-7f3a"
+_ANSWER = "Answer-7f3a"
+_SECOND = "Second-7f3a"
+#: Roles of a conversation, beginning with its first question.
+_TURNS = ("user", "assistant", "user", "assistant", "user")
+#: Conversations by which the template is checked; each is rendered with the start of an answer.
+_CONTENTS = (
+    "When does the sun rise?",
+    "At six.\nIn winter, at eight.",
+    "And set?",
+    "At nine.",
+    "Thanks!",
 )
 
 
 @dataclass(frozen=True)
 class OllamaTemplate:
-    """A known chat template.
+    """The texts around the messages of a conversation.
 
     Attributes:
-        name: name of the template, for messages.
-        go: the template in Go's syntax, without the token that begins a text (llama.cpp adds it).
-        render: function from a conversation to the text that `go` renders.
+        head: text before the first question if there is no system message.
+        system_head: text before the system message, in place of `head`, or with `is_last` after
+            the text before the last question; None if there is no place for one.
+        system_end: text between the system message and the question after it.
+        user: text before every further question.
+        assistant: text between a question and its answer.
+        assistant_end: text after an answer that is followed by a question.
+        prompt: text after the last question, after which the model answers.
+        is_last: True if the system message is in the last question, as in Mistral's templates.
         stops: texts at which Ollama ends an answer.
     """
 
-    name: str
-    go: str
-    render: Callable[[Messages], str]
+    head: str
+    system_head: str | None
+    system_end: str
+    user: str
+    assistant: str
+    assistant_end: str
+    prompt: str
+    is_last: bool
     stops: tuple[str, ...]
 
+    def render(self, messages: Messages) -> str:
+        """The text that `go` renders."""
+        system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+        has_system = bool(system) and self.system_head is not None
+        shown = f"{self.system_head}{system}{self.system_end}"
+        text = ""
+        for i, message in enumerate(messages):
+            if message["role"] == "user":
+                is_shown = has_system and (i == len(messages) - 1 if self.is_last else i < 2)
+                if self.is_last or not is_shown:
+                    text += self.head if i < 2 else self.user
+                text += shown * is_shown + message["content"]
+            elif message["role"] == "assistant":
+                text += self.assistant + message["content"] + self.assistant_end
+        return text + self.prompt
 
-def _chatml(messages: Messages) -> str:
-    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    return f"{text}<|im_start|>assistant\n"
-
-
-def _llama3(messages: Messages) -> str:
-    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    text = "".join(f"{head.format(m['role'])}{m['content']}<|eot_id|>" for m in messages)
-    return text + head.format("assistant")
-
-
-def _llama2(messages: Messages) -> str:
-    text, system = "", ""
-    for i, message in enumerate(messages):
-        content = message["content"]
-        if message["role"] == "system":
-            system = f"<<SYS>>\n{content}\n<</SYS>>\n\n"
-        elif message["role"] == "user":
-            # The system prompt stands in the first user message.
-            text += f"[INST] {system if i < 2 else ''}{content} [/INST]"
-        else:
-            text += f" {content} </s><s>"
-    return text
-
-
-OLLAMA_TEMPLATES = (
-    OllamaTemplate(
-        "ChatML",
-        "{{ range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n"
-        "{{ end }}<|im_start|>assistant\n",
-        _chatml,
-        ("<|im_start|>", "<|im_end|>"),
-    ),
-    OllamaTemplate(
-        "Llama 3",
-        "{{ range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>\n\n"
-        "{{ .Content }}<|eot_id|>{{ end }}<|start_header_id|>assistant<|end_header_id|>\n\n",
-        _llama3,
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-    OllamaTemplate(
-        "Llama 2",
-        '{{ range $i, $m := .Messages }}{{ if eq $m.Role "user" }}[INST] '
-        "{{ if and $.System (lt $i 2) }}<<SYS>>\n{{ $.System }}\n<</SYS>>\n\n{{ end }}"
-        '{{ $m.Content }} [/INST]{{ else if eq $m.Role "assistant" }} {{ $m.Content }} </s><s>'
-        "{{ end }}{{ end }}",
-        _llama2,
-        ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
-    ),
-)
+    @property
+    def go(self) -> str:
+        """The template in Go's syntax."""
+        question = f"{{{{ if lt $i 2 }}}}{self.head}{{{{ else }}}}{self.user}{{{{ end }}}}"
+        system = f"{self.system_head}{{{{ $.System }}}}{self.system_end}"
+        if self.system_head is not None and self.is_last:
+            question += (
+                "{{ if and $.System (eq (len (slice $.Messages $i)) 1) }}" + system + "{{ end }}"
+            )
+        elif self.system_head is not None:
+            rest = question.removeprefix("{{ ")
+            question = "{{ if and $.System (lt $i 2) }}" + system + "{{ else " + rest
+        return (
+            '{{ range $i, $m := .Messages }}{{ if eq $m.Role "user" }}'
+            f"{question}{{{{ $m.Content }}}}"
+            '{{ else if eq $m.Role "assistant" }}'
+            f"{self.assistant}{{{{ $m.Content }}}}{self.assistant_end}"
+            f"{{{{ end }}}}{{{{ end }}}}{self.prompt}"
+        )
 
 
-def known_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
-    """The known template that renders the same texts as the tokenizer's template; None if there is
-    none."""
-    begin = tokenizer.bos_token or ""
+def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
+    """The template that renders the same texts as the tokenizer's template, without the token that
+    llama.cpp puts before a text; None if there is none of this form."""
     try:
-        rendered = [
-            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-            for messages in _CONVERSATIONS
-        ]
-    except FirstlightError:
+        template = _observed(tokenizer)
+        for count in (1, 3, 5):
+            turns = [
+                {"role": role, "content": content}
+                for role, content in zip(_TURNS[:count], _CONTENTS[:count], strict=True)
+            ]
+            conversations = [turns]
+            if template.system_head is not None:
+                conversations.append([{"role": "system", "content": "You are a lamp."}, *turns])
+            for messages in conversations:
+                if template.render(messages) != _rendered(tokenizer, messages):
+                    return None
+    except (FirstlightError, ValueError):
         return None
-    for template in OLLAMA_TEMPLATES:
-        texts = [template.render(messages) for messages in _CONVERSATIONS]
-        if rendered == texts or rendered == [begin + text for text in texts]:
-            return template
-    return None
+    # These would be actions of the Go template, or end it.
+    parts = [part for part in vars(template).values() if isinstance(part, str)]
+    is_taken = any(mark in part for mark in ("{{", "}}", '"""') for part in parts)
+    return None if is_taken or "{{{" in template.go else template
+
+
+def _rendered(tokenizer: Tokenizer, messages: Messages, *, prompt: bool = True) -> str:
+    """The text of the tokenizer's template, without the token that llama.cpp puts before it."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
+    return text.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else text
+
+
+def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
+    """The texts around the messages, as the tokenizer's template renders them.
+
+    Raises:
+        FirstlightError: the template refuses a plain conversation.
+        ValueError: a message is missing in the text, or has another place.
+    """
+    turns = [
+        {"role": role, "content": content}
+        for role, content in zip(_TURNS, (_FIRST, _ANSWER, _SECOND), strict=False)
+    ]
+    head, prompt = _around(_rendered(tokenizer, turns[:1]), _FIRST)
+    _, assistant, joint, _ = _around(_rendered(tokenizer, turns), _FIRST, _ANSWER, _SECOND)
+    # Some templates end the last answer with another token than earlier ones.
+    *_, end = _around(_rendered(tokenizer, turns[:2], prompt=False), _FIRST, _ANSWER)
+    if not joint.startswith(end):
+        shared = (n for n in range(len(joint) + 1) if head.endswith(joint[n:]))
+        assistant_end = joint[: next(shared)]
+    else:
+        assistant_end = end
+    user = joint[len(assistant_end) :]
+    template = OllamaTemplate(
+        head=head,
+        system_head=None,
+        system_end="",
+        user=user,
+        assistant=assistant,
+        assistant_end=assistant_end,
+        prompt=prompt,
+        is_last=False,
+        stops=_stops(tokenizer, end, user if assistant_end == end else ""),
+    )
+    try:
+        text = _rendered(tokenizer, [{"role": "system", "content": _SYSTEM}, *turns])
+    except FirstlightError:  # as Gemma 2's, which has no system messages
+        return template
+    if _SYSTEM not in text:
+        return template
+    if is_last := text.find(_SYSTEM) > text.find(_ANSWER):
+        *_, before, system_end, _ = _around(text, _ANSWER, _SYSTEM, _SECOND)
+        before = before.removeprefix(assistant_end + user)
+    else:
+        before, system_end, _ = _around(text, _SYSTEM, _FIRST)
+    return dataclasses.replace(template, system_head=before, system_end=system_end, is_last=is_last)
+
+
+def _around(text: str, *contents: str) -> list[str]:
+    """The texts before, between and after `contents`, each of which is there once, in this order.
+
+    Raises:
+        ValueError: one is not.
+    """
+    parts = []
+    for content in contents:
+        if text.count(content) != 1:
+            raise ValueError(content)
+        before, text = text.split(content)
+        parts.append(before)
+    return [*parts, text]
+
+
+def _stops(tokenizer: Tokenizer, end: str, user: str) -> tuple[str, ...]:
+    """Texts that end an answer: the special tokens after an answer and before a question, or that
+    beginning itself if it has none."""
+    found = sorted(
+        (place, token)
+        for token in tokenizer.special_tokens
+        if (place := (end + user).find(token)) >= 0
+    )
+    stops = [token for _, token in found]
+    if user.strip() and not any(token in user for token in tokenizer.special_tokens):
+        stops.append(user.strip().split("\n")[0])
+    # A Modelfile's texts are in quotation marks.
+    return tuple(stop for stop in stops if '"' not in stop)
 
 
 def modelfile(file: str, tokenizer: Tokenizer | None, context: int) -> tuple[str, list[str]]:
@@ -132,19 +222,20 @@ def modelfile(file: str, tokenizer: Tokenizer | None, context: int) -> tuple[str
         lines.append('TEMPLATE """{{ .Prompt }}"""')
         notes.append("there is no chat template: the Modelfile's gives the prompt as it is")
     else:
-        template = known_template(tokenizer)
+        template = ollama_template(tokenizer)
         if template is None:
-            names = [one.name for one in OLLAMA_TEMPLATES]
             notes.append(
-                f"the chat template renders otherwise than {', '.join(names)}: the Modelfile has "
+                "the chat template renders more than texts around the messages: the Modelfile has "
                 "no TEMPLATE, write one in Go's syntax (https://docs.ollama.com/template)"
             )
         else:
-            begins = tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
-            begin = tokenizer.bos_token or ""
-            # llama.cpp adds the token itself if the tokenizer does (`add_bos`).
-            written = begin if begin and not tokenizer.add_bos and begins.startswith(begin) else ""
-            lines.append(f'TEMPLATE """{written}{template.go}"""')
+            # A date in this form is today's only in templates that ask for it, as gpt-oss' does.
+            go = template.go.replace(date.today().isoformat(), "{{ currentDate }}")
+            lines.append(f'TEMPLATE """{go}"""')
+            if date.today().strftime("%d %b %Y") in go:
+                notes.append("the chat template shows the date, which stays today's in Ollama")
+            if template.system_head is None:
+                notes.append("the chat template takes no system message: Ollama leaves it out")
     end = None if tokenizer is None else tokenizer.eos_token
     stops = [*(template.stops if template else ()), *([end] if end else [])]
     lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops)]

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firstlight.conversion.check import check_dtype, logits_of
-from firstlight.conversion.gguf.architectures import supported_model
-from firstlight.conversion.gguf.tensors import tensor_rules
 from firstlight.errors import ConfigError, MissingDependencyError, ModelError
 from firstlight.models import Model, build_model
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.gguf.architectures import supported_model
+from firstlight.weights.gguf.tensors import tensor_rules
 from firstlight.weights.huggingface import config_from_hf
 from firstlight.weights.loading import fill
 

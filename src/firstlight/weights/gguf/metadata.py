@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.conversion.gguf.architectures import ARCHITECTURES
 from firstlight.errors import ModelError
 from firstlight.models import FAMILIES
 from firstlight.models.family import ExpertNames, FamilySpec
@@ -26,6 +25,7 @@ from firstlight.models.rope import (
     rope_magnitude,
     yarn_magnitude,
 )
+from firstlight.weights.gguf.architectures import ARCHITECTURES
 from firstlight.weights.huggingface import config_from_hf
 
 if TYPE_CHECKING:

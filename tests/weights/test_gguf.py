@@ -20,15 +20,19 @@ import transformers
 from torch import Tensor
 
 from builders import slow_but
-from firstlight.conversion.gguf.architectures import ARCHITECTURES
-from firstlight.conversion.gguf.metadata import config_of, llama3_factors
-from firstlight.conversion.gguf.reader import GGUFParser, read_gguf
-from firstlight.conversion.gguf.writer import GGUFDtype, gguf_notes, write_gguf
+from firstlight.checkpoint.selection import resolve_model_folder, resolve_tokenizer
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
 from firstlight.files import disk as seam
+from firstlight.lora.files import base_name
+from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES
 from firstlight.models.rope import Llama3Rope
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.gguf.architectures import ARCHITECTURES
+from firstlight.weights.gguf.metadata import config_of, llama3_factors
+from firstlight.weights.gguf.reader import GGUFParser, gguf_folder, read_gguf
+from firstlight.weights.gguf.writer import GGUFDtype, gguf_notes, write_gguf
+from firstlight.weights.loading import file_tensors
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 transformers.utils.logging.disable_progress_bar()
@@ -253,8 +257,7 @@ def test_gguf_read_again_has_the_numbers_and_the_model_that_were_written(
     assert found.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert same_numbers(family, found.tensors[name], tensor), name
-    assert found.tokens is None
-    assert found.chat_template is None
+    assert found.tokenizer() is None
     ids = torch.randint(0, 320, (1, 96), generator=torch.Generator().manual_seed(0))
     logits: list[Tensor] = []
     for values, state in ((config, tensors), (found.config, found.tensors)):
@@ -525,10 +528,10 @@ def test_a_vocabulary_is_filled_up_to_the_embedding(tmp_path: Path, tokenizer: T
     config, tensors = drawn("llama", tmp_path, vocab_size=333)
     write_gguf(tmp_path / "m.gguf", config, tensors, tokenizer, dtype="f32")
     found = read_gguf(tmp_path / "m.gguf")
-    assert found.tokens is not None
-    assert len(found.tokens) == 333
-    assert found.tokens[320:] == [f"[PAD{i}]" for i in range(320, 333)]
-    assert [tokenizer.backend.token_to_id(token) for token in found.tokens[:320]] == [*range(320)]
+    tokens = found.metadata["tokenizer.ggml.tokens"]
+    assert len(tokens) == 333
+    assert tokens[320:] == [f"[PAD{i}]" for i in range(320, 333)]
+    assert [tokenizer.backend.token_to_id(token) for token in tokens[:320]] == [*range(320)]
     assert found.config["eos_token_id"] == tokenizer.eos_token_id
 
 
@@ -545,7 +548,44 @@ def test_chat_templates_come_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
     chatty.config["chat_template"] = template
     config, tensors = drawn("llama", tmp_path)
     write_gguf(tmp_path / "m.gguf", config, tensors, chatty, dtype="f32")
-    assert read_gguf(tmp_path / "m.gguf").chat_template == template
+    assert read_gguf(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == template
+
+
+def test_gguf_file_opened_by_path_is_kept_in_the_cache_until_it_changes(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    config, tensors = drawn("llama", tmp_path)
+    file = tmp_path / "M.GGUF"
+    write_gguf(file, config, tensors, tokenizer, dtype="f32")
+    folder = resolve_model_folder(file)
+    assert resolve_tokenizer(file) == folder
+    assert gguf_folder(file) == folder
+    loaded = load_model(file)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.encode("the light") == tokenizer.encode("the light")
+    assert loaded.eos_token_ids == (tokenizer.eos_token_id,)
+    for name, tensor in file_tensors(loaded.model).items():
+        assert torch.equal(tensor, tensors[name].float()), name
+    assert transformers.AutoTokenizer.from_pretrained(folder).encode("the") == (
+        tokenizer.encode_prompt("the")
+    )
+    assert base_name(file, folder) == str(file)
+    write_gguf(file, config, tensors, None, dtype="f16")
+    changed = resolve_model_folder(file)
+    assert changed != folder
+    assert [path.name for path in changed.parent.iterdir() if path.is_dir()] == [changed.name]
+    assert load_model(file).tokenizer is None
+
+
+def test_damaged_gguf_file_opened_by_path_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"m\.gguf: the file is damaged or cut short"):
+        resolve_model_folder(tmp_path / "m.gguf")
+    assert [path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir()] == []
 
 
 _OTHER_BASE = {

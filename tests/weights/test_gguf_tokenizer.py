@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -11,16 +12,6 @@ import pytest
 import tokenizers
 from hypothesis import given
 
-from firstlight.conversion.gguf.writer import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    GGUFTokenizer,
-    describe_tokenizer,
-)
 from firstlight.errors import TokenizerError
 from firstlight.tokenizer import (
     END_OF_TEXT,
@@ -30,6 +21,19 @@ from firstlight.tokenizer import (
     Tokenizer,
     train_tokenizer,
 )
+from firstlight.weights.gguf.tokenizer import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    GGUFTokenizer,
+    describe_tokenizer,
+    read_tokenizer,
+)
+from firstlight.weights.gguf.writer import _add_tokenizer
 from tokenizer_files import KINDS, TEXTS, tiny
 
 _PREPEND = {"type": "Prepend", "prepend": "▁"}
@@ -81,7 +85,7 @@ def test_byte_level_tokenizers_are_told_by_their_merges_and_split() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "name"),
-    [(GPT2_PATTERN, "gpt-2"), (LLAMA3_PATTERN, "llama-bpe"), (QWEN2_PATTERN, "qwen2")],
+    [(GPT2_PATTERN, "gpt-2"), (LLAMA3_PATTERN, "dbrx"), (QWEN2_PATTERN, "qwen2")],
 )
 def test_trained_tokenizers_have_the_name_of_their_split(
     pattern: str, name: str, texts: list[str]
@@ -239,7 +243,7 @@ def test_pieces_that_llama_cpp_can_not_follow_are_refused(
 
 def test_a_token_that_its_own_merges_miss_is_refused_where_llama_cpp_looks_it_up() -> None:
     def unreachable(state: dict[str, Any]) -> None:
-        _split(state, pattern={"Regex": LLAMA3_PATTERN})
+        state["model"]["ignore_merges"] = True
         state["model"]["vocab"]["zq"] = len(state["model"]["vocab"])
 
     with pytest.raises(TokenizerError, match="merges do not lead to its token 'zq'"):
@@ -255,3 +259,181 @@ def test_other_models_than_bpe_are_refused() -> None:
 def test_a_tokenizer_that_ends_no_document_is_refused() -> None:
     with pytest.raises(TokenizerError, match="neither bos_token nor eos_token"):
         described(Tokenizer(tiny("tokenizer.json").backend))
+
+
+def metadata(described: GGUFTokenizer) -> dict[str, Any]:
+    """The entries of a GGUF file with this tokenizer."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(None, "llama")
+    _add_tokenizer(writer, described)
+    entries = {key: entry.value for key, entry in writer.kv_data[0].items()}
+    return {key: [*v] if isinstance(v, tuple) else v for key, v in entries.items()}
+
+
+def gemma_like() -> Tokenizer:
+    """A tokenizer as Gemma's: no space before a text, and runs of spaces and newlines that are
+    cut out of it first."""
+
+    def change(state: dict[str, Any]) -> None:
+        state["normalizer"] = _REPLACE
+        state["decoder"]["decoders"].pop()  # which removes the space before a text
+        split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+        state["pre_tokenizer"] = {**split, "invert": False}
+        vocabulary, merges = state["model"]["vocab"], state["model"]["merges"]
+        for token in ("\n\n", "<table>"):
+            vocabulary[token] = len(vocabulary)
+        merges.sort(key=lambda pair: set("".join(pair)) != {"▁"})
+        for token in ("▁▁", "▁▁▁▁", "\n\n", "<table>"):
+            state["added_tokens"].append({**_added(token), "id": vocabulary[token]})
+
+    return changed(tiny("pieces"), change)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gemma"])
+@given(text=TEXTS)
+def test_tokenizer_read_back_gives_the_same_ids(kind: str, text: str) -> None:
+    tokenizer = _tokenizers()[kind]
+    found = _read_back()[kind]
+    # The character that stands for a space in tokens is not a space of the text.
+    text = text.replace("▁", "") if kind == "gemma" else text
+    for sample in (text, text.replace("a", "  "), f"{text}\n\n<table>     {text}"):
+        assert found.encode(sample) == tokenizer.encode(sample)
+        assert found.decode(found.encode(sample)) == tokenizer.decode(tokenizer.encode(sample))
+
+
+@functools.cache
+def _tokenizers() -> dict[str, Tokenizer]:
+    return {"gemma": gemma_like()} | {kind: tiny(kind) for kind in KINDS}
+
+
+@functools.cache
+def _read_back() -> dict[str, Tokenizer]:
+    found = {kind: read_tokenizer(metadata(described(own))) for kind, own in _tokenizers().items()}
+    return {kind: own for kind, own in found.items() if own is not None}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gemma"])
+def test_tokenizer_read_back_has_the_same_special_tokens(kind: str) -> None:
+    own, found = _tokenizers()[kind], _read_back()[kind]
+    assert found.special_tokens == own.special_tokens
+    assert found.bos_token_id == own.separator_id
+    assert (found.eos_token, found.add_bos) == (own.eos_token, own.add_bos)
+    assert found.vocab_size == own.vocab_size
+    assert found.backend.encode("a").ids == found.encode_prompt("a")
+
+
+def test_tokenizer_read_back_has_template_and_padding() -> None:
+    entries = metadata(described(tiny("pieces")))
+    template = "{{ messages }}"
+    entries |= {"tokenizer.chat_template": template, "tokenizer.ggml.padding_token_id": 2}
+    found = read_tokenizer(entries)
+    assert found is not None
+    assert found.chat_template == template
+    assert found.named_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "</s>",
+    }
+
+
+def test_ids_without_a_token_stay_without_one() -> None:
+    own = tiny("tokenizer.json")
+    found = read_tokenizer(metadata(describe_tokenizer(own, own.vocab_size + 5)))
+    assert found is not None
+    assert found.vocab_size == own.vocab_size
+
+
+def test_file_without_vocabulary_has_no_tokenizer() -> None:
+    assert read_tokenizer({"tokenizer.ggml.model": "none"}) is None
+    assert read_tokenizer({}) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("pieces", {"model": "bert"}, "of the kind 'bert' are not supported"),
+        ("pieces", {"tokens": None}, "token types do not fit its tokens"),
+        ("pieces", {"token_type": [1, 2]}, "token types do not fit its tokens"),
+        ("pieces", {"scores": [0.0]}, "scores do not fit its tokens"),
+        ("pieces", {"scores": ["x"] * 276}, "scores do not fit its tokens"),
+        ("tokenizer.json", {"pre": "kimi-k2"}, "by 'kimi-k2', which is not supported"),
+        ("tokenizer.json", {"merges": ["zq"]}, "its merges do not fit"),
+        ("tokenizer.json", {"merges": ["Zz Qq"]}, "its merges do not fit"),
+        ("tokenizer.json", {"tokens": [7], "token_type": [1]}, "token 0 is not a text"),
+    ],
+)
+def test_damaged_vocabulary_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
+    entries = metadata(described(tiny(kind)))
+    entries |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    with pytest.raises(TokenizerError, match=message):
+        read_tokenizer(entries)
+
+
+def test_names_of_pre_tokenizers_are_unique() -> None:
+    names = [name for one in PRE_TOKENIZERS for name in one.names.split()]
+    assert len(set(names)) == len(names)
+
+
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+def _isolated(pattern: str, **changes: Any) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {**split, "invert": False, **changes}
+
+
+#: Steps of published tokenizers (SmolLM2, gpt-oss, tokenizers made from tiktoken's files,
+#: DeepSeek-V3, DeepSeek-Coder, Granite 4, BLOOM) -> the name for llama.cpp.
+_PUBLISHED = {
+    "smollm": [_DIGITS, {**_BYTES, "use_regex": True}],
+    "gpt-4o": [_isolated(_O200K), _BYTES],
+    "gpt-4o, removed": [_isolated(_O200K, behavior="Removed", invert=True), _BYTES],
+    "deepseek-v3": [
+        _isolated(r"\p{N}{1,3}"),
+        _isolated("[一-龥\u3040-ゟ゠-ヿ]+"),
+        _isolated(
+            "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|"
+            "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|"
+            "\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+        ),
+        _BYTES,
+    ],
+    "deepseek-coder": [
+        _isolated("[\r\n]"),
+        _isolated(r"\s?\p{L}+"),
+        _isolated(r"\s?\p{P}+"),
+        _isolated("[一-龥ࠀ-一가-\ud7ff]+"),
+        _DIGITS,
+        _BYTES,
+    ],
+    "dbrx": [
+        _isolated(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}|"
+            r" ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+        ),
+        _BYTES,
+    ],
+    "bloom": [_isolated(r" ?[^(\s|[.,!?…。，、।۔،])]+"), _BYTES],
+}
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_published_pre_tokenizer_has_its_name(name: str) -> None:
+    steps = {"type": "Sequence", "pretokenizers": _PUBLISHED[name]}
+    found = described(changed(tiny("tokenizer.json"), lambda s: s.update(pre_tokenizer=steps)))
+    assert found.pre == name.partition(",")[0]
+    assert ("combining marks" in " ".join(found.notes)) == (found.pre == "gpt-4o")
+
+
+def test_runs_of_spaces_that_are_merged_late_are_refused() -> None:
+    late = changed(gemma_like(), lambda s: s["model"]["merges"].reverse())
+    with pytest.raises(TokenizerError, match="runs of spaces do not come before all others"):
+        described(late)

@@ -7,6 +7,8 @@ take all memory. Format: ggml-org/ggml `docs/gguf.md`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import struct
 from collections.abc import Mapping
@@ -18,17 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firstlight.conversion.gguf.architectures import supported_model
-from firstlight.conversion.gguf.metadata import (
+from firstlight.console import say
+from firstlight.errors import ModelError, TokenizerError, describe_os_error
+from firstlight.files.atomic import make_folder, new_folder, remove_folder, storage_errors
+from firstlight.files.cache import cache_folder, held
+from firstlight.tokenizer import Tokenizer
+from firstlight.weights.gguf.architectures import supported_model
+from firstlight.weights.gguf.metadata import (
     ROPE_FACTORS,
     ROPE_FACTORS_LONG,
     ROPE_FACTORS_SHORT,
     config_of,
 )
-from firstlight.conversion.gguf.tensors import tensor_rules
-from firstlight.conversion.gguf.writer import import_gguf
-from firstlight.errors import ModelError, describe_os_error
+from firstlight.weights.gguf.tensors import tensor_rules
+from firstlight.weights.gguf.tokenizer import read_tokenizer
+from firstlight.weights.gguf.writer import import_gguf
+from firstlight.weights.huggingface import CONFIG_NAME, GENERATION_CONFIG_NAME, generation_config
 from firstlight.weights.loading import require_tensors
+from firstlight.weights.stored import save_weights
 
 _VERSIONS = (2, 3)
 _FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
@@ -55,14 +64,25 @@ class GGUFModel:
     Attributes:
         config: Hugging Face's config.json as an object.
         tensors: fp32 tensors by their Hugging Face names, without a tied head.
-        tokens: texts of all tokens in the order of their ids; None if the file has no vocabulary.
-        chat_template: the Jinja chat template; None if there is none.
+        metadata: the file's other entries.
+        path: the file, for messages.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    tokens: list[str] | None
-    chat_template: str | None
+    metadata: dict[str, Any]
+    path: Path
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The file's tokenizer; None if there is none.
+
+        Raises:
+            TokenizerError: the vocabulary is damaged, or of a kind that is not supported.
+        """
+        try:
+            return read_tokenizer(self.metadata)
+        except TokenizerError as error:
+            raise TokenizerError(f"{self.path}: {error}") from error
 
 
 def read_gguf(path: Path) -> GGUFModel:
@@ -101,14 +121,47 @@ def read_gguf(path: Path) -> GGUFModel:
         raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: the file is damaged: a text is not UTF-8") from error
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    template = metadata.get("tokenizer.chat_template")
-    return GGUFModel(
-        config=config,
-        tensors=tensors,
-        tokens=tokens if isinstance(tokens, list) else None,
-        chat_template=template if isinstance(template, str) else None,
+    return GGUFModel(config, tensors, metadata, path)
+
+
+def gguf_folder(path: Path) -> Path:
+    """The Hugging Face folder of a GGUF file's model, in the cache of this machine.
+
+    It is written in fp32 when the file is opened for the first time, or has changed.
+
+    Raises:
+        ModelError, TokenizerError, MissingDependencyError: see `read_gguf` and
+            `GGUFModel.tokenizer`.
+        StorageError: the cache can't be written.
+    """
+    state, parent = path.stat(), cache_folder() / "gguf"
+    place, version = (
+        hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        for text in (str(path.resolve()), f"{state.st_size} {state.st_mtime_ns}")
     )
+    folder = parent / f"{place}-{version}"
+    if (folder / CONFIG_NAME).is_file():
+        return folder
+    with storage_errors(parent):
+        make_folder(parent)
+    with held(parent / f"{place}.lock", f"reading {path}", progress=True):
+        if (folder / CONFIG_NAME).is_file():
+            return folder
+        say(f"{path} is opened for the first time: its weights are kept in fp32 in {folder}")
+        for old in parent.glob(f"{place}-*"):
+            remove_folder(old)
+        model = read_gguf(path)
+        tokenizer = model.tokenizer()
+        config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
+        files = {CONFIG_NAME: json.dumps(config, indent=2) + "\n"}
+        if tokenizer is not None:
+            files[GENERATION_CONFIG_NAME] = json.dumps(generation_config(tokenizer)) + "\n"
+            files |= tokenizer.files()
+        with new_folder(folder) as partial:
+            for name, text in files.items():
+                (partial / name).write_text(text, encoding="utf-8")
+            save_weights(model.tensors, partial)
+    return folder
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,285 @@
+"""Answers in parts: the reasoning, the text and the tool calls in what a model writes.
+
+A model marks the parts in the format of its chat template:
+
+    reasoning   <think>...</think> or [THINK]...[/THINK] at the beginning of the answer
+    tool calls  Hermes, Qwen     <tool_call>{"name": ..., "arguments": ...}</tool_call>, or inside
+                                 of it <function=NAME><parameter=KEY>VALUE</parameter></function>
+                Llama 3          {"name": ..., "parameters": ...} as the whole answer
+                Mistral          [TOOL_CALLS][{"name": ..., "arguments": ...}] or
+                                 [TOOL_CALLS]NAME[ARGS]{...}
+                DeepSeek         <｜tool▁calls▁begin｜>...<｜tool▁calls▁end｜>
+    both        gpt-oss          <|channel|>CHANNEL to=functions.NAME<|message|>...<|end|>
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from firstlight.generation.continuation import overlap
+from firstlight.tokenizer import Tokenizer
+
+#: Markers that begin tool calls, with the marker after them; "" is the end of the answer.
+_CALLS = {
+    "<tool_call>": "</tool_call>",
+    "[TOOL_CALLS]": "",
+    "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",
+    "<|python_tag|>": "",
+}
+#: Tokens that are written inside of tool calls.
+_INSIDE_CALLS = (
+    "[ARGS]",
+    "[CALL_ID]",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+)
+_THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+
+#: gpt-oss' format. A header, which ends with <|message|>, decides the mode of what follows it.
+_END_OF_CHANNEL = dict.fromkeys(("<|end|>", "<|call|>", "<|return|>", "<|start|>"), "header")
+_HARMONY = {
+    "header": {"<|message|>": ""},
+    **dict.fromkeys(("reasoning", "content", "call"), _END_OF_CHANNEL),
+}
+#: Special tokens that end an answer with a tool call, in gpt-oss' and Llama 3's formats.
+_CALL_ENDS = ("<|call|>", "<|eom_id|>")
+
+_CALL_NAME = re.compile(
+    r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|<｜tool▁sep｜>)?(?:\s*```json)?\s*(?=\{)"
+)
+_BETWEEN_CALLS = re.compile(
+    r"(?:[\s;,]|```|<｜tool▁call▁(?:begin|end)｜>|function<｜tool▁sep｜>|\[TOOL_CALLS\])*"
+)
+_FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)</function>", re.S)
+_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.S)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        name: the tool's name.
+        arguments: its arguments, an object as JSON.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """A part of an answer; only one of the fields is not empty.
+
+    Attributes:
+        content: text of the answer.
+        reasoning: text of the reasoning before it.
+        calls: tool calls.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[ToolCall] = ()
+
+
+class AnswerFormat:
+    """The format of the answers to one conversation.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        prompt_ids: the conversation, up to the beginning of the answer.
+        tools: JSON schemas of the tools' parameters, by name; without tools, only gpt-oss' format
+            has tool calls.
+        forced: the answer is one tool call as JSON, because a grammar forces it.
+
+    Attributes:
+        start: mode at the beginning of an answer: "content", "reasoning", "call", "header" (of
+            gpt-oss), or "start", where the first marker decides.
+        modes: for each mode, the markers that end it, with the mode after them.
+        shown: special tokens that are markers.
+        tools: see Args.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        forced: bool = False,
+    ) -> None:
+        template = tokenizer.chat_template or ""
+        self.tools = tools
+        self.modes: dict[str, dict[str, str]]
+        if "<|channel|>" in template:
+            self.start, self.modes = "header", _HARMONY
+        else:
+            calls = {begin: end for begin, end in _CALLS.items() if tools and begin in template}
+            starts = dict.fromkeys(_THOUGHTS, "reasoning")
+            if tools and '"parameters"' in template and set(calls) <= {"<|python_tag|>"}:
+                starts["{"] = "call"
+            self.modes = {
+                "start": starts,
+                "reasoning": dict.fromkeys(_THOUGHTS.values(), "content"),
+                "content": dict.fromkeys(calls, "call"),
+                "call": {end: "content" for end in calls.values() if end},
+            }
+            tail = tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False).rstrip()
+            self.start = "reasoning" if tail.endswith(tuple(_THOUGHTS)) else "start"
+        markers = {marker for marked in self.modes.values() for marker in marked}
+        inside = ("<|channel|>",) if self.modes is _HARMONY else _INSIDE_CALLS if tools else ()
+        self.shown = frozenset({*markers, *inside} & set(tokenizer.special_tokens))
+        if forced:
+            self.start, self.modes = "call", {"call": {}}
+
+
+def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer with a tool call, for the formats that have such tokens."""
+    special = tokenizer.special_tokens
+    return tuple(special[name] for name in _CALL_ENDS if name in special)
+
+
+class AnswerParser:
+    """Splits one answer into its parts while it is written.
+
+    Text that may be the beginning of a marker, and a tool call, are held back until it is decided.
+    White space beside reasoning and tool calls is left out.
+
+    Args:
+        format: the answer's format.
+    """
+
+    def __init__(self, format: AnswerFormat) -> None:
+        self._format, self._mode = format, format.start
+        self._held = ""
+        self._marker = ""  # the marker before the held text
+        self._name: str | None = None  # the tool of a call in gpt-oss' format
+        self._trimmed = format.start == "reasoning"
+
+    def push(self, piece: str, *, ended: bool = False) -> list[AnswerPart]:
+        """Add a piece of the answer; return the parts that are certain with it.
+
+        Args:
+            piece: the text.
+            ended: True if the answer ends with it.
+        """
+        self._held += piece
+        return [part for part in self._parts(ended) if part != AnswerPart()]
+
+    def _parts(self, ended: bool) -> Iterator[AnswerPart]:
+        while True:
+            markers = self._format.modes[self._mode]
+            if self._mode == "start":
+                text = self._held.lstrip()
+                if not ended and any(marker.startswith(text) for marker in markers):
+                    return
+                found = [marker for marker in markers if text.startswith(marker)]
+                self._mode = markers[found[0]] if found else "content"
+                if found and found[0] != "{":
+                    self._enter(self._mode, found[0], text.removeprefix(found[0]))
+                continue
+            places = {at: m for m in markers if (at := self._held.find(m)) >= 0}
+            if not places:
+                break
+            place = min(places)
+            marker = places[place]
+            text, rest = self._held[:place], self._held[place + len(marker) :]
+            if self._mode == "header":
+                self._enter(self._mode_after(text), marker, rest)
+            else:
+                yield self._part(text.rstrip(), marker)
+                self._enter(markers[marker], marker, rest)
+        if ended:
+            yield self._part(self._held, "")
+            self._held = ""
+        elif self._mode in ("content", "reasoning"):
+            end = len(self._held) - max([overlap(self._held, m) for m in markers], default=0)
+            if markers:  # white space is held back, too, because it is left out before one
+                end = len(self._held[:end].rstrip())
+            text, self._held = self._held[:end], self._held[end:]
+            yield self._part(text, "")
+
+    def _enter(self, mode: str, marker: str, rest: str) -> None:
+        self._mode, self._marker = mode, marker
+        self._held, self._trimmed = rest, True
+
+    def _mode_after(self, header: str) -> str:
+        """The mode after a header of gpt-oss' format."""
+        tool = re.search(r"to=(?:functions\.)?([\w.-]+)", header)
+        self._name = tool[1] if tool else None
+        return "call" if tool else "reasoning" if "analysis" in header else "content"
+
+    def _part(self, text: str, marker: str) -> AnswerPart:
+        """The part that ends before a marker, or, if that is "", with the answer."""
+        if self._mode == "call":
+            try:
+                return AnswerPart(calls=self._calls(text))
+            except (ValueError, RecursionError):  # it stays in the text, as it was written
+                shown = "" if self._name else self._marker
+                return AnswerPart(f"{shown}{text}{'' if self._name else marker}")
+        if self._mode == "header":  # an incomplete one, unless the model does not write headers
+            return AnswerPart("" if "<|" in text else text)
+        if self._trimmed:
+            text = text.lstrip()
+            self._trimmed = not text
+        if self._mode == "reasoning":
+            return AnswerPart(reasoning=text)
+        return AnswerPart(text)
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """The calls in the text of a call.
+
+        Raises:
+            ValueError: it is not in the format.
+        """
+        if self._name is not None:
+            return [ToolCall(self._name, _as_json(json.loads(text or "{}")))]
+        if functions := _FUNCTION.findall(text):
+            return [ToolCall(name, self._parameters(name, inside)) for name, inside in functions]
+        found: list[ToolCall] = []
+        at = 0
+        while (at := _BETWEEN_CALLS.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+            name = _CALL_NAME.match(text, at)
+            value, at = json.JSONDecoder().raw_decode(text, name.end() if name else at)
+            if name:
+                found.append(ToolCall(name[1], _as_json(value)))
+            else:
+                found += [_call(one) for one in (value if isinstance(value, list) else [value])]
+        # Without a marker, other JSON is an answer like any other.
+        is_known = all(call.name in self._format.tools for call in found)
+        if not found or not (self._marker or is_known):
+            raise ValueError("no call")
+        return found
+
+    def _parameters(self, name: str, text: str) -> str:
+        """The arguments of a call that are written one by one: texts, or JSON of other types."""
+        schemas = self._format.tools.get(name, {}).get("properties")
+        values: dict[str, Any] = dict(_PARAMETER.findall(text))
+        for key, value in values.items():
+            schema = schemas.get(key) if isinstance(schemas, dict) else None
+            if not (isinstance(schema, dict) and schema.get("type") == "string"):
+                with contextlib.suppress(ValueError):
+                    values[key] = json.loads(value)
+        return _as_json(values)
+
+
+def _call(value: Any) -> ToolCall:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("no call")
+    return ToolCall(value["name"], _as_json(value.get("arguments", value.get("parameters", {}))))
+
+
+def _as_json(arguments: Any) -> str:
+    if isinstance(arguments, str):  # some models write JSON as text
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are an object")
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,212 @@
+"""Tool calls, tool results and reasoning in messages: their spellings in data sets, and the one
+spelling that chat templates expect.
+
+The tables name the spellings of OpenAI, Hermes, ShareGPT (LLaMA-Factory), mlx-lm, xLAM, Anthropic
+and axolotl. The spelling of all others is that of transformers' documentation:
+
+    tools           [{"type": "function", "function": {"name", "description", "parameters"}}]
+    tool_calls      [{"id", "type": "function", "function": {"name", "arguments": {...}}}]
+    results         {"role": "tool", "tool_call_id", "content": text}
+    reasoning       `reasoning_content` beside `content`
+
+Templates differ in details, which `fit_messages` handles: the key of the reasoning, an answer
+without text, and the form of the ids.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: Keys of a record with its tools, and of a message with its calls.
+_TOOLS = ("tools", "functions")
+CALLS = ("tool_calls", "function_calls", "function_call")
+#: Names of other data sets for the keys of a tool and of a call.
+_TOOL_KEYS = {"input_schema": "parameters", "schema": "parameters"}
+_ARGUMENTS = ("arguments", "parameters", "input")
+#: Roles, in lower case, whose text is a call, and whose text is a result.
+CALLING_ROLES = ("function_call", "tool_call")
+RESULT_ROLES = (
+    "tool function observation ipython tool_response tool_result tool_results function_response"
+).split()
+#: Keys of an assistant's message with its reasoning.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
+
+_WRITTEN_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_WRITTEN_RESULT = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DOTALL)
+
+
+def template_options(record: Mapping[Any, Any], system: str) -> dict[str, Any]:
+    """The variables that a record gives to the chat template: its tools, and the entries of
+    `chat_template_kwargs`.
+
+    Args:
+        record: the record.
+        system: the text of its system message. Hermes' records have their tools there in full, and
+            once more as an entry, which is then ignored.
+
+    Raises:
+        ValueError: the tools are not a list of named functions; the message names the key.
+    """
+    options: dict[str, Any] = {}
+    further = _json(record.get("chat_template_kwargs"))
+    if isinstance(further, Mapping):
+        options = {str(key): value for key, value in further.items() if value is not None}
+        options.pop("add_generation_prompt", None)
+    for key in _TOOLS:
+        tools = normalize_tools(record[key], key) if record.get(key) else []
+        if tools and not (
+            "<tools>" in system and all(t["function"]["name"] in system for t in tools)
+        ):
+            options["tools"] = tools
+    return options
+
+
+def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
+    """Tools in the spelling of OpenAI and transformers.
+
+    Args:
+        value: tools in any spelling, as JSON data or its text.
+        key: name of the value, for messages.
+
+    Raises:
+        ValueError: the value is not a list of named functions.
+    """
+    tools = _json(value)
+    normalized = []
+    for tool in map(_json, tools if isinstance(tools, list) else [tools]):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"`{key}` is not a list of functions with names")
+        named = {_TOOL_KEYS.get(k, k): v for k, v in function.items() if k != "type"}
+        normalized.append({"type": "function", "function": named})
+    return normalized
+
+
+def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict[str, Any]:
+    """A message whose tool calls, or result of a tool, have the one spelling.
+
+    Args:
+        message: an object with `role` and `content`.
+        writes_calls: the template writes calls in its own way. Calls that stand in the content, as
+            `<tool_call>{...}</tool_call>`, then become entries.
+
+    Raises:
+        ValueError: a tool call has no name.
+    """
+    role, content = message["role"].lower(), message["content"]
+    found = next((message[key] for key in CALLS if message.get(key)), None)
+    if role in CALLING_ROLES:
+        found, content = content, ""
+    elif found is None and role == "assistant" and writes_calls and "<tool_call>" in content:
+        written = [_json(call) for call in _WRITTEN_CALL.findall(content)]
+        if written and all(isinstance(call, Mapping) and call.get("name") for call in written):
+            found, content = written, _WRITTEN_CALL.sub("", content).strip()
+    normalized = {key: value for key, value in message.items() if key not in CALLS}
+    if found is not None:
+        calls = _normalize_calls(found)
+        return normalized | {"role": "assistant", "content": content or "", "tool_calls": calls}
+    return normalized | {"role": "tool"} if role in RESULT_ROLES else normalized
+
+
+def _normalize_calls(value: Any) -> list[dict[str, Any]]:
+    calls = _json(value)
+    normalized = []
+    for call in map(_json, calls if isinstance(calls, list) else [calls]):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError("a tool call has no name")
+        arguments: Any = next((function[key] for key in _ARGUMENTS if function.get(key)), {})
+        own = {"id": call["id"]} if call.get("id") else {}
+        named = {"name": function["name"], "arguments": _json(arguments)}
+        normalized.append({**own, "type": "function", "function": named})
+    return normalized
+
+
+def _json(value: Any) -> Any:
+    """The value of a JSON text, or of a Python literal, as in Hermes' records; what is neither, or
+    is no text, is returned."""
+    if not isinstance(value, str):
+        return value
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            parsed = parse(value.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return parsed if isinstance(parsed, dict | list) else value
+    return value
+
+
+def split_thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
+    """(reasoning, answer) of an assistant's message; the reasoning may be an entry of its own or
+    stand before `</think>` in the content, which is divided like in Qwen 3's template."""
+    content = message.get("content") or ""
+    for key in THOUGHTS:
+        if isinstance(message.get(key), str) and message[key].strip():
+            return message[key], content
+    before, end, answer = content.rpartition("</think>")
+    if not end:
+        return "", content
+    return before.rstrip("\n").rpartition("<think>")[2].lstrip("\n"), answer.lstrip("\n")
+
+
+def fit_messages(
+    messages: Sequence[Mapping[str, Any]], template: str, *, text_arguments: bool = False
+) -> list[dict[str, Any]]:
+    """Messages with reasoning and tool calls as a chat template takes them.
+
+    Args:
+        messages: messages in the spelling of this module; their calls are changed.
+        template: the chat template.
+        text_arguments: arguments of calls are JSON texts, not objects.
+    """
+    keys = [key for key in THOUGHTS if re.search(rf"[.'\"]{key}\b", template)]
+    without_text = None if re.search(r"content\W{0,3}\s+is\s+(not\s+)?none", template) else ""
+    # SmolLM3's asks for such calls, but does not write them itself.
+    is_written = "tool_calls" not in template and "<tool_call>" in template
+    fitted = []
+    for message in messages:
+        message = {key: value for key, value in message.items() if key != "tool_calls" or value}
+        thoughts, answer = split_thoughts(message) if message["role"] == "assistant" else ("", "")
+        if thoughts and "</think>" not in (message.get("content") or ""):
+            message = {key: value for key, value in message.items() if key not in THOUGHTS}
+            inline = f"<think>\n{thoughts}\n</think>\n\n{answer}"
+            message |= {"content": answer if keys else inline, **dict.fromkeys(keys, thoughts)}
+        if "tool_calls" in message and is_written:
+            calls = [
+                json.dumps(one["function"], ensure_ascii=False) for one in message.pop("tool_calls")
+            ]
+            texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+            message["content"] = "\n".join(filter(None, texts))
+        elif "tool_calls" in message:
+            message["content"] = message.get("content") or without_text
+            functions = [call["function"] for call in message["tool_calls"]]
+            for function in functions if text_arguments else ():
+                if not isinstance(function["arguments"], str):
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        result = _WRITTEN_RESULT.fullmatch(message["content"] or "")
+        if message["role"] == "tool" and result and "<tool_response>" in template:
+            message["content"] = result[1].strip("\n")
+        fitted.append(message)
+    if "!= 9" in template:  # Mistral's templates refuse ids of another length
+        _shorten_ids(fitted)
+    return fitted
+
+
+def _shorten_ids(messages: list[dict[str, Any]]) -> None:
+    """Give each call and its result an id of nine letters and digits, if they have another one."""
+    ids: dict[str, str] = {}
+    waiting: list[str] = []
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            name = str(call.get("id") or f"call {len(ids)}")
+            is_valid = re.fullmatch("[a-zA-Z0-9]{9}", name)
+            call["id"] = ids.setdefault(name, name if is_valid else f"{len(ids):09}")
+            waiting.append(call["id"])
+        if message["role"] == "tool" and waiting:
+            own = ids.get(str(message.get("tool_call_id")), waiting[0])
+            message["tool_call_id"] = own
+            waiting.remove(own) if own in waiting else None

@@ -1,0 +1,198 @@
+"""Prepared conversations with tools and reasoning, and records of which a template leaves something
+out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders import say, with_template, write_lines
+from chat_templates import SPECIAL_TOKENS, WITH_BLOCKS, WITHOUT_BLOCKS
+from firstlight.data.chat import ChatOptions, prepare_chat
+from firstlight.data.packing import ExampleDataset
+from firstlight.errors import DataError
+from firstlight.tokenizer import Tokenizer
+
+_CALL = {"name": "find", "arguments": {"city": "Rome"}}
+#: One conversation with tools in the spellings of OpenAI, mlx-lm, ShareGPT and Hermes.
+_SPELLINGS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "user", "content": "where"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "call_1", "type": "function", "function": _CALL}],
+            },
+            {"role": "tool", "content": "here", "tool_call_id": "call_1"},
+            {"role": "assistant", "content": "Here."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "find", "description": "finds"}}],
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "where"},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"function": {"name": "find", "arguments": json.dumps(_CALL["arguments"])}}
+                ],
+            },
+            {"role": "tool", "name": "find", "content": "here"},
+            {"role": "assistant", "content": "Here."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "find", "description": "finds"}}],
+    },
+    {
+        "conversations": [
+            {"from": "human", "value": "where"},
+            {"from": "function_call", "value": json.dumps(_CALL)},
+            {"from": "observation", "value": "here"},
+            {"from": "gpt", "value": "Here."},
+        ],
+        "tools": json.dumps([{"name": "find", "description": "finds"}]),
+    },
+    {
+        "conversations": [
+            {"from": "human", "value": "where"},
+            {"from": "gpt", "value": f"<tool_call>\n{json.dumps(_CALL)}\n</tool_call>"},
+            {"from": "tool", "value": "<tool_response>\nhere\n</tool_response>"},
+            {"from": "gpt", "value": "Here."},
+        ],
+        "tools": json.dumps([{"name": "find", "description": "finds"}]),
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def qwen(tokenizer: Tokenizer) -> Tokenizer:
+    return tokenizer.extended(SPECIAL_TOKENS, WITHOUT_BLOCKS["qwen3"])
+
+
+def examples(folder: Path, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """(text, text of the labels) of each training example of a folder."""
+    split = ExampleDataset(folder, "train")
+    texts = []
+    for index in range(split.num_documents):
+        tokens, loss_mask = split.example(index)
+        text, labels = (
+            tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            for ids in (tokens, tokens[loss_mask])
+        )
+        texts.append((text, labels))
+    return texts
+
+
+def test_prepare_chat_of_tools_in_any_spelling_gives_same_examples(
+    tmp_path: Path, qwen: Tokenizer
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", _SPELLINGS)
+    prepare_chat([path], qwen, tmp_path / "out", options=ChatOptions(val_fraction=0))
+    found = examples(tmp_path / "out", qwen)
+    assert len(found) == 4
+    [(text, labels)] = set(found)
+    assert '"description": "finds"' in text
+    assert "<tool_response>\nhere\n</tool_response>" in text
+    assert labels == (
+        '<tool_call>\n{"name": "find", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
+        "<think>\n\n</think>\n\nHere.<|im_end|>"
+    )
+
+
+def test_prepare_chat_of_preference_pairs_with_tools_learns_calls(
+    tmp_path: Path, qwen: Tokenizer
+) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": _CALL}]}
+    record = {
+        "prompt": say("where"),
+        "chosen": [call],
+        "rejected": [{"role": "assistant", "content": "No idea.", "reasoning_content": "hm"}],
+        "tools": [{"name": "find", "description": "finds"}],
+    }
+    options = ChatOptions("preference", val_fraction=0)
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    prepare_chat([path], qwen, tmp_path / "out", options=options)
+    chosen, rejected = examples(tmp_path / "out", qwen)
+    assert "finds" in chosen[0]
+    assert chosen[1].endswith('{"city": "Rome"}}\n</tool_call><|im_end|>')
+    assert rejected[1] == "<think>\nhm\n</think>\n\nNo idea.<|im_end|>"
+
+
+_LOSSY = [
+    {"messages": say("a", "b")},
+    {"messages": say("a", "<think>hm</think>\n\nb", "c", "d")},
+    {"messages": say("c", "<think>so</think>\n\nb", "c", "d")},
+]
+
+
+def test_prepare_chat_with_lost_reasoning_refuses_with_place(
+    tmp_path: Path, qwen: Tokenizer
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", _LOSSY)
+    with pytest.raises(DataError) as caught:
+        prepare_chat([path], qwen, tmp_path / "out")
+    assert str(caught.value).startswith(
+        f"{path}:2: the chat template leaves out the reasoning (message 2): 'hm' (on_bad skip"
+    )
+    assert "keep trains on the rest" in str(caught.value)
+
+
+def test_prepare_chat_with_on_bad_counts_lost_reasoning_with_first_place(
+    tmp_path: Path, qwen: Tokenizer
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", _LOSSY)
+    options = ChatOptions(on_bad="skip", val_fraction=0)
+    manifest = prepare_chat([path], qwen, tmp_path / "skip", options=options)
+    assert manifest["documents"]["rejected"] == {"lost_thoughts": 2}
+    options = ChatOptions(on_bad="keep", val_fraction=0)
+    manifest = prepare_chat([path], qwen, tmp_path / "keep", options=options)
+    assert manifest["documents"] == {"read": 3, "written": 3, "rejected": {}}
+    detail = "the chat template leaves out the reasoning (message 2): 'hm'"
+    assert manifest["chat"]["lost"] == {
+        "lost_thoughts": {"records": 2, "first": f"{path}:2: {detail}"}
+    }
+    lines = list(ExampleDataset(tmp_path / "keep", "train").describe(64))
+    assert (
+        "2 of 3 records with reasoning that the chat template leaves out; first: "
+        f"{path}:2: {detail}"
+    ) in lines
+
+
+@pytest.mark.parametrize("key", ["train", "loss", "weight"])
+def test_prepare_chat_with_answer_outside_loss_learns_others_only(
+    tmp_path: Path, tokenizer: Tokenizer, key: str
+) -> None:
+    chatml = with_template(tokenizer, "chatml")
+    messages = say("a", "WRONG", "b", "two")
+    messages[1][key] = False
+    messages[3][key] = True
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(val_fraction=0))
+    [(text, labels)] = examples(tmp_path / "out", chatml)
+    assert "WRONG" in text
+    assert labels == "two<|im_end|>"
+
+
+def test_prepare_chat_with_invalid_tools_refuses_with_place(
+    tmp_path: Path, qwen: Tokenizer
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a", "b"), "tools": "find"}])
+    with pytest.raises(DataError, match=r"a.jsonl:1: `tools` is not a list of functions"):
+        prepare_chat([path], qwen, tmp_path / "out")
+
+
+def test_prepare_chat_warns_of_blocks_that_begin_before_the_prompt_ends(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a", "b")}])
+    options = ChatOptions(val_fraction=0)
+    warnings = []
+    for templates in (WITH_BLOCKS, WITHOUT_BLOCKS):
+        ours = tokenizer.extended(SPECIAL_TOKENS, templates["deepseek-r1"])
+        manifest = prepare_chat([path], ours, tmp_path / "out", options=options, overwrite=True)
+        warnings.append(manifest["chat"].get("warning", ""))
+    assert warnings[0].startswith("the chat template prompts with the beginning of reasoning")
+    assert warnings[1] == ""
