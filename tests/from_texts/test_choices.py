@@ -162,22 +162,28 @@ def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "seq_len", "rate", "seconds", "counts"),
+    ("parameters", "held_out", "seq_len", "rate", "seconds", "counts"),
     [
         # (evaluations after steps, rows, sample texts, their tokens, checkpoints)
-        (2e6, 256, 15_000, 170, (4, 189, 3, 64, 4)),
-        (20e6, 512, 1000, 600, (4, 24, 3, 64, 4)),
-        (20e6, 512, 180, 170, (1, 5, 1, 32, 2)),
-        (135e6, 256, 180, 230, (1, 9, 1, 32, 1)),
-        (135e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
-        (135e6, 1024, 100, 3600, (2, 22, 3, 64, 4)),
-        (300e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
+        (2e6, 1e6, 256, 15_000, 170, (4, 189, 3, 64, 4)),
+        (20e6, 1e6, 512, 1000, 600, (4, 24, 3, 64, 4)),
+        (20e6, 1e6, 512, 180, 170, (1, 5, 1, 32, 2)),
+        (135e6, 1e6, 256, 180, 230, (1, 9, 1, 32, 1)),
+        (135e6, 1e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
+        (135e6, 1e6, 1024, 100, 3600, (2, 22, 3, 64, 4)),
+        (135e6, 0.0, 256, 180, 230, (1, 0, 1, 64, 1)),
+        (300e6, 1e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
     ],
 )
 def test_parts_of_a_slow_model_are_few(
-    parameters: float, seq_len: int, rate: float, seconds: float, counts: tuple[int, ...]
+    parameters: float,
+    held_out: float,
+    seq_len: int,
+    rate: float,
+    seconds: float,
+    counts: tuple[int, ...],
 ) -> None:
-    facts = PartFacts(seq_len, 1e6, STATE_BYTES * parameters, {})
+    facts = PartFacts(seq_len, held_out, STATE_BYTES * parameters, {})
     found = facts.parts(rate, seconds)
     assert dataclasses.astuple(found)[:5] == counts
 

@@ -663,8 +663,7 @@ def test_seconds_before_the_first_step_of_each_process_count_with_a_given_begin(
     train(recipe, resume=True, began=time.time() - 40)
     used = read_length(folder_of(recipe))["seconds_used"]
     assert 0.95 * 180 < used <= 1.001 * 180
-    # The rest of a second is this test's own; the other seconds are those of the loop.
-    assert used - (machine.now - 1000.0) == pytest.approx(60.0, abs=15.0)
+    assert used - (machine.now - 1000.0) > 59.9
 
 
 def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
