@@ -40,8 +40,10 @@ DATA_FOLDER = "data"
 LOCK_NAME = ".pipeline.lock"
 #: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
 RECIPE_NAME = "recipe.yaml"
-#: Seconds of the budget that are reserved for the report.
-_RESERVED_SECONDS = 4.0
+#: Seconds of the budget that are reserved for the report: at least, at most, and as a share of the
+#: start, which takes longer on a busy machine, too.
+_RESERVED_SECONDS, _MOST_RESERVED = 4.0, 12.0
+_RESERVED_SHARE = 1 / 8
 #: Fewest seconds of a training: a shorter one is not worth its start.
 _LEAST_SECONDS = 10.0
 #: Time of a second call for the same work, as a multiple of the first one's, for which an advised
@@ -132,16 +134,18 @@ class RunCall:
             return Length(None, request.tokens, request.steps)
         self.measured = time.time()
         taken = self.measured - self.began
-        left = request.seconds - taken - _RESERVED_SECONDS
+        start = taken - self.preparing_seconds
+        reserved = min(max(_RESERVED_SECONDS, _RESERVED_SHARE * start), _MOST_RESERVED)
+        left = request.seconds - taken - reserved
         if left < _LEAST_SECONDS:
-            rest = _RESERVED_SECONDS + _LEAST_SECONDS
+            rest = reserved + _LEAST_SECONDS
             # A second call reads the texts again, and does not prepare them again.
-            again = _SLOWER * (taken - self.preparing_seconds) + rest <= request.seconds
+            again = _SLOWER * start + rest <= request.seconds
             use = ", or call it again, which uses the prepared texts" if again else ""
             raise ConfigError(
                 f"the budget of {time_text(request.seconds)} is too short: reading and preparing "
                 f"the texts has taken {time_text(taken)}, training takes {_LEAST_SECONDS:.0f} s at "
-                f"least, and {_RESERVED_SECONDS:.0f} s are kept for the end; give --budget "
+                f"least, and {reserved:.0f} s are kept for the end; give --budget "
                 f"{math.ceil(_SLOWER * taken + rest)}s{use}"
             )
         return Length(left)
