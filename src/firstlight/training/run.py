@@ -327,6 +327,10 @@ class Run:
             Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
             Periodic(checkpoint.every_steps, save, last_save),
         ]
+        if checkpoint.average_last:
+            # After the last save, its checkpoints are read, and the average is evaluated and saved.
+            average = found.get("evaluation", guess) + checkpoint.average_last * writing
+            periodic.append(Periodic(0, 0.0, average))
         if evaluation.samples_at == "epoch":
             epoch_steps = self.dataset.num_rows(self.seq_len) // self.batch.at(self.state.step)
             periodic.append(Periodic(max(epoch_steps, 1), samples, samples))

@@ -33,8 +33,8 @@ from firstlight.training.time_budget import PROBE_TOKENS
 def evaluate(run: Run, check: Callable[[], None]) -> None:
     """Run the evaluations that are due after this step: losses, sample texts, scores in tasks.
     Before the first step only losses are evaluated, unless the run has no steps. In a run with a
-    time budget, the first evaluation of a process is preceded by two short texts, by which the time
-    of the sample texts is predicted, and which are not kept.
+    time budget, the first evaluation of a process is preceded by a generated text of two tokens,
+    and by a second short text if no sample texts follow. These texts are not kept.
 
     Args:
         run: the run. Metrics are added to `state.pending`, texts to `samples`.
@@ -67,8 +67,9 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         # times by which the steps are decided must not contain that.
         with run.times.part("first text"):
             _sample(run, prompts[0], 2, check)
-        with run.times.part("probe"):
-            _sample(run, prompts[0], PROBE_TOKENS, check)
+        if not samples_due:
+            with run.times.part("probe"):
+                _sample(run, prompts[0], PROBE_TOKENS, check)
     if samples_due:
         with run.times.part("samples"):
             _write_samples(run, check)
