@@ -656,11 +656,24 @@ def test_run_with_samples_at_its_end_only_ends_in_time(
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
 
 
+def test_start_of_a_resumed_process_shortens_a_decided_run_with_a_given_begin(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    recipe["schedule"]["decay_fraction"] = 0.65
+    stop_after(recipe, 50)
+    decided = read_length(folder_of(recipe))["max_steps"]
+    train(recipe, resume=True, began=time.time() - 25)
+    length = read_length(folder_of(recipe))
+    assert length["max_steps"] < decided
+    assert length["replaced"][0][0] == decided
+    assert 0.95 * 180 < length["seconds_used"] <= 1.02 * 180
+
+
 def test_time_of_an_averaged_checkpoint_is_left_at_the_end(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.step = 9.3
-    evaluate = machine.takes(checkpoints.evaluate_dataset, "evaluation")
+    evaluate = machine.takes(validation.evaluate_dataset.__wrapped__, "evaluation")  # type: ignore[attr-defined]
     monkeypatch.setattr(checkpoints, "evaluate_dataset", evaluate)
     recipe["checkpoint"]["average_last"] = 2
     train(recipe)
