@@ -533,12 +533,15 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._shutdown_timeout = shutdown_timeout
         self._end_requests_soon: Callable[[], object] = lambda: None
+        self._is_hurried = False  # a second SIGINT has come
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and wait for running answers."""
         loop = asyncio.get_running_loop()
         # Thread-safe, so that a signal wakes the event loop.
         self._end_requests_soon = lambda: loop.call_soon_threadsafe(self._end_requests)
+        if self._is_hurried:  # before this method was called
+            self._end_requests_soon()
         timer = loop.call_later(self._shutdown_timeout, self._end_requests)
         await super().shutdown(sockets)
         timer.cancel()
@@ -573,6 +576,7 @@ class Server(uvicorn.Server):
         """Called on a signal. Without uvicorn's own method, signals are not raised again at the
         end."""
         if self.should_exit and sig == signal.SIGINT:
+            self._is_hurried = True
             self._end_requests_soon()
         self.should_exit = True
 
