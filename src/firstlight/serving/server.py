@@ -533,16 +533,16 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._shutdown_timeout = shutdown_timeout
         self._end_requests_soon: Callable[[], object] = lambda: None
-        self._is_hurried = False  # a second SIGINT has come
+        self._is_hurried = False  # True after a second SIGINT
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and wait for running answers."""
         loop = asyncio.get_running_loop()
         # Thread-safe, so that a signal wakes the event loop.
         self._end_requests_soon = lambda: loop.call_soon_threadsafe(self._end_requests)
-        if self._is_hurried:  # before this method was called
-            self._end_requests_soon()
-        timer = loop.call_later(self._shutdown_timeout, self._end_requests)
+        # A second SIGINT may have come before this method was called.
+        seconds = 0 if self._is_hurried else self._shutdown_timeout
+        timer = loop.call_later(seconds, self._end_requests)
         await super().shutdown(sockets)
         timer.cancel()
 
