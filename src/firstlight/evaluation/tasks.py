@@ -51,7 +51,6 @@ from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
-from firstlight.tokenizer.chat_labels import turn_end_ids
 
 HELLASWAG = "hellaswag"
 HARNESS = "lm-eval:"
@@ -759,8 +758,7 @@ def harness_model(
         ModelError: the model has no tokenizer.
     """
     if chats:
-        ends = dict.fromkeys((*loaded.eos_token_ids, *turn_end_ids(tokenizer_of(loaded))))
-        loaded = dataclasses.replace(loaded, eos_token_ids=tuple(ends))
+        loaded = dataclasses.replace(loaded, eos_token_ids=loaded.chat_end_ids)
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]

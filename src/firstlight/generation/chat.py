@@ -20,7 +20,6 @@ from firstlight.generation.engine import pieces_of, tokenizer_of, with_model_set
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
-from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.tokenizer.messages import fit_messages
 
 #: Default settings of answers.
@@ -44,13 +43,19 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
+def template_words(tokenizer: Tokenizer) -> set[str]:
+    """The words of a tokenizer's chat template, among which are its variables; empty without a
+    template."""
+    return set(re.findall(r"\w+", tokenizer.chat_template or ""))
+
+
 def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
     """Check that a tokenizer's chat template uses these variables.
 
     Raises:
         ConfigError: there is no template, or it does not use one of them.
     """
-    words = set(re.findall(r"\w+", tokenizer.chat_template or ""))
+    words = template_words(tokenizer)
     for name in options:
         if name not in words:
             hint = nearest(name, words) or ": leave it out"
@@ -206,8 +211,6 @@ class ChatSession:
         self._settings = settings or with_model_settings(CHAT_SETTINGS, loaded, ())
         self._answers = 0
         self._stopping = False
-        ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
-        self._end_ids = tuple(dict.fromkeys(ends))
         require_template_options(self._tokenizer, template_options)
         if self.has_template:
             self._encoded([_message("user", "1")])  # raises now if the template is broken
@@ -374,7 +377,7 @@ class ChatSession:
             prompt.ids,
             config,
             context=self.context,
-            eos_token_ids=self._end_ids,
+            eos_token_ids=self._loaded.chat_end_ids,
             tokenizer=self._tokenizer,
             shown=format.shown if format else (),
         )

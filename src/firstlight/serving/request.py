@@ -13,7 +13,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from firstlight.errors import (
 )
 from firstlight.files.atomic import unique_keys
 from firstlight.generation.answers import AnswerFormat, call_end_ids
-from firstlight.generation.chat import require_template_options
+from firstlight.generation.chat import require_template_options, template_words
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of, with_model_settings
@@ -67,7 +67,6 @@ from firstlight.serving.response import (
     ResponseFormat,
     TokenTexts,
 )
-from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.tokenizer.messages import fit_messages, normalize_message
 
 _Text = Annotated[str, Field(max_length=256)]
@@ -657,8 +656,7 @@ class RequestEncoder:
         self.has_tools = re.search(r"tools\b", self._tokenizer.chat_template or "") is not None
         require_template_options(self._tokenizer, template_options)
         self._ends = loaded.eos_token_ids
-        ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
-        self._chat_ends = tuple(dict.fromkeys((*ends, *call_end_ids(self._tokenizer))))
+        self._chat_ends = (*loaded.chat_end_ids, *call_end_ids(self._tokenizer))
         self._ignored: Counter[str] = Counter()
         self._noting = threading.Lock()
 
@@ -679,7 +677,7 @@ class RequestEncoder:
             )
         if request.stream_options is not None and not request.stream:
             raise _invalid("stream_options", "stream_options needs stream: true")
-        self._note_ignored(request)
+        self._note_ignored(request.ignored())
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         try:
             if isinstance(request, ChatRequest):
@@ -688,11 +686,11 @@ class RequestEncoder:
         except (InputError, TokenizerError) as error:
             raise _invalid(param, f"{param}: {error}") from None
 
-    def _note_ignored(self, request: GenerationRequest) -> None:
-        """Count the fields that have no effect, and log a field's first, tenth, hundredth ...
-        request."""
+    def _note_ignored(self, names: Iterable[str]) -> None:
+        """Count the fields of a request that have no effect, and log a field's first, tenth,
+        hundredth ... request."""
         with self._noting:
-            for name in set(request.ignored()):
+            for name in set(names):
                 shown = _shortened(" ".join(visible(name).split()))
                 if shown not in self._ignored and len(self._ignored) >= _MAX_IGNORED:
                     shown = "others"
@@ -747,7 +745,12 @@ class RequestEncoder:
             raise _invalid("max_tokens", message)
         self._require_few(1, request.n or 1, "messages")
         messages = [message.plain() for message in request.messages]
+        if not self.has_tools and any(message.get("tool_calls") for message in messages):
+            message = "this model's chat template has no place for tool calls: leave them out"
+            raise _invalid("messages", message, "unsupported_parameter")
         options, tools = self._variables(request), request.offered_tools
+        unused = options.keys() - template_words(self._tokenizer)
+        self._note_ignored(f"chat_template_kwargs.{name}" for name in unused)
         try:
             prompt_ids = self._prompt_ids(messages, options)
         except TokenizerError:
@@ -756,11 +759,14 @@ class RequestEncoder:
             # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
             prompt_ids = self._prompt_ids(messages, options, text_arguments=True)
         schemas = {one["function"]["name"]: one["function"].get("parameters") for one in tools}
+        forced = None if request.schema_asked is None else "content"
+        if request.forced_schema is not None:
+            forced = "call"
         answers = AnswerFormat(
             self._tokenizer,
             prompt_ids,
             {name: schema or {} for name, schema in schemas.items()},
-            forced=request.forced_schema is not None,
+            forced=forced,
         )
         wanted = {
             "max_new_tokens": most or request.max_tokens or self.context,

@@ -222,7 +222,8 @@ def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
     for name in _SAMPLING:
         value = generation.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = int(value) if name == "top_k" else float(value)
+            # Some programs write -1 for a top_k that is off.
+            found[name] = int(min(max(value, 0), 2**31)) if name == "top_k" else float(value)
     if generation.get("do_sample") is False:
         found["temperature"] = 0.0
     return found
