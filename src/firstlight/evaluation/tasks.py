@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +506,11 @@ def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTa
     return dataclasses.replace(harness, chat_tasks=frozenset(applied))
 
 
+@cache
+def _say_once(message: str) -> None:
+    say(message)
+
+
 def _build_plainly(build: Callable[..., None], **options: Any) -> None:
     plain = {"apply_chat_template": False, "chat_template": None, "fewshot_as_multiturn": False}
     build(**{**options, **plain})
@@ -663,7 +668,7 @@ class _HarnessMethods:
             return render(chat_history) + begun
         except InputError:
             # As the harness does: some templates refuse system messages.
-            say("note: the chat template refuses a task's system message: it is left out")
+            _say_once("note: the chat template refuses a task's system message: it is left out")
             return render([one for one in chat_history if one["role"] != "system"]) + begun
 
     def loglikelihood(

@@ -43,10 +43,14 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
+#: Words of chat templates that are no variables, or that have their values from the conversation.
+_TEMPLATE_OWN = {"messages", "message", "role", "content", "add_generation_prompt", "for", "if"}
+
+
 def template_words(tokenizer: Tokenizer) -> set[str]:
-    """The words of a tokenizer's chat template, among which are its variables; empty without a
-    template."""
-    return set(re.findall(r"\w+", tokenizer.chat_template or ""))
+    """The words of a tokenizer's chat template, among which are the variables that can be set;
+    empty without a template."""
+    return set(re.findall(r"\w+", tokenizer.chat_template or "")) - _TEMPLATE_OWN
 
 
 def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:

@@ -452,8 +452,6 @@ _MESSAGES = {
     "id, such as {'50256': -100}",
     "tool_choice": "must be 'none', 'auto', 'required' or a tool, such as "
     "{'type': 'function', 'function': {'name': ...}}",
-    "audio": "is not supported by this server: leave it out",
-    "function_call": "is not supported by this server: leave it out",
 }
 
 
@@ -577,10 +575,7 @@ def _invalid_request(error: ValidationError) -> RequestError:
     """Return the request error for the first problem of a body that is not of the kind."""
     first = error.errors(include_url=False)[0]
     parts = list(first["loc"])
-    name = str(parts[0])
-    if name in UnsupportedFields.model_fields:
-        return _unsupported(name)
-    if name == "response_format":
+    if parts[0] == "response_format":
         del parts[1:2]  # the model that `type` selects
     where = ""
     for part in parts:
@@ -588,6 +583,8 @@ def _invalid_request(error: ValidationError) -> RequestError:
             where += f"[{part}]"
         else:
             where += f".{part}" if where else part
+        if part in UnsupportedFields.model_fields:
+            return _unsupported(where)
         if part in _MESSAGES:
             # The rest of the location names the types that pydantic tried.
             return _invalid(where, f"{where} {_MESSAGES[str(part)]}")

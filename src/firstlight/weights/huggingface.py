@@ -133,7 +133,9 @@ def _require_plain(content: Mapping[str, Any], where: str) -> None:
     """Refuse the config.json of quantised weights, except of a model in MXFP4, which is read."""
     packed = content.get("quantization_config") or content.get("quantization")
     values = packed if isinstance(packed, Mapping) else {}
-    program = values.get("quant_method") or ("mlx-lm" if "group_size" in values else "others")
+    program = values.get("quant_method") or (
+        "mlx-lm" if "group_size" in values else "another program"
+    )
     family = FAMILIES.get(str(content.get("model_type")))
     has_mxfp4 = family is not None and family.spec.has_mxfp4
     if not packed or (program == "mxfp4" and has_mxfp4):
@@ -142,7 +144,7 @@ def _require_plain(content: Mapping[str, Any], where: str) -> None:
     to_bits = f" to {bits} bits" if bits else ""
     raise ModelError(
         f"{where}: the weights were quantised by {program}{to_bits}, and quantised weights are not "
-        f"read: take the model that was not quantised{_UNDO.get(program, '')} (for an adapter, "
+        f"read: take the model that was not quantised{_UNDO.get(str(program), '')} (for an adapter, "
         "name that model as base_model_name_or_path in adapter_config.json)"
     )
 
