@@ -159,6 +159,24 @@ def test_chat_with_forced_tool_is_one_call_of_it(choice: Any) -> None:
     assert json.loads(call["function"]["arguments"]) in ({"a": 1}, {"a": 2})
 
 
+def test_forced_tools_keep_their_own_definitions_of_one_name() -> None:
+    pytest.importorskip("llguidance")
+    tools = []
+    for name, where in (("f", "$defs/A"), ("g", "definitions/A"), ("h", "$defs/A")):
+        place, _, key = where.partition("/")
+        parameters = {"properties": {"a": {"$ref": f"#/{where}"}}, place: {key: {"const": name}}}
+        parameters |= {"required": ["a"], "additionalProperties": False}
+        tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    app = new_direct(loaded=answering_model())
+    try:
+        found = [asked(app, tools=tools, tool_choice="required", seed=seed) for seed in range(6)]
+    finally:
+        app.close()
+    calls = [one["message"]["tool_calls"][0]["function"] for one in found]
+    assert len({call["name"] for call in calls}) > 1
+    assert all(json.loads(call["arguments"]) == {"a": call["name"]} for call in calls)
+
+
 def answering_model() -> LoadedModel:
     """The tiny model, whose vocabulary has ChatML's tokens only."""
     plain = "{% if tools %}T{% endif %}{{ messages[0].content }}"

@@ -427,14 +427,15 @@ class ChatRequest(GenerationRequest):
         if not functions:
             named = f" named '{wanted}'" if wanted else ""
             raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
-        calls, shared = [], dict[str, Any]()
-        for one in functions:
-            parameters = dict(one.parameters or {})
-            definitions = parameters.pop("$defs", None)  # references begin at the root
-            shared |= definitions if isinstance(definitions, dict) else {}
+        calls = []
+        for number, one in enumerate(functions):
+            # References begin at the root. In JSON, a text has no such quotes.
+            root = f'"$ref": "#/anyOf/{number}/properties/arguments'
+            parameters = json.loads(json.dumps(one.parameters or {}).replace('"$ref": "#', root))
             arguments = {"type": "object", **parameters}
-            calls.append({"properties": {"name": {"const": one.name}, "arguments": arguments}})
-        return {"$defs": shared, "anyOf": [{**_CALL_SCHEMA, **call} for call in calls]}
+            properties = {"name": {"const": one.name}, "arguments": arguments}
+            calls.append({**_CALL_SCHEMA, "properties": properties})
+        return {"anyOf": calls}
 
 
 #: Least likeness of an unknown field's name to a known one for which it is refused as mistyped.

@@ -142,9 +142,10 @@ def _require_plain(content: Mapping[str, Any], where: str) -> None:
         return
     bits = values.get("bits") or (4 if values.get("load_in_4bit") else None)
     to_bits = f" to {bits} bits" if bits else ""
+    undo = _UNDO.get(str(program), "")
     raise ModelError(
         f"{where}: the weights were quantised by {program}{to_bits}, and quantised weights are not "
-        f"read: take the model that was not quantised{_UNDO.get(str(program), '')} (for an adapter, "
+        f"read: take the model that was not quantised{undo} (for an adapter, "
         "name that model as base_model_name_or_path in adapter_config.json)"
     )
 
