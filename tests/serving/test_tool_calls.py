@@ -164,8 +164,8 @@ def test_forced_tools_keep_their_own_definitions_of_one_name() -> None:
     tools = []
     for name, where in (("f", "$defs/A"), ("g", "definitions/A"), ("h", "$defs/A")):
         place, _, key = where.partition("/")
-        parameters = {"properties": {"a": {"$ref": f"#/{where}"}}, place: {key: {"const": name}}}
-        parameters |= {"required": ["a"], "additionalProperties": False}
+        parameters: dict[str, Any] = {"required": ["a"], "additionalProperties": False}
+        parameters |= {"properties": {"a": {"$ref": f"#/{where}"}}, place: {key: {"const": name}}}
         tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
     app = new_direct(loaded=answering_model())
     try:

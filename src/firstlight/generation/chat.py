@@ -338,7 +338,17 @@ class ChatSession:
     def _answered(self, prompt: _Prompt) -> Iterator[str]:
         format = AnswerFormat(self._tokenizer, prompt.ids, {}) if self.has_template else None
         parser = format and AnswerParser(format)
-        text, before = self._continuation(prompt, format), list(self.messages)
+        config, before = self.settings, list(self.messages)
+        if config.seed is not None:
+            config = replace(config, seed=(config.seed + self._answers) % 2**63)
+        text = Continuation(
+            prompt.ids,
+            config,
+            context=self.context,
+            eos_token_ids=self._loaded.chat_end_ids,
+            tokenizer=self._tokenizer,
+            shown=format.shown if format else (),
+        )
         self._loaded.require_unchanged()
         answer = _message("assistant", "")
         self.messages[:] = [*prompt.history, _message("user", prompt.text), answer]
@@ -372,19 +382,6 @@ class ChatSession:
                 finish_reason=text.finish_reason or "interrupted",
                 seed=text.config.seed,
             )
-
-    def _continuation(self, prompt: _Prompt, format: AnswerFormat | None) -> Continuation:
-        config = self.settings
-        if config.seed is not None:
-            config = replace(config, seed=(config.seed + self._answers) % 2**63)
-        return Continuation(
-            prompt.ids,
-            config,
-            context=self.context,
-            eos_token_ids=self._loaded.chat_end_ids,
-            tokenizer=self._tokenizer,
-            shown=format.shown if format else (),
-        )
 
     # The model's input
 

@@ -756,16 +756,12 @@ class RequestEncoder:
                 raise
             # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
             prompt_ids = self._prompt_ids(messages, options, text_arguments=True)
-        schemas = {one["function"]["name"]: one["function"].get("parameters") for one in tools}
+        functions = [tool["function"] for tool in tools]
+        schemas = {one["name"]: one.get("parameters") or {} for one in functions}
         forced = None if request.schema_asked is None else "content"
         if request.forced_schema is not None:
             forced = "call"
-        answers = AnswerFormat(
-            self._tokenizer,
-            prompt_ids,
-            {name: schema or {} for name, schema in schemas.items()},
-            forced=forced,
-        )
+        answers = AnswerFormat(self._tokenizer, prompt_ids, schemas, forced=forced)
         wanted = {
             "max_new_tokens": most or request.max_tokens or self.context,
             "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
