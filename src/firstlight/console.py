@@ -41,9 +41,9 @@ def notebook_display() -> Callable[..., Any] | None:
     return found
 
 
-def say(message: str) -> None:
+def say(message: str, *, end: str = "\n") -> None:
     """Print a message to the user on stderr, as plain text without markup or control characters
-    (see `visible`).
+    (see `visible`), and `end` after it.
 
     If stderr can't be written (a closed pipe or terminal), the program continues silently.
     """
@@ -52,7 +52,7 @@ def say(message: str) -> None:
         display({"text/plain": message}, raw=True)
         return
     try:
-        print(message, file=sys.stderr, flush=True)  # noqa: T201
+        print(message, end=end, file=sys.stderr, flush=True)  # noqa: T201
     except OSError:
         silence()
 

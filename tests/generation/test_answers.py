@@ -114,7 +114,7 @@ CASES: dict[str, tuple[str, str, str, str, list[tuple[str, dict[str, Any]]]]] = 
         HARMONY, ' to=functions.clock<|channel|>commentary json<|message|>{}', "", "",
         [("clock", {})],
     ),
-    "gpt-oss that writes no channels": (HARMONY, "Hello you", "", "Hello you", []),
+    "gpt-oss that writes no channels": (HARMONY, "Hello <|x", "", "Hello <|x", []),
 }  # fmt: skip
 
 
@@ -149,6 +149,8 @@ def test_answer_after_a_prompt_that_opens_thoughts_begins_with_them(tokenizer: T
         ids = ours.encode(f"user: hi {prompt}", special_tokens=True)
         found = parsed(AnswerFormat(ours, ids, {}), "\na</think>b")
         assert found == (reasoning, content, [])
+        # A grammar leaves no place for thoughts.
+        assert parsed(AnswerFormat(ours, ids, {}, forced="content"), '{"a":1}')[1] == '{"a":1}'
 
 
 def test_answer_without_tools_is_streamed_at_once_and_keeps_its_calls_as_text(

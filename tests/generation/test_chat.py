@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from firstlight.cli.chat_terminal import Terminal
 from firstlight.errors import ConfigError, InputError, ModelError, TokenizerError
 from firstlight.generation.chat import (
     ChatSession,
@@ -395,6 +396,35 @@ def test_an_answer_that_fails_was_not_asked_for(tokenizer: Tokenizer) -> None:
     with pytest.raises(ModelError, match="broken"):
         list(session.retry())
     assert session.messages == before
+
+
+def test_answer_with_reasoning_gives_it_apart_and_in_the_next_prompt(
+    tokenizer: Tokenizer, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    harmony = (
+        "{% for m in messages %}<|start|>{{ m.role }}"
+        "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+        "<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    tokens = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    ours = tokenizer.extended(tokens, harmony)
+    written = (
+        "<|channel|>analysis<|message|>a b<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>c \x07d<|return|>"
+    )
+    script = ours.encode(written, special_tokens=True)
+    session, model = session_of(ours, itertools.cycle(script), eos=[script[-1]])
+    terminal = Terminal(session, interactive=False)
+    terminal._take("hello")
+    said, noted = capfdbinary.readouterr()
+    assert said == b"c \x07d\n"
+    assert noted == b"(thinking)\na b\n\n"
+    assert session.messages[1:] == [
+        {"role": "assistant", "content": "c \x07d", "reasoning_content": "a b"}
+    ]
+    say(session, "more")
+    assert "<|message|>a b<|end|>" in ours.decode(model.prompts[1], skip_special_tokens=False)
 
 
 # Changing the conversation

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from firstlight.generation.engine import GenerationStream, generate, load
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.weights.huggingface import model_files
+from firstlight.weights.huggingface import model_files, sampling_settings
 from firstlight.weights.loading import weights_to_save
 from generated import generate_ids
 
@@ -292,6 +293,8 @@ def test_settings_out_of_range_are_refused(loaded: LoadedModel, values: dict[str
 
 
 def test_settings_of_the_model_replace_defaults_and_not_what_is_named(loaded: LoadedModel) -> None:
+    assert sampling_settings({"top_k": -1}) == {"top_k": 0}
+    assert sampling_settings({"top_k": math.inf})["top_k"] > 320
     own = {"do_sample": True, "top_k": 5.0, "repetition_penalty": 1.5, "min_p": None}
     model = dataclasses.replace(loaded, generation=own)
     assert model.sampling == {"temperature": 1.0, "top_k": 5, "repetition_penalty": 1.5}

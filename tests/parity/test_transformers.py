@@ -398,7 +398,8 @@ def test_mxfp4_that_does_not_fit_is_refused(
     mlx = {"group_size": 64, "bits": 4}
     for packed, named in (
         ({"quantization_config": {"quant_method": "fp8"}}, "by fp8, and"),
-        ({"quantization_config": ["mxfp4"]}, "by others, and"),
+        ({"quantization_config": ["mxfp4"]}, "by another program, and"),
+        ({"quantization_config": {"quant_method": ["x"]}}, "by ..x.., and"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "by gptq to 8 bits"),
         ({"quantization": mlx}, "by mlx-lm to 4 bits.* `mlx_lm.convert --dequantize"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -330,6 +331,21 @@ def test_a_slow_client_does_not_keep_the_server_from_ending(folder: Path) -> Non
         assert all(is_closed(connection) for connection in slow)
         assert code == 0
         assert "Traceback" not in said
+
+
+def test_second_interrupt_before_the_shutdown_begins_ends_answers() -> None:
+    async def is_cancelled() -> bool:
+        server = Server(uvicorn.Config(lambda: None), shutdown_timeout=600)
+        server.servers, server.force_exit = [], True
+        for _ in range(2):
+            server.handle_exit(signal.SIGINT, None)
+        answer = asyncio.create_task(asyncio.sleep(PATIENCE))
+        server.server_state.tasks.add(answer)
+        answer.add_done_callback(server.server_state.tasks.discard)
+        await server.shutdown()
+        return answer.cancelled()
+
+    assert asyncio.run(is_cancelled())
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -159,6 +159,24 @@ def test_chat_with_forced_tool_is_one_call_of_it(choice: Any) -> None:
     assert json.loads(call["function"]["arguments"]) in ({"a": 1}, {"a": 2})
 
 
+def test_forced_tools_keep_their_own_definitions_of_one_name() -> None:
+    pytest.importorskip("llguidance")
+    tools = []
+    for name, where in (("f", "$defs/A"), ("g", "definitions/A"), ("h", "$defs/A")):
+        place, _, key = where.partition("/")
+        parameters: dict[str, Any] = {"required": ["a"], "additionalProperties": False}
+        parameters |= {"properties": {"a": {"$ref": f"#/{where}"}}, place: {key: {"const": name}}}
+        tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    app = new_direct(loaded=answering_model())
+    try:
+        found = [asked(app, tools=tools, tool_choice="required", seed=seed) for seed in range(6)]
+    finally:
+        app.close()
+    calls = [one["message"]["tool_calls"][0]["function"] for one in found]
+    assert len({call["name"] for call in calls}) > 1
+    assert all(json.loads(call["arguments"]) == {"a": call["name"]} for call in calls)
+
+
 def answering_model() -> LoadedModel:
     """The tiny model, whose vocabulary has ChatML's tokens only."""
     plain = "{% if tools %}T{% endif %}{{ messages[0].content }}"
@@ -183,9 +201,13 @@ def test_tools_that_can_not_be_used_are_refused(calling: Direct) -> None:
     try:
         content = body_for(chat, tools=[TOOL])
         message = refused(app, chat, content, "tools", "unsupported_parameter")
+        calls = [{"function": {"name": "f", "arguments": "{}"}}]
+        content = body_for(chat, messages=[{"role": "assistant", "tool_calls": calls}])
+        lost = refused(app, chat, content, "messages", "unsupported_parameter")
     finally:
         app.close()
     assert "no place for tools" in message
+    assert "no place for tool calls" in lost
 
 
 def test_messages_with_calls_results_and_reasoning_reach_the_template(calling: Direct) -> None:
@@ -235,6 +257,7 @@ def test_fields_of_vendors_are_ignored_and_counted_in_the_log(
         "provider": {"a": 1}, "cache_prompt": None, "plugins": [],
         "messages": [{"role": "user", "content": [part], "annotations": [1]}],
         "stream_options": {"continuous_usage_stats": True}, "stream": True,
+        "chat_template_kwargs": {"enable_thinkin": True},
     }  # fmt: skip
     for _ in range(11):
         asked(calling, **fields)
@@ -244,10 +267,11 @@ def test_fields_of_vendors_are_ignored_and_counted_in_the_log(
         "messages.annotations",
         "messages.content.cache_control",
         "stream_options.continuous_usage_stats",
+        "chat_template_kwargs.enable_thinkin",
     ):
         for count in ("1 request", "10 requests"):
             assert said.count(f"ignored field {name}: {count} so far\n") == 1
-    assert said.count("ignored") == 8
+    assert said.count("ignored") == 10
 
 
 def test_settings_of_the_model_are_the_defaults_of_requests() -> None:

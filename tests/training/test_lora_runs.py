@@ -83,9 +83,11 @@ def test_a_checkpoint_of_adapters_is_one_of_a_model(
     )
     changed = {name for name in plain if not torch.equal(plain[name], merged[name])}
     assert changed == {n for n in plain if "_proj" in n}
-    # And a run of all weights, or of other adapters, may start from it.
+    # A run of all weights may start from it; PEFT would compute wrong logits for other adapters.
     again = {**settings, "run": {**recipe["run"], "dir": str(tmp_path / "again")}}
-    train(parse_recipe(again), init_from=folder)
+    with pytest.raises(ConfigError, match=r"is an adapter, .* merge it with `firstlight convert"):
+        train(parse_recipe(again), init_from=folder)
+    train(parse_recipe({**again, "lora": None}), init_from=folder)
 
 
 def test_generation_config_of_the_start_is_kept_by_training_resuming_and_export(

@@ -202,15 +202,25 @@ class Terminal:
     # Answers
 
     def _show(self, answer: Callable[[], Iterator[str]]) -> None:
-        pieces = answer()
+        from firstlight.generation.chat import ReasoningText
+
+        pieces, is_thinking = answer(), False
         try:
             with self._stopping_at_interrupt():
                 for piece in pieces:
-                    write_out(piece)
+                    if isinstance(piece, ReasoningText) != is_thinking:
+                        is_thinking = not is_thinking
+                        say("(thinking)" if is_thinking else "\n")
+                    if is_thinking:
+                        say(piece, end="")
+                    else:
+                        write_out(piece)
         except KeyboardInterrupt:
             if not self._interactive:
                 raise
         finally:
+            if is_thinking:
+                say("")
             write_out("\n")
         self._note()
 

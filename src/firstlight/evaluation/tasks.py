@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ from firstlight.hardware.environment import sharing_cores
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
-from firstlight.tokenizer.chat_labels import turn_end_ids
 
 HELLASWAG = "hellaswag"
 HARNESS = "lm-eval:"
@@ -507,6 +506,11 @@ def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTa
     return dataclasses.replace(harness, chat_tasks=frozenset(applied))
 
 
+@cache
+def _say_once(message: str) -> None:
+    say(message)
+
+
 def _build_plainly(build: Callable[..., None], **options: Any) -> None:
     plain = {"apply_chat_template": False, "chat_template": None, "fewshot_as_multiturn": False}
     build(**{**options, **plain})
@@ -664,7 +668,7 @@ class _HarnessMethods:
             return render(chat_history) + begun
         except InputError:
             # As the harness does: some templates refuse system messages.
-            say("note: the chat template refuses a task's system message: it is left out")
+            _say_once("note: the chat template refuses a task's system message: it is left out")
             return render([one for one in chat_history if one["role"] != "system"]) + begun
 
     def loglikelihood(
@@ -759,8 +763,7 @@ def harness_model(
         ModelError: the model has no tokenizer.
     """
     if chats:
-        ends = dict.fromkeys((*loaded.eos_token_ids, *turn_end_ids(tokenizer_of(loaded))))
-        loaded = dataclasses.replace(loaded, eos_token_ids=tuple(ends))
+        loaded = dataclasses.replace(loaded, eos_token_ids=loaded.chat_end_ids)
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]

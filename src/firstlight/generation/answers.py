@@ -96,7 +96,8 @@ class AnswerFormat:
         prompt_ids: the conversation, up to the beginning of the answer.
         tools: JSON schemas of the tools' parameters, by name; without tools, only gpt-oss' format
             has tool calls.
-        forced: the answer is one tool call as JSON, because a grammar forces it.
+        forced: the one mode of an answer that a grammar forces: "call" is a tool call as JSON,
+            "content" any text; None without a grammar.
 
     Attributes:
         start: mode at the beginning of an answer: "content", "reasoning", "call", "header" (of
@@ -112,7 +113,7 @@ class AnswerFormat:
         prompt_ids: Sequence[int],
         tools: Mapping[str, Mapping[str, Any]],
         *,
-        forced: bool = False,
+        forced: str | None = None,
     ) -> None:
         template = tokenizer.chat_template or ""
         self.tools = tools
@@ -136,7 +137,7 @@ class AnswerFormat:
         inside = ("<|channel|>",) if self.modes is _HARMONY else _INSIDE_CALLS if tools else ()
         self.shown = frozenset({*markers, *inside} & set(tokenizer.special_tokens))
         if forced:
-            self.start, self.modes = "call", {"call": {}}
+            self.start, self.modes = forced, {forced: {}}
 
 
 def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -224,7 +225,8 @@ class AnswerParser:
                 shown = "" if self._name else self._marker
                 return AnswerPart(f"{shown}{text}{'' if self._name else marker}")
         if self._mode == "header":  # an incomplete one, unless the model does not write headers
-            return AnswerPart("" if "<|" in text else text)
+            is_header = "<|channel|>" in text or "<|start|>" in text
+            return AnswerPart("" if is_header else text)
         if self._trimmed:
             text = text.lstrip()
             self._trimmed = not text

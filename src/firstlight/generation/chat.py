@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from firstlight.errors import ConfigError, InputError, nearest
+from firstlight.generation.answers import AnswerFormat, AnswerParser, AnswerPart
 from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
@@ -19,7 +20,7 @@ from firstlight.generation.engine import pieces_of, tokenizer_of, with_model_set
 from firstlight.lora.loading import LoadedModel
 from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
-from firstlight.tokenizer.chat_labels import turn_end_ids
+from firstlight.tokenizer.messages import fit_messages
 
 #: Default settings of answers.
 CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
@@ -27,12 +28,29 @@ CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 #: Least number of tokens of a `ConversationDecoder`'s cache; larger caches are powers of two.
 _SMALLEST_DECODER = 1024
 
-#: A message: "role" ("system", "user" or "assistant") and "content".
+#: A message: "role" ("system", "user" or "assistant"), "content", and the assistant's
+#: "reasoning_content".
 Message = dict[str, str]
+
+
+class ReasoningText(str):
+    """A piece of an answer that is part of the reasoning before its text."""
+
+    __slots__ = ()
 
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+#: Words of chat templates that are no variables, or that have their values from the conversation.
+_TEMPLATE_OWN = {"messages", "message", "role", "content", "add_generation_prompt", "for", "if"}
+
+
+def template_words(tokenizer: Tokenizer) -> set[str]:
+    """The words of a tokenizer's chat template, among which are the variables that can be set;
+    empty without a template."""
+    return set(re.findall(r"\w+", tokenizer.chat_template or "")) - _TEMPLATE_OWN
 
 
 def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
@@ -41,7 +59,7 @@ def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -
     Raises:
         ConfigError: there is no template, or it does not use one of them.
     """
-    words = set(re.findall(r"\w+", tokenizer.chat_template or ""))
+    words = template_words(tokenizer)
     for name in options:
         if name not in words:
             hint = nearest(name, words) or ": leave it out"
@@ -169,7 +187,8 @@ class ChatSession:
 
     Attributes:
         messages: the conversation, dicts with "role" and "content", the system message first. A
-            user's message is always followed by its answer.
+            user's message is always followed by its answer, which has "reasoning_content" if the
+            model has reasoned.
         stats: statistics of the last answer; None before the first.
 
     Raises:
@@ -196,8 +215,6 @@ class ChatSession:
         self._settings = settings or with_model_settings(CHAT_SETTINGS, loaded, ())
         self._answers = 0
         self._stopping = False
-        ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
-        self._end_ids = tuple(dict.fromkeys(ends))
         require_template_options(self._tokenizer, template_options)
         if self.has_template:
             self._encoded([_message("user", "1")])  # raises now if the template is broken
@@ -287,7 +304,8 @@ class ChatSession:
         self._stopping = True
 
     def answer(self, text: str) -> Iterator[str]:
-        """Answer a message; returns an iterator over the pieces of the answer.
+        """Answer a message; returns an iterator over the pieces of the answer. Those of its
+        reasoning (see `answers`) are `ReasoningText`.
 
         From the first piece on, `messages` has the message and the answer so far. If the iterator
         is closed early, the answer stays as it is; if generation fails, message and answer are
@@ -318,7 +336,19 @@ class ChatSession:
         return self._answered(self._prompt(self.messages[:-2], self.messages[-2]["content"]))
 
     def _answered(self, prompt: _Prompt) -> Iterator[str]:
-        text, before = self._continuation(prompt), list(self.messages)
+        format = AnswerFormat(self._tokenizer, prompt.ids, {}) if self.has_template else None
+        parser = format and AnswerParser(format)
+        config, before = self.settings, list(self.messages)
+        if config.seed is not None:
+            config = replace(config, seed=(config.seed + self._answers) % 2**63)
+        text = Continuation(
+            prompt.ids,
+            config,
+            context=self.context,
+            eos_token_ids=self._loaded.chat_end_ids,
+            tokenizer=self._tokenizer,
+            shown=format.shown if format else (),
+        )
         self._loaded.require_unchanged()
         answer = _message("assistant", "")
         self.messages[:] = [*prompt.history, _message("user", prompt.text), answer]
@@ -331,11 +361,13 @@ class ChatSession:
             with contextlib.closing(pieces):
                 for piece in pieces:
                     first = first or time.perf_counter() - started
-                    answer["content"] += piece
-                    if piece:
-                        yield piece
+                    ended = text.finish_reason is not None
+                    parts = parser.push(piece, ended=ended) if parser else [AnswerPart(piece)]
+                    yield from _add_parts(answer, parts)
                     if self._stopping:
                         break
+                if parser and text.finish_reason is None:  # what was held back
+                    yield from _add_parts(answer, parser.push("", ended=True))
         except Exception:
             self.messages[:] = before
             raise
@@ -351,18 +383,6 @@ class ChatSession:
                 seed=text.config.seed,
             )
 
-    def _continuation(self, prompt: _Prompt) -> Continuation:
-        config = self.settings
-        if config.seed is not None:
-            config = replace(config, seed=(config.seed + self._answers) % 2**63)
-        return Continuation(
-            prompt.ids,
-            config,
-            context=self.context,
-            eos_token_ids=self._end_ids,
-            tokenizer=self._tokenizer,
-        )
-
     # The model's input
 
     def _prompt(self, history: Sequence[Message], text: str) -> _Prompt:
@@ -371,8 +391,9 @@ class ChatSession:
         return _Prompt(ids, list(history), text, dropped)
 
     def _encoded(self, messages: list[Message]) -> list[int]:
+        fitted = fit_messages(messages, self._tokenizer.chat_template or "")
         return self._tokenizer.encode_chat(
-            messages, add_generation_prompt=True, options=self._template_options
+            fitted, add_generation_prompt=True, options=self._template_options
         )
 
     def _chat_ids(self, history: list[Message], text: str) -> tuple[list[int], int]:
@@ -409,3 +430,16 @@ class ChatSession:
                 "answer: shorten it"
             )
         return limit
+
+
+def _add_parts(answer: Message, parts: Sequence[AnswerPart]) -> Iterator[str]:
+    """Add parts to a message; yields them as the pieces of an answer."""
+    for part in parts:
+        # Without tools, calls are text.
+        content = part.content + "".join(f"{call.name} {call.arguments}" for call in part.calls)
+        if part.reasoning:
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + part.reasoning
+            yield ReasoningText(part.reasoning)
+        if content:
+            answer["content"] += content
+            yield content

@@ -6,6 +6,7 @@ with the adapter merged in.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from firstlight.lora.files import (
 from firstlight.lora.layers import merge_lora
 from firstlight.models import Model, ModelConfig
 from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.huggingface import (
     eos_ids_of,
@@ -64,6 +66,13 @@ class LoadedModel:
     def sampling(self) -> dict[str, Any]:
         """The model's own settings of a `SamplingConfig`; see `sampling_settings`."""
         return sampling_settings(self.generation)
+
+    @functools.cached_property
+    def chat_end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer in a chat: `eos_token_ids`, and the token that ends a turn
+        of the chat template."""
+        turn_ends = () if self.tokenizer is None else turn_end_ids(self.tokenizer)
+        return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
     def require_unchanged(self) -> None:
         """Refuse weights whose mapped file has changed. To be called before each use of the model.

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from firstlight.console import say
 from firstlight.errors import ConfigError, FirstlightError, MissingDependencyError
-from firstlight.generation.chat import ChatSession, ConversationDecoder
+from firstlight.generation.chat import ChatSession, ConversationDecoder, ReasoningText
 from firstlight.generation.config import SamplingConfig
 from firstlight.lora.loading import LoadedModel
 from firstlight.serving.config import is_loopback, listening_socket, url_for
@@ -203,7 +203,7 @@ class _Page:
     async def answer(self, message: Any) -> None:
         chainlit = self._chainlit
         session, reply = chainlit.user_session.get("session"), chainlit.Message("")
-        notes = []
+        notes, thoughts = [], ""
         if self._answers.busy:
             notes = [chainlit.Message("Another tab's answer is being made; this one comes next.")]
             await notes[0].send()
@@ -212,7 +212,12 @@ class _Page:
                 async for part in parts:
                     while notes:
                         await notes.pop().remove()
-                    await reply.stream_token(part)
+                    if isinstance(part, ReasoningText):  # shown until the text begins
+                        thoughts += part
+                        await reply.stream_token(part)
+                    else:
+                        await reply.stream_token(part, is_sequence=bool(thoughts))
+                        thoughts = ""
         except FirstlightError as error:
             await chainlit.ErrorMessage(str(error)).send()
         finally:

@@ -13,7 +13,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from firstlight.errors import (
 )
 from firstlight.files.atomic import unique_keys
 from firstlight.generation.answers import AnswerFormat, call_end_ids
-from firstlight.generation.chat import require_template_options
+from firstlight.generation.chat import require_template_options, template_words
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Continuation
 from firstlight.generation.engine import tokenizer_of, with_model_settings
@@ -67,7 +67,6 @@ from firstlight.serving.response import (
     ResponseFormat,
     TokenTexts,
 )
-from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.tokenizer.messages import fit_messages, normalize_message
 
 _Text = Annotated[str, Field(max_length=256)]
@@ -428,14 +427,15 @@ class ChatRequest(GenerationRequest):
         if not functions:
             named = f" named '{wanted}'" if wanted else ""
             raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
-        calls, shared = [], dict[str, Any]()
-        for one in functions:
-            parameters = dict(one.parameters or {})
-            definitions = parameters.pop("$defs", None)  # references begin at the root
-            shared |= definitions if isinstance(definitions, dict) else {}
+        calls = []
+        for number, one in enumerate(functions):
+            # References begin at the root. In JSON, a text has no such quotes.
+            root = f'"$ref": "#/anyOf/{number}/properties/arguments'
+            parameters = json.loads(json.dumps(one.parameters or {}).replace('"$ref": "#', root))
             arguments = {"type": "object", **parameters}
-            calls.append({"properties": {"name": {"const": one.name}, "arguments": arguments}})
-        return {"$defs": shared, "anyOf": [{**_CALL_SCHEMA, **call} for call in calls]}
+            properties = {"name": {"const": one.name}, "arguments": arguments}
+            calls.append({**_CALL_SCHEMA, "properties": properties})
+        return {"anyOf": calls}
 
 
 #: Least likeness of an unknown field's name to a known one for which it is refused as mistyped.
@@ -453,8 +453,6 @@ _MESSAGES = {
     "id, such as {'50256': -100}",
     "tool_choice": "must be 'none', 'auto', 'required' or a tool, such as "
     "{'type': 'function', 'function': {'name': ...}}",
-    "audio": "is not supported by this server: leave it out",
-    "function_call": "is not supported by this server: leave it out",
 }
 
 
@@ -578,10 +576,7 @@ def _invalid_request(error: ValidationError) -> RequestError:
     """Return the request error for the first problem of a body that is not of the kind."""
     first = error.errors(include_url=False)[0]
     parts = list(first["loc"])
-    name = str(parts[0])
-    if name in UnsupportedFields.model_fields:
-        return _unsupported(name)
-    if name == "response_format":
+    if parts[0] == "response_format":
         del parts[1:2]  # the model that `type` selects
     where = ""
     for part in parts:
@@ -589,6 +584,8 @@ def _invalid_request(error: ValidationError) -> RequestError:
             where += f"[{part}]"
         else:
             where += f".{part}" if where else part
+        if part in UnsupportedFields.model_fields:
+            return _unsupported(where)
         if part in _MESSAGES:
             # The rest of the location names the types that pydantic tried.
             return _invalid(where, f"{where} {_MESSAGES[str(part)]}")
@@ -657,8 +654,7 @@ class RequestEncoder:
         self.has_tools = re.search(r"tools\b", self._tokenizer.chat_template or "") is not None
         require_template_options(self._tokenizer, template_options)
         self._ends = loaded.eos_token_ids
-        ends = (*loaded.eos_token_ids, *turn_end_ids(self._tokenizer))
-        self._chat_ends = tuple(dict.fromkeys((*ends, *call_end_ids(self._tokenizer))))
+        self._chat_ends = (*loaded.chat_end_ids, *call_end_ids(self._tokenizer))
         self._ignored: Counter[str] = Counter()
         self._noting = threading.Lock()
 
@@ -679,7 +675,7 @@ class RequestEncoder:
             )
         if request.stream_options is not None and not request.stream:
             raise _invalid("stream_options", "stream_options needs stream: true")
-        self._note_ignored(request)
+        self._note_ignored(request.ignored())
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         try:
             if isinstance(request, ChatRequest):
@@ -688,11 +684,11 @@ class RequestEncoder:
         except (InputError, TokenizerError) as error:
             raise _invalid(param, f"{param}: {error}") from None
 
-    def _note_ignored(self, request: GenerationRequest) -> None:
-        """Count the fields that have no effect, and log a field's first, tenth, hundredth ...
-        request."""
+    def _note_ignored(self, names: Iterable[str]) -> None:
+        """Count the fields of a request that have no effect, and log a field's first, tenth,
+        hundredth ... request."""
         with self._noting:
-            for name in set(request.ignored()):
+            for name in set(names):
                 shown = _shortened(" ".join(visible(name).split()))
                 if shown not in self._ignored and len(self._ignored) >= _MAX_IGNORED:
                     shown = "others"
@@ -747,7 +743,12 @@ class RequestEncoder:
             raise _invalid("max_tokens", message)
         self._require_few(1, request.n or 1, "messages")
         messages = [message.plain() for message in request.messages]
+        if not self.has_tools and any(message.get("tool_calls") for message in messages):
+            message = "this model's chat template has no place for tool calls: leave them out"
+            raise _invalid("messages", message, "unsupported_parameter")
         options, tools = self._variables(request), request.offered_tools
+        unused = options.keys() - template_words(self._tokenizer)
+        self._note_ignored(f"chat_template_kwargs.{name}" for name in unused)
         try:
             prompt_ids = self._prompt_ids(messages, options)
         except TokenizerError:
@@ -755,13 +756,12 @@ class RequestEncoder:
                 raise
             # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
             prompt_ids = self._prompt_ids(messages, options, text_arguments=True)
-        schemas = {one["function"]["name"]: one["function"].get("parameters") for one in tools}
-        answers = AnswerFormat(
-            self._tokenizer,
-            prompt_ids,
-            {name: schema or {} for name, schema in schemas.items()},
-            forced=request.forced_schema is not None,
-        )
+        functions = [tool["function"] for tool in tools]
+        schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+        forced = None if request.schema_asked is None else "content"
+        if request.forced_schema is not None:
+            forced = "call"
+        answers = AnswerFormat(self._tokenizer, prompt_ids, schemas, forced=forced)
         wanted = {
             "max_new_tokens": most or request.max_tokens or self.context,
             "logprobs": (request.top_logprobs or 0) if request.logprobs else None,

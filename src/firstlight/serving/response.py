@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import itertools
 import json
 import secrets
 import time
@@ -361,14 +362,13 @@ class ChatFormat(ResponseFormat):
         return [_delta(index, {"role": "assistant", "content": ""})]
 
     def _pieces(self, part: Part) -> Sequence[Any]:
-        number = self._calls[part.number]
+        numbers = itertools.count(self._calls[part.number])
         found, finish_reason = self._answer(part)
         deltas: list[dict[str, Any]] = []
         for one in found:
             for call in one.calls:
-                called = {"index": number, **_called(call).model_dump()}
+                called = {"index": next(numbers), **_called(call).model_dump()}
                 deltas.append({"tool_calls": [called]})
-                number += 1
             if one.reasoning:
                 deltas.append({"reasoning_content": one.reasoning})
             if one.content:

@@ -533,13 +533,16 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._shutdown_timeout = shutdown_timeout
         self._end_requests_soon: Callable[[], object] = lambda: None
+        self._is_hurried = False  # True after a second SIGINT
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and wait for running answers."""
         loop = asyncio.get_running_loop()
         # Thread-safe, so that a signal wakes the event loop.
         self._end_requests_soon = lambda: loop.call_soon_threadsafe(self._end_requests)
-        timer = loop.call_later(self._shutdown_timeout, self._end_requests)
+        # A second SIGINT may have come before this method was called.
+        seconds = 0 if self._is_hurried else self._shutdown_timeout
+        timer = loop.call_later(seconds, self._end_requests)
         await super().shutdown(sockets)
         timer.cancel()
 
@@ -573,6 +576,7 @@ class Server(uvicorn.Server):
         """Called on a signal. Without uvicorn's own method, signals are not raised again at the
         end."""
         if self.should_exit and sig == signal.SIGINT:
+            self._is_hurried = True
             self._end_requests_soon()
         self.should_exit = True
 

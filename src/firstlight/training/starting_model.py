@@ -26,7 +26,7 @@ from firstlight.checkpoint.selection import read_model_folder, resolve_model_fol
 from firstlight.checkpoint.sharded import fitting_model
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
 from firstlight.hardware.device import Hardware
-from firstlight.lora.files import base_name, config_folder
+from firstlight.lora.files import base_name, config_folder, is_adapter
 from firstlight.lora.layers import add_lora
 from firstlight.lora.loading import LoadedModel, base_identity, load_model
 from firstlight.lora.quantized import require_nf4
@@ -211,6 +211,12 @@ def first_model(
         return FirstModel(_new_config(recipe, tokenizer, engine))
 
     def starting(folder: Path) -> FirstModel:
+        if recipe.lora is not None and is_adapter(folder):
+            raise ConfigError(
+                f"{init_from} is an adapter, and PEFT does not compute an adapter of an adapter: "
+                f"merge it with `firstlight convert {init_from} --to hf --out DIR`, and start from "
+                "DIR"
+            )
         loaded = _starting_model(
             recipe, tokenizer, folder, init_from, new_rows=new_rows, pairs=pairs, tell=tell
         )

@@ -133,16 +133,19 @@ def _require_plain(content: Mapping[str, Any], where: str) -> None:
     """Refuse the config.json of quantised weights, except of a model in MXFP4, which is read."""
     packed = content.get("quantization_config") or content.get("quantization")
     values = packed if isinstance(packed, Mapping) else {}
-    program = values.get("quant_method") or ("mlx-lm" if "group_size" in values else "others")
+    program = values.get("quant_method") or (
+        "mlx-lm" if "group_size" in values else "another program"
+    )
     family = FAMILIES.get(str(content.get("model_type")))
     has_mxfp4 = family is not None and family.spec.has_mxfp4
     if not packed or (program == "mxfp4" and has_mxfp4):
         return
     bits = values.get("bits") or (4 if values.get("load_in_4bit") else None)
     to_bits = f" to {bits} bits" if bits else ""
+    undo = _UNDO.get(str(program), "")
     raise ModelError(
         f"{where}: the weights were quantised by {program}{to_bits}, and quantised weights are not "
-        f"read: take the model that was not quantised{_UNDO.get(program, '')} (for an adapter, "
+        f"read: take the model that was not quantised{undo} (for an adapter, "
         "name that model as base_model_name_or_path in adapter_config.json)"
     )
 
@@ -222,7 +225,8 @@ def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
     for name in _SAMPLING:
         value = generation.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = int(value) if name == "top_k" else float(value)
+            # Some programs write -1 for a top_k that is off.
+            found[name] = int(min(max(value, 0), 2**31)) if name == "top_k" else float(value)
     if generation.get("do_sample") is False:
         found["temperature"] = 0.0
     return found
