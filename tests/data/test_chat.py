@@ -102,6 +102,45 @@ def test_prepare_chat_of_tools_in_any_spelling_gives_same_examples(
     )
 
 
+@pytest.mark.parametrize(
+    "place", ["Tools", "system", "chat_template_kwargs"], ids=["field", "message", "variable"]
+)
+def test_prepare_chat_finds_tools_at_any_place(tmp_path: Path, qwen: Tokenizer, place: str) -> None:
+    tools = [{"name": "find", "description": "finds"}]
+    messages = say("where", "Here.", system="s")
+    record: dict[str, Any] = {"messages": messages}
+    if place == "system":
+        messages[0]["tools"] = tools
+    else:
+        record[place] = tools if place == "Tools" else {"tools": tools}
+    pair = {"input": {**record, "messages": messages[:2]}, "chosen": "a", "rejected": "b"}
+    for one, options in (
+        (record, ChatOptions(val_fraction=0)),
+        (pair, ChatOptions("preference", val_fraction=0)),
+    ):
+        path = write_lines(tmp_path / "a.jsonl", [one])
+        prepare_chat([path], qwen, tmp_path / "out", options=options, overwrite=True)
+        assert '"description": "finds"' in examples(tmp_path / "out", qwen)[0][0]
+
+
+def test_prepare_chat_of_parquet_gives_calls_no_arguments_of_other_calls(
+    tmp_path: Path, qwen: Tokenizer
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    records = []
+    for key in ("city", "day"):
+        call = {"function": {"name": "find", "arguments": {key: "x"}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        records.append({"messages": [*say("where"), answer], "tools": [{"name": "find"}]})
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    path = tmp_path / "a.parquet"
+    prepare_chat([path], qwen, tmp_path / "out", options=ChatOptions(val_fraction=0))
+    (_, first), (_, second) = examples(tmp_path / "out", qwen)
+    assert '"arguments": {"city": "x"}' in first
+    assert '"arguments": {"day": "x"}' in second
+
+
 def test_prepare_chat_of_preference_pairs_with_tools_learns_calls(
     tmp_path: Path, qwen: Tokenizer
 ) -> None:

@@ -26,6 +26,7 @@ from firstlight.data.conversations import (
     ChatForm,
     Conversation,
     control_tokens,
+    record_fields,
     to_conversation,
     to_pair,
 )
@@ -256,9 +257,9 @@ class _ChatPreparation:
             BadRecordError: tools or calls are not valid.
         """
         messages = conversation.messages
-        system = "\n".join(one["content"] for one in messages if one["role"] == "system")
+        fields = record_fields(record.value) if isinstance(record.value, dict) else {}
         try:
-            options = template_options(record.value, system)
+            options = template_options(fields, messages)
             writes_calls = "tools" in options and self._writes_calls
             messages = [normalize_message(one, writes_calls=writes_calls) for one in messages]
         except ValueError as error:

@@ -364,7 +364,7 @@ class ChatEncoder:
         marker = _Marker(free_characters([*marked, own], self._template))
         changed = marker.messages(marked)
         tools = marker.tools(own.get("tools", ()))
-        names = own.keys() & {"tools", "xml_tools"}
+        names = own.keys() & {"tools", "xml_tools"} if "tools" in own else ()
         probe = changed, {**variables, **dict.fromkeys(names, tools)}
         answers = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         learned = set(answers[-1:] if train_on == "last" else answers) - masked
