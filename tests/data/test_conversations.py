@@ -21,7 +21,7 @@ from firstlight.data.conversations import (
     is_written,
     to_conversation,
 )
-from firstlight.data.packing import ExampleDataset
+from firstlight.data.packing import ExampleDataset, chat_notes
 from firstlight.data.records import (
     find_records,
     find_splits,
@@ -214,6 +214,12 @@ BAD: list[tuple[object, str, str]] = [
         "wrong_type",
         "parts that are not text",
     ),
+    (
+        {"messages": [*say("a"), {"role": "assistant", "content": "b", "thinking": {"a": 1}}]},
+        "wrong_type",
+        r"`messages\[1\]`.thinking is an object, not a text",
+    ),
+    ({"question": "a", "answer": "b", "reasoning": 5}, "wrong_type", "`reasoning` is a number"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "unknown_role", "the role 'wizard'"),
     ({"messages": say("a")}, "no_assistant", "no assistant's message"),
     ({"messages": say("a", "b\ud800")}, "bad_utf8", "half of a surrogate pair"),
@@ -454,7 +460,7 @@ def test_broken_row_of_a_table_is_left_out_with_its_line(tmp_path: Path, chatml:
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
     assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"broken_row": 1}}
-    [line] = ExampleDataset(tmp_path / "out", "train").left_out()
+    [line] = chat_notes(tmp_path / "out", manifest)
     assert line.startswith(
         "1 of 3 records left out: not a valid row of a table; first: "
         f"{tmp_path / 'a.csv'}:4: 1 fields, but the header has 3; listed in "
@@ -466,8 +472,8 @@ def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml:
     first = write_lines(tmp_path / "a.jsonl", [GOOD, bad, bad])
     second = write_lines(tmp_path / "b.jsonl", [{"q": "a"}, bad])
     options = ChatOptions(on_bad="skip", val_fraction=0)
-    prepare_chat([first, second], chatml, tmp_path / "out", options=options)
-    form, role = ExampleDataset(tmp_path / "out", "train").left_out()
+    manifest = prepare_chat([first, second], chatml, tmp_path / "out", options=options)
+    form, role = chat_notes(tmp_path / "out", manifest)
     assert f"1 of 5 records left out: of no known form; first: {second}:1: " in form
     start = f"3 of 5 records left out: a role that is not known (2 of {first}, 1 of {second}); "
     assert role.startswith(f"{start}first: {first}:2: `messages[0]` has the role 'wizard'")

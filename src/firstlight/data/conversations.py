@@ -238,7 +238,7 @@ def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The reasoning that a record has beside its answer."""
-    return {key: fields[key] for key in THOUGHTS if fields.get(key)}
+    return {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
 
 
 def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -334,6 +334,7 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
         content = _content(content, f"{where}.{content_key}")
         used = (role_key, content_key)
         rest = {k: value for k, value in entry.items() if k not in used and value is not None}
+        rest |= {key: _content(rest[key], f"{where}.{key}") for key in THOUGHTS if rest.get(key)}
         messages.append({**rest, "role": role, "content": content})
     return messages
 
