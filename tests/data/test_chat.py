@@ -146,7 +146,11 @@ def test_prepare_chat_of_preference_pairs_with_tools_learns_calls(
 ) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": _CALL}]}
     record = {
-        "prompt": say("where"),
+        "prompt": [
+            *say("where"),
+            {"role": "function_call", "content": json.dumps(_CALL)},
+            {"role": "tool", "content": "here"},
+        ],
         "chosen": [call],
         "rejected": [{"role": "assistant", "content": "No idea.", "reasoning_content": "hm"}],
         "tools": [{"name": "find", "description": "finds"}],
@@ -157,6 +161,7 @@ def test_prepare_chat_of_preference_pairs_with_tools_learns_calls(
     chosen, rejected = examples(tmp_path / "out", qwen)
     assert "finds" in chosen[0]
     assert chosen[1].endswith('{"city": "Rome"}}\n</tool_call><|im_end|>')
+    assert [text.count("<tool_call>") for text in chosen] == [2, 1]
     assert rejected[1] == "<think>\nhm\n</think>\n\nNo idea.<|im_end|>"
 
 
@@ -174,7 +179,7 @@ def test_prepare_chat_with_lost_reasoning_refuses_with_place(
     with pytest.raises(DataError) as caught:
         prepare_chat([path], qwen, tmp_path / "out")
     assert str(caught.value).startswith(
-        f"{path}:2: the chat template leaves out the reasoning (message 2): 'hm' (on_bad skip"
+        f"{path}:2: the chat template leaves out reasoning (message 2): 'hm' (on_bad skip"
     )
     assert "keep trains on the rest" in str(caught.value)
 
@@ -189,7 +194,7 @@ def test_prepare_chat_with_on_bad_counts_lost_reasoning_with_first_place(
     options = ChatOptions(on_bad="keep", val_fraction=0)
     manifest = prepare_chat([path], qwen, tmp_path / "keep", options=options)
     assert manifest["documents"] == {"read": 3, "written": 3, "rejected": {}}
-    detail = "the chat template leaves out the reasoning (message 2): 'hm'"
+    detail = "the chat template leaves out reasoning (message 2): 'hm'"
     assert manifest["chat"]["lost"] == {
         "lost_thoughts": {"records": 2, "first": f"{path}:2: {detail}"}
     }

@@ -55,14 +55,13 @@ from firstlight.files.cache import cache_folder, held
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_labels import (
-    LOST,
     ChatEncoder,
     LabelledChat,
     TrainOn,
     require_end,
     with_chat_template,
 )
-from firstlight.tokenizer.messages import normalize_message, template_options
+from firstlight.tokenizer.messages import LOST, normalize_message, template_options
 
 #: Tokens of a shard. Fewer than in a shard of text, because the loss mask is held in memory.
 _SHARD_TOKENS = 10_000_000

@@ -45,6 +45,7 @@ from firstlight.errors import FirstlightError
 from firstlight.tokenizer.messages import (
     CALLING_ROLES,
     CALLS,
+    LOST,
     RESULT_ROLES,
     THOUGHTS,
     parsed_json,
@@ -74,15 +75,10 @@ REASONS = {
     "empty": "nothing said",
     "no_assistant": "no answer",
     "template": "the chat template does not take it",
-    "lost_system": "a system message that the chat template leaves out",
-    "lost_tools": "tools that the chat template leaves out",
-    "lost_calls": "tool calls that the chat template leaves out",
-    "lost_results": "results of tools that the chat template leaves out",
-    "lost_thoughts": "reasoning that the chat template leaves out",
-    "lost_text": "a message that the chat template leaves out",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
     "held_out": "a question of the validation data",
+    **{key: f"{text} that the chat template leaves out" for key, text in LOST.items()},
 }
 
 #: Names of the roles in records, in lower case. Tools keep the name that a record gives them.
@@ -586,13 +582,16 @@ def to_pair(record: object) -> Pair:
             raise BadRecordError(error.reason, f"`{name}` with its prompt: {error}") from error
     if both[0] == both[1]:
         raise BadRecordError("no_pair", f"`{names[0]}` and `{names[1]}` are the same")
-    start = _common(*both)
+    pairs = enumerate(zip(*both, strict=False))
+    start = next((i for i, (one, other) in pairs if one != other), min(map(len, both)))
     if start in (0, *map(len, both)) or any(one[start]["role"] not in _ANSWERING for one in both):
         raise BadRecordError(
             "no_pair",
             f"`{names[0]}` and `{names[1]}` must go on from one prompt, each with an answer",
         )
-    return Pair(*(Conversation(one, _answers(one[:start])) for one in both))
+    prompt_answers = (i for i in range(start) if both[0][i]["role"] in _ANSWERING)
+    masked = frozenset(prompt_answers)
+    return Pair(Conversation(both[0], masked), Conversation(both[1], masked))
 
 
 def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -603,15 +602,3 @@ def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if name in MESSAGE_FIELDS:
         return _with_system(fields, _messages(_listed(fields[name]), f"`{name}`"))
     return _question(fields)
-
-
-def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> int:
-    """Number of equal messages at the beginning of both conversations."""
-    count = 0
-    while count < min(len(first), len(second)) and first[count] == second[count]:
-        count += 1
-    return count
-
-
-def _answers(messages: list[dict[str, Any]]) -> frozenset[int]:
-    return frozenset(i for i, one in enumerate(messages) if one["role"] == "assistant")

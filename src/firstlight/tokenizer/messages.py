@@ -18,7 +18,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 #: Keys of a record with its tools, and of a message with its calls.
@@ -34,6 +34,15 @@ RESULT_ROLES = (
 ).split()
 #: Keys of an assistant's message with its reasoning.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
+#: The texts that a chat template may leave out, by the reason for which a record is then rejected.
+LOST = {
+    "lost_system": "a system message",
+    "lost_tools": "tools",
+    "lost_calls": "a tool call",
+    "lost_results": "the result of a tool",
+    "lost_thoughts": "reasoning",
+    "lost_text": "a text",
+}
 
 _WRITTEN_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _WRITTEN_RESULT = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DOTALL)
@@ -79,15 +88,25 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
     Raises:
         ValueError: the value is not a list of named functions.
     """
-    tools = parsed_json(value)
     normalized = []
-    for tool in map(parsed_json, tools if isinstance(tools, list) else [tools]):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f"`{key}` is not a list of functions with names")
+    for _, function in _functions(value, f"`{key}` is not a list of functions with names"):
         named = {_TOOL_KEYS.get(k, k): v for k, v in function.items() if k != "type"}
         normalized.append({"type": "function", "function": named})
     return normalized
+
+
+def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each entry of a list of tools or calls, or the only one, and its function.
+
+    Raises:
+        ValueError: an entry has no name; `problem` is the message.
+    """
+    entries = parsed_json(value)
+    for entry in map(parsed_json, entries if isinstance(entries, list) else [entries]):
+        function = entry.get("function", entry) if isinstance(entry, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(problem)
+        yield entry, function
 
 
 def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict[str, Any]:
@@ -117,12 +136,8 @@ def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict
 
 
 def _normalize_calls(value: Any) -> list[dict[str, Any]]:
-    calls = parsed_json(value)
     normalized = []
-    for call in map(parsed_json, calls if isinstance(calls, list) else [calls]):
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError("a tool call has no name")
+    for call, function in _functions(value, "a tool call has no name"):
         arguments: Any = next((function[key] for key in _ARGUMENTS if function.get(key)), {})
         own = {"id": call["id"]} if call.get("id") else {}
         named = {"name": function["name"], "arguments": parsed_json(arguments)}
