@@ -13,7 +13,7 @@ from builders import say, with_template, write_lines
 from chat_templates import SPECIAL_TOKENS, WITH_BLOCKS, WITHOUT_BLOCKS
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.packing import ExampleDataset
-from firstlight.errors import DataError
+from firstlight.errors import DataError, InputError
 from firstlight.tokenizer import Tokenizer
 
 _CALL = {"name": "find", "arguments": {"city": "Rome"}}
@@ -191,6 +191,9 @@ def test_prepare_chat_with_on_bad_counts_lost_reasoning_with_first_place(
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([path], qwen, tmp_path / "skip", options=options)
     assert manifest["documents"]["rejected"] == {"lost_thoughts": 2}
+    only = write_lines(tmp_path / "b.jsonl", _LOSSY[1:])
+    with pytest.raises(InputError, match="on_bad keep trains on the rest of such records"):
+        prepare_chat([only], qwen, tmp_path / "none", options=options)
     options = ChatOptions(on_bad="keep", val_fraction=0)
     manifest = prepare_chat([path], qwen, tmp_path / "keep", options=options)
     assert manifest["documents"] == {"read": 3, "written": 3, "rejected": {}}

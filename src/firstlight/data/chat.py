@@ -229,15 +229,10 @@ class _ChatPreparation:
                 yield record, conversations, examples
             except BadRecordError as error:
                 if self._options.on_bad != "skip":
-                    is_lost = error.reason in LOST
-                    keep = (
-                        ", keep trains on the rest; another template may write it"
-                        if is_lost
-                        else ""
-                    )
-                    raise DataError(
-                        f"{record.place}: {error} (on_bad skip leaves such records out{keep})"
-                    ) from error
+                    advice = "on_bad skip leaves such records out"
+                    if error.reason in LOST:
+                        advice += ", keep trains on the rest; another template may write it"
+                    raise DataError(f"{record.place}: {error} ({advice})") from error
                 self._writer.reject(record, error)
 
     def _conversations(self, record: Record) -> list[Conversation]:
@@ -340,6 +335,8 @@ class _ChatPreparation:
             found = "the inputs hold no records"
             if self._writer.rejected:
                 found = f"{self._writer.rejections(REASONS)}; first: {self._writer.first_rejected}"
+            if LOST.keys() & self._writer.rejected.keys():
+                found += " (on_bad keep trains on the rest of such records)"
             raise InputError(f"there is no conversation to train on: {found}")
         if self._own_val and not self._documents("val"):
             raise InputError("there is no conversation to validate on: its inputs hold none")

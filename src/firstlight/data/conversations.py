@@ -291,8 +291,12 @@ def _listed(value: Any) -> Any:
 
 def is_messages(value: object) -> bool:
     """True for a list of objects with roles."""
-    return isinstance(value, list) and all(
-        isinstance(entry, dict) and any(key in entry for key in _ROLE_KEYS) for entry in value
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(entry, dict) and any(key in entry for key in _ROLE_KEYS) for entry in value
+        )
     )
 
 
@@ -345,12 +349,13 @@ def _role(name: str, where: str) -> str:
 
 def _content(value: object, where: str) -> str:
     if isinstance(value, list | tuple):
-        is_text = [isinstance(p, Mapping) and p.get("type", "text") in _TEXT_PARTS for p in value]
-        parts = [
-            part.get("text") if own else part for own, part in zip(is_text, value, strict=True)
+        texts = [
+            part.get("text")
+            if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
+            else part
+            for part in value
         ]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) != len(parts):
+        if not all(isinstance(text, str) for text in texts):
             raise BadRecordError("wrong_type", f"{where} has parts that are not text")
         return "".join(texts)
     if not isinstance(value, str):
