@@ -349,7 +349,7 @@ def _role(name: str, where: str) -> str:
 
 def _content(value: object, where: str) -> str:
     if isinstance(value, list | tuple):
-        texts = [
+        texts: list[Any] = [
             part.get("text")
             if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
             else part
