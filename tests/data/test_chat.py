@@ -13,7 +13,7 @@ from builders import say, with_template, write_lines
 from chat_templates import SPECIAL_TOKENS, WITH_BLOCKS, WITHOUT_BLOCKS
 from firstlight.data.chat import ChatOptions, prepare_chat
 from firstlight.data.packing import ExampleDataset
-from firstlight.errors import DataError
+from firstlight.errors import DataError, InputError
 from firstlight.tokenizer import Tokenizer
 
 _CALL = {"name": "find", "arguments": {"city": "Rome"}}
@@ -102,12 +102,55 @@ def test_prepare_chat_of_tools_in_any_spelling_gives_same_examples(
     )
 
 
+@pytest.mark.parametrize(
+    "place", ["Tools", "system", "chat_template_kwargs"], ids=["field", "message", "variable"]
+)
+def test_prepare_chat_finds_tools_at_any_place(tmp_path: Path, qwen: Tokenizer, place: str) -> None:
+    tools = [{"name": "find", "description": "finds"}]
+    messages = say("where", "Here.", system="s")
+    record: dict[str, Any] = {"messages": messages}
+    if place == "system":
+        messages[0]["tools"] = tools
+    else:
+        record[place] = tools if place == "Tools" else {"tools": tools}
+    pair = {"input": {**record, "messages": messages[:2]}, "chosen": "a", "rejected": "b"}
+    for one, options in (
+        (record, ChatOptions(val_fraction=0)),
+        (pair, ChatOptions("preference", val_fraction=0)),
+    ):
+        path = write_lines(tmp_path / "a.jsonl", [one])
+        prepare_chat([path], qwen, tmp_path / "out", options=options, overwrite=True)
+        assert '"description": "finds"' in examples(tmp_path / "out", qwen)[0][0]
+
+
+def test_prepare_chat_of_parquet_gives_calls_no_arguments_of_other_calls(
+    tmp_path: Path, qwen: Tokenizer
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    records = []
+    for key in ("city", "day"):
+        call = {"function": {"name": "find", "arguments": {key: "x"}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        records.append({"messages": [*say("where"), answer], "tools": [{"name": "find"}]})
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    path = tmp_path / "a.parquet"
+    prepare_chat([path], qwen, tmp_path / "out", options=ChatOptions(val_fraction=0))
+    (_, first), (_, second) = examples(tmp_path / "out", qwen)
+    assert '"arguments": {"city": "x"}' in first
+    assert '"arguments": {"day": "x"}' in second
+
+
 def test_prepare_chat_of_preference_pairs_with_tools_learns_calls(
     tmp_path: Path, qwen: Tokenizer
 ) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": _CALL}]}
     record = {
-        "prompt": say("where"),
+        "prompt": [
+            *say("where"),
+            {"role": "function_call", "content": json.dumps(_CALL)},
+            {"role": "tool", "content": "here"},
+        ],
         "chosen": [call],
         "rejected": [{"role": "assistant", "content": "No idea.", "reasoning_content": "hm"}],
         "tools": [{"name": "find", "description": "finds"}],
@@ -118,6 +161,7 @@ def test_prepare_chat_of_preference_pairs_with_tools_learns_calls(
     chosen, rejected = examples(tmp_path / "out", qwen)
     assert "finds" in chosen[0]
     assert chosen[1].endswith('{"city": "Rome"}}\n</tool_call><|im_end|>')
+    assert [text.count("<tool_call>") for text in chosen] == [2, 1]
     assert rejected[1] == "<think>\nhm\n</think>\n\nNo idea.<|im_end|>"
 
 
@@ -135,7 +179,7 @@ def test_prepare_chat_with_lost_reasoning_refuses_with_place(
     with pytest.raises(DataError) as caught:
         prepare_chat([path], qwen, tmp_path / "out")
     assert str(caught.value).startswith(
-        f"{path}:2: the chat template leaves out the reasoning (message 2): 'hm' (on_bad skip"
+        f"{path}:2: the chat template leaves out reasoning (message 2): 'hm' (on_bad skip"
     )
     assert "keep trains on the rest" in str(caught.value)
 
@@ -147,10 +191,13 @@ def test_prepare_chat_with_on_bad_counts_lost_reasoning_with_first_place(
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([path], qwen, tmp_path / "skip", options=options)
     assert manifest["documents"]["rejected"] == {"lost_thoughts": 2}
+    only = write_lines(tmp_path / "b.jsonl", _LOSSY[1:])
+    with pytest.raises(InputError, match="on_bad keep trains on the rest of such records"):
+        prepare_chat([only], qwen, tmp_path / "none", options=options)
     options = ChatOptions(on_bad="keep", val_fraction=0)
     manifest = prepare_chat([path], qwen, tmp_path / "keep", options=options)
     assert manifest["documents"] == {"read": 3, "written": 3, "rejected": {}}
-    detail = "the chat template leaves out the reasoning (message 2): 'hm'"
+    detail = "the chat template leaves out reasoning (message 2): 'hm'"
     assert manifest["chat"]["lost"] == {
         "lost_thoughts": {"records": 2, "first": f"{path}:2: {detail}"}
     }

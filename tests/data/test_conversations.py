@@ -21,7 +21,7 @@ from firstlight.data.conversations import (
     is_written,
     to_conversation,
 )
-from firstlight.data.packing import ExampleDataset
+from firstlight.data.packing import ExampleDataset, chat_notes
 from firstlight.data.records import (
     find_records,
     find_splits,
@@ -87,7 +87,14 @@ def chatml(tokenizer: Tokenizer) -> Tokenizer:
             {"question": "a", "answer": "b", "reasoning_content": "hm"},
             [*say("a"), {"role": "assistant", "content": "b", "reasoning_content": "hm"}],
         ),
+        (
+            {"messages": say("a", "b"), "Thinking": "hm"},
+            [*say("a"), {"role": "assistant", "content": "b", "thinking": "hm"}],
+        ),
+        (say("a", "b"), say("a", "b")),
+        ({"instruction": "a", "output": "b", "input": float("nan"), "weight": 1}, say("a", "b")),
         ({"input": "a", "output": "b", "history": say("c", "d")}, say("c", "d", "a", "b")),
+        ({"input": "a", "output": "b", "history": '[["c", "d"]]'}, say("c", "d", "a", "b")),
         ({"conversation": [{"input": "a", "output": "b"}] * 2}, say("a", "b", "a", "b")),
         ({"messages": json.dumps(say("a", "b"))}, say("a", "b")),
         ({"messages": str(say("a", "b")), "system": ""}, say("a", "b")),
@@ -187,6 +194,9 @@ BAD: list[tuple[object, str, str]] = [
     ({}, "unknown_form", "fields: none"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "unknown_form", "a preference pair"),
     ({"prompt": "a", "completion": "b", "label": False}, "not_learned", "`label` is false"),
+    ({"messages": say("a", "b"), "train": "False"}, "not_learned", "`train` is false"),
+    ({"messages": say("a", "b"), "loss": 0}, "not_learned", "`loss` is 0"),
+    ({"messages": say("a", "b"), "weight": 0.5}, "wrong_type", "a weight other than 0 and 1"),
     ({"instruction": "a"}, "wrong_type", "`output` is missing"),
     ({"instruction": "a", "output": 3}, "wrong_type", "`output` is a number, not a text or a list"),
     ({"instruction": "a", "output": "b", "input": 3}, "wrong_type", "`input` is a number"),
@@ -204,6 +214,12 @@ BAD: list[tuple[object, str, str]] = [
         "wrong_type",
         "parts that are not text",
     ),
+    (
+        {"messages": [*say("a"), {"role": "assistant", "content": "b", "thinking": {"a": 1}}]},
+        "wrong_type",
+        r"`messages\[1\]`.thinking is an object, not a text",
+    ),
+    ({"question": "a", "answer": "b", "reasoning": 5}, "wrong_type", "`reasoning` is a number"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "unknown_role", "the role 'wizard'"),
     ({"messages": say("a")}, "no_assistant", "no assistant's message"),
     ({"messages": say("a", "b\ud800")}, "bad_utf8", "half of a surrogate pair"),
@@ -444,7 +460,7 @@ def test_broken_row_of_a_table_is_left_out_with_its_line(tmp_path: Path, chatml:
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
     assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"broken_row": 1}}
-    [line] = ExampleDataset(tmp_path / "out", "train").left_out()
+    [line] = chat_notes(tmp_path / "out", manifest)
     assert line.startswith(
         "1 of 3 records left out: not a valid row of a table; first: "
         f"{tmp_path / 'a.csv'}:4: 1 fields, but the header has 3; listed in "
@@ -456,8 +472,8 @@ def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml:
     first = write_lines(tmp_path / "a.jsonl", [GOOD, bad, bad])
     second = write_lines(tmp_path / "b.jsonl", [{"q": "a"}, bad])
     options = ChatOptions(on_bad="skip", val_fraction=0)
-    prepare_chat([first, second], chatml, tmp_path / "out", options=options)
-    form, role = ExampleDataset(tmp_path / "out", "train").left_out()
+    manifest = prepare_chat([first, second], chatml, tmp_path / "out", options=options)
+    form, role = chat_notes(tmp_path / "out", manifest)
     assert f"1 of 5 records left out: of no known form; first: {second}:1: " in form
     start = f"3 of 5 records left out: a role that is not known (2 of {first}, 1 of {second}); "
     assert role.startswith(f"{start}first: {first}:2: `messages[0]` has the role 'wizard'")
@@ -470,6 +486,8 @@ def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml:
     "names",
     [
         ("train.jsonl", "valid.jsonl", "test.jsonl"),
+        ("a.train.jsonl", "a.evaluation.jsonl", "a.test.jsonl"),
+        ("b.jsonl", "valid.jsonl", "test.jsonl"),
         ("data/chats_train.jsonl", "data/chats_dev.jsonl", "data/chats_test.jsonl"),
         ("training/0.jsonl", "validation/0.jsonl", "test/train.jsonl"),
         *[("train_sft-00000-of-00001.jsonl", "VAL-00000-of-00001.jsonl", "testing.jsonl")],
@@ -493,7 +511,7 @@ def test_split_files_of_a_folder_are_its_splits(tmp_path: Path, names: tuple[str
     assert f"{val} left out, since others are given" in own.note
 
 
-def test_files_without_a_train_file_are_no_splits(tmp_path: Path) -> None:
+def test_validation_and_test_files_without_others_are_no_splits(tmp_path: Path) -> None:
     paths = [write_lines(tmp_path / name, [GOOD]) for name in ("test.jsonl", "valid.jsonl")]
     assert len(find_splits([tmp_path]).train) == 2
     write_lines(tmp_path / "train.jsonl", [GOOD])
@@ -537,18 +555,20 @@ def test_answers_to_one_question_are_in_one_split(tmp_path: Path, chatml: Tokeni
 def test_control_tokens_inside_of_messages_and_texts_are_counted(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
-    records = [GOOD, {"messages": say("a <|im_start|>", "b")}]
+    records = [GOOD, {"messages": say("a <|python_tag|>", "b")}]
     path = write_lines(tmp_path / "a.jsonl", records)
     options = ChatOptions(val_fraction=0)
     prepare_chat([path], chatml, tmp_path / "out", options=options)
     shown = list(ExampleDataset(tmp_path / "out", "train").describe(64))
     assert "warning: 1 of 2 records have control tokens such as <|im_start|>" in shown[-1]
-    texts = write_lines(tmp_path / "b.jsonl", [{"text": "see [INST]"}, {"text": "see"}])
+    texts = write_lines(
+        tmp_path / "b.jsonl", [{"text": "<|start|>user [INST]"}, {"text": "<|x|> see"}]
+    )
     found = [record.changes for record in read_documents(find_sources([texts]))]
-    assert found == [("chat [INST]",), ()]
+    assert found == [("chat <|start|>", "chat [INST]"), ()]
     counts = ChangeCounts()
     counts.add("b", found[0])
-    [line] = change_lines(counts.record(), counts.names())
+    _, line = change_lines(counts.record(), counts.names())
     assert line.startswith("warning: b: [INST] is learned as characters; a file of nothing but")
 
 

@@ -416,7 +416,10 @@ def test_the_command_prepares_conversations(
     assert main([*command, "--template", "alpaca", "--on-bad", "skip", "--json"]) == 0
     captured = capsys.readouterr()
     assert "train: 9 conversations" in captured.err
-    assert "1 of 11 documents rejected: nothing said" in captured.err
+    assert (
+        f"1 of 11 records left out: nothing said; first: {path}:11: there is no message"
+        in captured.err
+    )
     assert json.loads(captured.out)["documents"]["rejected"] == {"empty": 1}
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("some text to learn " * 20)

@@ -94,10 +94,10 @@ def test_normalize_message_with_call_without_name_is_error() -> None:
 def test_template_options_of_record_are_tools_and_variables() -> None:
     variables = {"enable_thinking": False, "add_generation_prompt": True}
     record = {"functions": [_FUNCTION], "chat_template_kwargs": variables}
-    assert template_options(record, "") == {"enable_thinking": False, "tools": [_TOOL]}
+    assert template_options(record, []) == {"enable_thinking": False, "tools": [_TOOL]}
     # Hermes' records have the tools in their system message, too.
     system = f"You may call <tools>{json.dumps(_TOOL)}</tools>"
-    assert template_options({"tools": [_TOOL]}, system) == {}
+    assert template_options({"tools": [_TOOL]}, [{"role": "system", "content": system}]) == {}
 
 
 def test_fit_messages_gives_results_ids_of_their_calls_in_order() -> None:

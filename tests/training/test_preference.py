@@ -122,7 +122,7 @@ def test_answers_that_are_part_of_the_prompt_are_not_learned() -> None:
 @pytest.mark.parametrize(
     "record, message",
     [
-        ([], "not an object"),
+        ([], "a list, not an object"),
         (
             {"prompt": "a", "response": "b"},
             r"a conversation: set the kind \(--kind, data.kind\) chat",

@@ -187,14 +187,12 @@ def _prepare_chat(inputs: tuple[str, ...], *folders: Path, **options: Any) -> di
 
 
 def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
-    from firstlight.data import conversations, records, sources
+    from firstlight.data import records, sources
     from firstlight.data.cleaning import change_lines
     from firstlight.data.packing import chat_notes
     from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 
     documents, chat = manifest["documents"], manifest.get("chat")
-    # The texts for conversations last: both tables have the reason "empty", with different texts.
-    reasons = records.REASONS if chat is None else records.REASONS | conversations.REASONS
     for split, entry in manifest["splits"].items():
         part = "document" if manifest["split_by"] != "tail" else "cut document"
         if chat is not None:
@@ -212,13 +210,16 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
         )
     for line in change_lines(manifest.get("cleaned", {})):
         say(line)
-    for reason, count in documents["rejected"].items():
-        say(f"{count:,} of {documents['read']:,} documents rejected: {reasons[reason]}")
-    if documents["rejected"]:
-        with open(out / REJECTED_NAME, encoding="utf-8") as rejected:
-            for entry in map(json.loads, itertools.islice(rejected, 5)):
+    for line in chat_notes(out, manifest) if chat is not None else ():
+        say(line)
+    rejected = documents["rejected"] if chat is None else {}
+    for reason, count in rejected.items():
+        say(f"{count:,} of {documents['read']:,} documents rejected: {records.REASONS[reason]}")
+    if rejected:
+        with open(out / REJECTED_NAME, encoding="utf-8") as lines:
+            for entry in map(json.loads, itertools.islice(lines, 5)):
                 say(f"  {entry['file']}:{entry['line']}: {entry['detail']}")
-        if sum(documents["rejected"].values()) > 5:
+        if sum(rejected.values()) > 5:
             say(f"  ... all of them in {out / REJECTED_NAME}")
     if manifest["unread_files"]:
         count = sum(manifest["unread_files"].values())
@@ -226,5 +227,3 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
             f"{counted(count, 'file')} of the inputs not read, because of their kind: "
             f"{sources.listed(manifest['unread_files'])}; listed in {out / UNREAD_NAME}"
         )
-    for line in chat_notes(manifest) if chat is not None else ():
-        say(line)

@@ -26,6 +26,7 @@ from firstlight.data.conversations import (
     ChatForm,
     Conversation,
     control_tokens,
+    record_fields,
     to_conversation,
     to_pair,
 )
@@ -54,14 +55,13 @@ from firstlight.files.cache import cache_folder, held
 from firstlight.files.disk import OutputFile
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_labels import (
-    LOST,
     ChatEncoder,
     LabelledChat,
     TrainOn,
     require_end,
     with_chat_template,
 )
-from firstlight.tokenizer.messages import normalize_message, template_options
+from firstlight.tokenizer.messages import LOST, normalize_message, template_options
 
 #: Tokens of a shard. Fewer than in a shard of text, because the loss mask is held in memory.
 _SHARD_TOKENS = 10_000_000
@@ -229,15 +229,10 @@ class _ChatPreparation:
                 yield record, conversations, examples
             except BadRecordError as error:
                 if self._options.on_bad != "skip":
-                    is_lost = error.reason in LOST
-                    keep = (
-                        ", keep trains on the rest; another template may write it"
-                        if is_lost
-                        else ""
-                    )
-                    raise DataError(
-                        f"{record.place}: {error} (on_bad skip leaves such records out{keep})"
-                    ) from error
+                    advice = "on_bad skip leaves such records out"
+                    if error.reason in LOST:
+                        advice += ", keep trains on the rest; another template may write it"
+                    raise DataError(f"{record.place}: {error} ({advice})") from error
                 self._writer.reject(record, error)
 
     def _conversations(self, record: Record) -> list[Conversation]:
@@ -256,9 +251,9 @@ class _ChatPreparation:
             BadRecordError: tools or calls are not valid.
         """
         messages = conversation.messages
-        system = "\n".join(one["content"] for one in messages if one["role"] == "system")
+        fields = record_fields(record.value) if isinstance(record.value, dict) else {}
         try:
-            options = template_options(record.value, system)
+            options = template_options(fields, messages)
             writes_calls = "tools" in options and self._writes_calls
             messages = [normalize_message(one, writes_calls=writes_calls) for one in messages]
         except ValueError as error:
@@ -340,6 +335,8 @@ class _ChatPreparation:
             found = "the inputs hold no records"
             if self._writer.rejected:
                 found = f"{self._writer.rejections(REASONS)}; first: {self._writer.first_rejected}"
+            if LOST.keys() & self._writer.rejected.keys():
+                found += " (on_bad keep trains on the rest of such records)"
             raise InputError(f"there is no conversation to train on: {found}")
         if self._own_val and not self._documents("val"):
             raise InputError("there is no conversation to validate on: its inputs hold none")

@@ -25,8 +25,6 @@ beginning is the prompt. Only the messages after the prompt are learned.
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -44,7 +42,14 @@ from firstlight.data.kinds import (
     field_name,
 )
 from firstlight.errors import FirstlightError
-from firstlight.tokenizer.messages import CALLING_ROLES, CALLS, RESULT_ROLES, THOUGHTS
+from firstlight.tokenizer.messages import (
+    CALLING_ROLES,
+    CALLS,
+    LOST,
+    RESULT_ROLES,
+    THOUGHTS,
+    parsed_json,
+)
 
 ChatForm = Literal["auto", "alpaca", "messages", "sharegpt"]
 
@@ -70,22 +75,19 @@ REASONS = {
     "empty": "nothing said",
     "no_assistant": "no answer",
     "template": "the chat template does not take it",
-    "lost_system": "a system message that the chat template leaves out",
-    "lost_tools": "tools that the chat template leaves out",
-    "lost_calls": "tool calls that the chat template leaves out",
-    "lost_results": "results of tools that the chat template leaves out",
-    "lost_thoughts": "reasoning that the chat template leaves out",
-    "lost_text": "a message that the chat template leaves out",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
     "held_out": "a question of the validation data",
+    **{key: f"{text} that the chat template leaves out" for key, text in LOST.items()},
 }
 
 #: Names of the roles in records, in lower case. Tools keep the name that a record gives them.
 _ROLE_NAMES = {
     "system": "system developer",
     "user": "user human prompter customer question",
-    "assistant": "assistant gpt chatgpt bing bard model bot chatbot ai llm claude answer response",
+    "assistant": (
+        "assistant gpt chatgpt bing bard model bot chatbot ai agent llm claude answer response"
+    ),
 }
 _TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
 _ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
@@ -150,29 +152,51 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     Raises:
         BadRecordError: the record is not a valid conversation.
     """
-    if not isinstance(record, Mapping):
-        raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
-    fields = _fields(record)
-    if "completion" in fields and str(fields.get("label")).lower() == "false":
-        raise BadRecordError("not_learned", "`label` is false: its completion is not wanted")
+    fields = _learned_fields(record)
     names = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
     if form == "auto":
         names = tuple(name for name in MESSAGE_FIELDS if name in fields)
     if names:
         name = _first(fields, names)
         messages = _with_system(fields, _messages(_listed(fields.get(name)), f"`{name}`"))
+        last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
+        if last >= 0 and not any(messages[last].get(key) for key in THOUGHTS):
+            messages[last] |= _thoughts(fields)
     elif form == "auto" and is_written(fields.get("text")):
         messages = _side(fields, "text", "user")
     elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
         messages = _from_columns(fields)
     else:
-        raise _unknown(record)
+        raise _unknown(fields)
     return _checked(messages)
 
 
-def _fields(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """The fields of a record that are not null, by their names and by their names in lower case."""
-    present = {key: value for key, value in record.items() if value is not None}
+def _learned_fields(record: object) -> dict[str, Any]:
+    """The fields of a record; a list is one of messages.
+
+    Raises:
+        BadRecordError: the record is not an object, or marked as one that is not learned.
+    """
+    if is_messages(record):
+        record = {"messages": record}
+    if not isinstance(record, Mapping):
+        raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
+    fields = record_fields(record)
+    for key in (*_LEARNED, *(["label"] if "completion" in fields else [])):
+        if str(fields.get(key)).lower() in ("0", "0.0", "false"):
+            raise BadRecordError("not_learned", f"`{key}` is {str(fields[key]).lower()}")
+    if str(fields.get("weight", 1)).lower() not in ("1", "1.0", "true"):
+        raise BadRecordError("wrong_type", "the record has a weight other than 0 and 1")
+    return fields
+
+
+def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
+    """The fields of a record that are neither null nor NaN, by their names and by their names in
+    lower case. Those beside the messages within a field are the record's, too."""
+    inner = [one for one in record.values() if isinstance(one, Mapping) and "messages" in one]
+    beside = {key: one[key] for one in inner for key in one if key != "messages"}
+    items = (beside | dict(record)).items()
+    present = {key: value for key, value in items if value is not None and value == value}
     return {field_name(key): value for key, value in present.items()} | present
 
 
@@ -205,15 +229,19 @@ def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> l
 def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a question and its answer."""
     answer = _side(fields, _first(fields, ANSWER_FIELDS), "assistant")
-    thoughts = {key: fields[key] for key in THOUGHTS if fields.get(key)}
-    return [*_question(fields), *answer[:-1], answer[-1] | thoughts]
+    return [*_question(fields), *answer[:-1], answer[-1] | _thoughts(fields)]
+
+
+def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The reasoning that a record has beside its answer."""
+    return {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
 
 
 def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a record before its answer."""
     name = _first(fields, QUESTION_FIELDS)
     messages: list[dict[str, Any]] = []
-    history = fields.get("history") or ()
+    history = parsed_json(fields.get("history")) or ()
     if not isinstance(history, list | tuple):
         raise _wrong_type("`history`", history, "a list")
     for number, turn in enumerate(history):
@@ -257,16 +285,19 @@ def _listed(value: Any) -> Any:
     value unchanged."""
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{\s*['\"]\w+['\"]\s*:", value):
         return value
-    found: Any = None
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            found = ast.literal_eval(value.strip())
-    is_list = isinstance(found, list) and all(
-        isinstance(entry, dict) and any(key in entry for key in _ROLE_KEYS) for entry in found
+    found = parsed_json(value)
+    return found if is_messages(found) else value
+
+
+def is_messages(value: object) -> bool:
+    """True for a list of objects with roles."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(entry, dict) and any(key in entry for key in _ROLE_KEYS) for entry in value
+        )
     )
-    return found if is_list else value
 
 
 def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]]:
@@ -290,7 +321,7 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
         role_key, content_key = _first(entry, _ROLE_KEYS), _first(entry, _CONTENT_KEYS)
         role = entry.get(role_key)
         if role is None and conversation_kind(entry, "") == "chat":
-            messages += _from_columns(_fields(entry))
+            messages += _from_columns(record_fields(entry))
             continue
         if not isinstance(role, str):
             raise BadRecordError("wrong_type", f"{where} has no text `{role_key}`")
@@ -298,11 +329,12 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
         if content is None and any(entry.get(key) for key in _BESIDE_CONTENT):
             content = ""
         role = _role(role, where)
-        if role in RESULT_ROLES and isinstance(content, Mapping):
+        if role in RESULT_ROLES and isinstance(content, Mapping | int | float):
             content = json.dumps(content, ensure_ascii=False)
         content = _content(content, f"{where}.{content_key}")
         used = (role_key, content_key)
         rest = {k: value for k, value in entry.items() if k not in used and value is not None}
+        rest |= {key: _content(rest[key], f"{where}.{key}") for key in THOUGHTS if rest.get(key)}
         messages.append({**rest, "role": role, "content": content})
     return messages
 
@@ -317,12 +349,13 @@ def _role(name: str, where: str) -> str:
 
 def _content(value: object, where: str) -> str:
     if isinstance(value, list | tuple):
-        is_text = [isinstance(p, Mapping) and p.get("type", "text") in _TEXT_PARTS for p in value]
-        parts = [
-            part.get("text") if own else part for own, part in zip(is_text, value, strict=True)
+        texts: list[Any] = [
+            part.get("text")
+            if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
+            else part
+            for part in value
         ]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) != len(parts):
+        if not all(isinstance(text, str) for text in texts):
             raise BadRecordError("wrong_type", f"{where} has parts that are not text")
         return "".join(texts)
     if not isinstance(value, str):
@@ -375,7 +408,8 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
     return _with_weights(messages)
 
 
-#: Keys of a message that say whether it is learned, in data of OpenAI, axolotl and ms-swift.
+#: Keys of a message, or of a record, that say whether it is learned, in data of OpenAI, axolotl and
+#: ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
 
 
@@ -444,9 +478,12 @@ _EDGES = re.compile(
     "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
-#: Control tokens that `control_tokens` looks for, and parts of which it has one at least.
-_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "[/INST]", "<|assistant|>")
-_CONTROL_PARTS = ("<|", "INST]", "_of_turn>", "<\uff5c")
+#: Control tokens of all known chat templates, and parts of which each has one.
+_CONTROL_TOKEN = re.compile(
+    r"<\|[a-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
+    r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
+)
+_CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]")
 #: Tokens at the end of an answer that a chat template writes by itself.
 _END = re.compile(
     rf"(?:\s*(?:{_EDGES.pattern}|<\|(?:im_end|eot_id|eom_id|end)\|>|<end_of_turn>))+\s*\Z"
@@ -458,7 +495,8 @@ def control_tokens(text: str) -> list[str]:
     # Few parts are looked for in each text, because each search takes as long as reading it.
     if not any(part in text for part in _CONTROL_PARTS):
         return []
-    return [token for token in (*_MARKUP, *_END_TOKENS) if token in text]
+    found = dict.fromkeys(_CONTROL_TOKEN.findall(text))
+    return [token for token in found if not _EDGES.fullmatch(token)]
 
 
 def is_written(text: object) -> bool:
@@ -526,12 +564,10 @@ def to_pair(record: object) -> Pair:
     Raises:
         BadRecordError: the record is not a valid pair.
     """
-    if not isinstance(record, Mapping):
-        raise BadRecordError("wrong_type", "not an object with `chosen` and `rejected`")
-    fields = _fields(record)
+    fields = _learned_fields(record)
     names = next((pair for pair in PAIR_FIELDS if set(pair) & set(fields)), PAIR_FIELDS[0])
     if not set(names) & set(fields) and conversation_kind(fields, "") == "chat":
-        raise _unknown(record)
+        raise _unknown(fields)
     answers = [_side(fields, name, "assistant") for name in names]
     prompt = _pair_prompt(fields)
     if not prompt and any(one[0]["role"] == "assistant" for one in answers):
@@ -551,13 +587,16 @@ def to_pair(record: object) -> Pair:
             raise BadRecordError(error.reason, f"`{name}` with its prompt: {error}") from error
     if both[0] == both[1]:
         raise BadRecordError("no_pair", f"`{names[0]}` and `{names[1]}` are the same")
-    start = _common(*both)
+    pairs = enumerate(zip(*both, strict=False))
+    start = next((i for i, (one, other) in pairs if one != other), min(map(len, both)))
     if start in (0, *map(len, both)) or any(one[start]["role"] not in _ANSWERING for one in both):
         raise BadRecordError(
             "no_pair",
             f"`{names[0]}` and `{names[1]}` must go on from one prompt, each with an answer",
         )
-    return Pair(*(Conversation(one, _answers(one[:start])) for one in both))
+    prompt_answers = (i for i in range(start) if both[0][i]["role"] in _ANSWERING)
+    masked = frozenset(prompt_answers)
+    return Pair(Conversation(both[0], masked), Conversation(both[1], masked))
 
 
 def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -568,15 +607,3 @@ def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if name in MESSAGE_FIELDS:
         return _with_system(fields, _messages(_listed(fields[name]), f"`{name}`"))
     return _question(fields)
-
-
-def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> int:
-    """Number of equal messages at the beginning of both conversations."""
-    count = 0
-    while count < min(len(first), len(second)) and first[count] == second[count]:
-        count += 1
-    return count
-
-
-def _answers(messages: list[dict[str, Any]]) -> frozenset[int]:
-    return frozenset(i for i, one in enumerate(messages) if one["role"] == "assistant")

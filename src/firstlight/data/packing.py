@@ -313,40 +313,8 @@ class ExampleDataset(TokenDataset):
         for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
             if count:
                 yield f"{name}: {count:,} of {total:,} {self.unit} are too long and {fate}"
-        if self.split != "train":
-            return
-        chat = self.manifest["chat"]
-        yield from (f"{name}: {line}" for line in self.left_out())
-        if chat["torn_answers"]:
-            yield (
-                f"{name}: {chat['torn_answers']:,} answers begin inside a token that begins in the "
-                "prompt; that token is not learned"
-            )
-        yield from chat_notes(self.manifest)
-
-    def left_out(self) -> Iterator[str]:
-        """A message for each reason for which records were left out, with their files and the first
-        of them."""
-        documents = self.manifest["documents"]
-        files: dict[str, Counter[str]] = {}
-        first: dict[str, str] = {}
-        path = self.folder / REJECTED_NAME
-        if path.is_file():
-            with open(path, encoding="utf-8") as lines:
-                for entry in map(json.loads, lines):
-                    reason = entry["reason"]
-                    files.setdefault(reason, Counter())[entry["file"]] += 1
-                    first.setdefault(reason, f"{entry['file']}:{entry['line']}: {entry['detail']}")
-        for reason, count in documents["rejected"].items():
-            of_files = files.get(reason, Counter())
-            shown = ", ".join(f"{n:,} of {file}" for file, n in of_files.most_common(_SHOWN_FILES))
-            more = ", ..." if len(of_files) > _SHOWN_FILES else ""
-            yield (
-                f"{count:,} of {documents['read']:,} records left out: {REASONS[reason]}"
-                + (f" ({shown}{more})" if len(of_files) > 1 else "")
-                + (f"; first: {first[reason]}" if reason in first else "")
-                + f"; listed in {path}"
-            )
+        if self.split == "train":
+            yield from chat_notes(self.folder, self.manifest)
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
         read = {"records": self.manifest["documents"]} if self.split == "train" else {}
@@ -579,9 +547,44 @@ def open_split(
     return TokenDataset(folder, split, verify=verify)
 
 
-def chat_notes(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about the prepared conversations of a manifest."""
+def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
+    """A message for each reason for which records were left out, with their files and the first of
+    them.
+
+    Args:
+        folder: the prepared folder.
+        documents: the numbers of records in its manifest.
+    """
+    files: dict[str, Counter[str]] = {}
+    first: dict[str, str] = {}
+    path = folder / REJECTED_NAME
+    if path.is_file():
+        with open(path, encoding="utf-8") as lines:
+            for entry in map(json.loads, lines):
+                reason = entry["reason"]
+                files.setdefault(reason, Counter())[entry["file"]] += 1
+                first.setdefault(reason, f"{entry['file']}:{entry['line']}: {entry['detail']}")
+    for reason, count in documents["rejected"].items():
+        of_files = files.get(reason, Counter())
+        shown = ", ".join(f"{n:,} of {file}" for file, n in of_files.most_common(_SHOWN_FILES))
+        more = ", ..." if len(of_files) > _SHOWN_FILES else ""
+        yield (
+            f"{count:,} of {documents['read']:,} records left out: {REASONS[reason]}"
+            + (f" ({shown}{more})" if len(of_files) > 1 else "")
+            + (f"; first: {first[reason]}" if reason in first else "")
+            + f"; listed in {path}"
+        )
+
+
+def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Messages about the prepared conversations in a folder, from its manifest."""
     chat = manifest["chat"]
+    yield from _left_out(folder, manifest["documents"])
+    if count := chat["torn_answers"]:
+        yield (
+            f"{count:,} answers begin inside a token that begins in the prompt; that token is not "
+            "learned"
+        )
     of_all = f"of {manifest['documents']['written']:,} records"
     if count := chat.get("duplicates"):
         yield f"{count:,} {of_all} equal an earlier one: they are learned as often as they occur"

@@ -27,7 +27,12 @@ from typing import IO, Any, Literal, NamedTuple
 import pydantic_core
 
 from firstlight.data.cleaning import CHAT, SUBTITLES, cleaned, split_documents
-from firstlight.data.conversations import BadRecordError, control_tokens, is_written
+from firstlight.data.conversations import (
+    BadRecordError,
+    control_tokens,
+    is_messages,
+    is_written,
+)
 from firstlight.data.kinds import HEAD_BYTES, conversation_kind, exported_chats
 from firstlight.data.opening import (
     EncodingProblem,
@@ -130,7 +135,7 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
 
 #: The splits by the names that files and folders of data have for them.
 _SPLITS = dict.fromkeys(("train", "training"), "train")
-_SPLITS |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "val")
+_SPLITS |= dict.fromkeys("valid validation validate val dev eval evaluation".split(), "val")
 _SPLITS |= dict.fromkeys(("test", "testing"), "test")
 #: Most files that the message about splits names for each.
 _SHOWN_FILES = 3
@@ -158,9 +163,9 @@ def find_splits(
 ) -> Splits:
     """The files of records and datasets among inputs, by split.
 
-    In a folder (or among the files of a glob) with train files and others, the names of files and
-    of their folders decide: train.jsonl, valid-00000-of-00002.parquet, chats_test.csv, dev/a.json.
-    Files without such a name are trained on.
+    In a folder (or among the files of a glob) of which some are not validation or test data, the
+    names of files and of their folders decide: train.jsonl, valid-00000-of-00002.parquet,
+    chats.test.csv, dev/a.json. Files without such a name are trained on.
 
     Args:
         inputs: see `find_records`.
@@ -184,7 +189,7 @@ def find_splits(
             for source in find_records([item])
             if source.path is not None
         }
-        if "train" in of_item.values() and len(set(of_item.values()) - {""}) > 1:
+        if not {"val", "test"}.issuperset(of_item.values()):
             names |= of_item
     by_name: dict[str, list[DataSource]] = {"train": [], "val": [], "test": []}
     for source in sources:
@@ -204,8 +209,9 @@ def _split_named(parts: Sequence[str]) -> str:
     """The split that the first or last word of a file's name, or of one of its folders, names; ""
     if there is none."""
     for part in parts:
-        words = re.split(r"[-_.]", part.lower().partition(".")[0])
-        words = [word for word in words if not word.isdigit() and word != "of"]
+        words = re.split(r"[-_.]", part.lower())
+        left_out = {"of", *"".join(RECORD_SUFFIXES).split(".")}
+        words = [word for word in words if not word.isdigit() and word not in left_out]
         for word in (words[0], words[-1]) if words else ():
             if word in _SPLITS:
                 return _SPLITS[word]
@@ -257,7 +263,8 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
     """The records of one source: see `read_records`."""
     if source.dataset is not None:
         for number, row in enumerate(_dataset_rows(source), start=1):
-            yield Record(source.name, number, row, is_line=False)
+            value = row if text_key is not None else _filled(row)
+            yield Record(source.name, number, value, is_line=False)
         return
     assert source.path is not None
     path = source.path
@@ -269,7 +276,8 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
             rows = read_arrow(path, name) if is_arrow else read_parquet(path, name, text_key)
             for line, found in rows:
                 error = found if isinstance(found, BadRecordError) else None
-                yield Record(name, line, None if error else found, error, is_line=False)
+                value = found if text_key is not None else _filled(found)
+                yield Record(name, line, None if error else value, error, is_line=False)
             return
         with open_compressed(path) as file:
             if ending.endswith(LINES_SUFFIXES):
@@ -288,6 +296,14 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
         raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
     except EOFError as error:
         raise InputError(f"{name} is damaged: {error}: {_REPLACE}") from error
+
+
+def _filled(value: Any) -> Any:
+    """A row of Arrow data without the entries that are null: Arrow gives all objects of a column
+    the same keys, so that a tool call would have the arguments of all other tools."""
+    if isinstance(value, dict):
+        return {key: _filled(entry) for key, entry in value.items() if entry is not None}
+    return [_filled(entry) for entry in value] if isinstance(value, list) else value
 
 
 def kind_of_records(
@@ -321,7 +337,9 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
     """The kind of most objects among the first records of a source."""
     kinds: list[Literal["chat", "preference"] | None] = []
     for value in values:
-        if isinstance(value, dict):
+        if is_messages(value):
+            kinds.append("chat")
+        elif isinstance(value, dict):
             kind = conversation_kind([str(key) for key in value], text_key)
             is_chat = kind is None and text_key == "text" and is_written(value.get("text"))
             kinds.append("chat" if is_chat else kind)

@@ -258,14 +258,13 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
     Args, Yields, Raises: see `read_parquet`.
     """
     arrow = optional("pyarrow", f"reading {path}")
-    ipc = optional("pyarrow.ipc", f"reading {path}")
 
     def batches() -> Iterator[Any]:
         with arrow.OSFile(str(path)) as file:
             try:
-                found = ipc.open_stream(file)
+                found = arrow.ipc.open_stream(file)
             except arrow.ArrowInvalid:
-                whole = ipc.open_file(file)
+                whole = arrow.ipc.open_file(file)
                 found = map(whole.get_batch, range(whole.num_record_batches))
             for batch in found:
                 # pyarrow trusts the offsets in the file, and reads outside of it if they are wrong.

@@ -461,7 +461,7 @@ class Conversations:
             f"{len(lengths):,} conversations to train on, {held:,} held out; "
             f"{lengths.mean():,.0f} tokens each on average"
         )
-        for line in (*train.left_out(), *chat_notes(train.manifest)):
+        for line in chat_notes(train.folder, train.manifest):
             tell(line)
 
     def tokens(self, seq_len: int) -> tuple[float, float]:

@@ -54,7 +54,7 @@ from firstlight.tokenizer.chat_template import (
     render,
     render_with_beginnings,
 )
-from firstlight.tokenizer.messages import THOUGHTS, fit_messages, split_thoughts
+from firstlight.tokenizer.messages import LOST, THOUGHTS, fit_messages, split_thoughts
 from firstlight.tokenizer.tokenizer import Tokenizer
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -94,15 +94,6 @@ class LabelledChat:
     lost: tuple[tuple[str, str], ...] = ()
 
 
-#: The texts that a template may leave out, by the reason for which a record is then rejected.
-LOST = {
-    "lost_system": "the system message",
-    "lost_tools": "the tools",
-    "lost_calls": "a tool call",
-    "lost_results": "the result of a tool",
-    "lost_thoughts": "the reasoning",
-    "lost_text": "the text",
-}
 _REASONS = {"system": "lost_system", "developer": "lost_system", "tool": "lost_results"}
 
 #: The beginning of reasoning in a generation prompt.
@@ -364,7 +355,7 @@ class ChatEncoder:
         marker = _Marker(free_characters([*marked, own], self._template))
         changed = marker.messages(marked)
         tools = marker.tools(own.get("tools", ()))
-        names = own.keys() & {"tools", "xml_tools"}
+        names = own.keys() & {"tools", "xml_tools"} if "tools" in own else ()
         probe = changed, {**variables, **dict.fromkeys(names, tools)}
         answers = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         learned = set(answers[-1:] if train_on == "last" else answers) - masked

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 #: Keys of a record with its tools, and of a message with its calls.
@@ -34,30 +34,43 @@ RESULT_ROLES = (
 ).split()
 #: Keys of an assistant's message with its reasoning.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
+#: The texts that a chat template may leave out, by the reason for which a record is then rejected.
+LOST = {
+    "lost_system": "a system message",
+    "lost_tools": "tools",
+    "lost_calls": "a tool call",
+    "lost_results": "the result of a tool",
+    "lost_thoughts": "reasoning",
+    "lost_text": "a text",
+}
 
 _WRITTEN_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _WRITTEN_RESULT = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DOTALL)
 
 
-def template_options(record: Mapping[Any, Any], system: str) -> dict[str, Any]:
-    """The variables that a record gives to the chat template: its tools, and the entries of
-    `chat_template_kwargs`.
+def template_options(
+    fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The variables that a record gives to the chat template: its tools, which may also be entries
+    of its system message, and the entries of `chat_template_kwargs`.
 
     Args:
-        record: the record.
-        system: the text of its system message. Hermes' records have their tools there in full, and
-            once more as an entry, which is then ignored.
+        fields: the record's fields.
+        messages: its messages. Hermes' records have their tools in the text of the system message
+            in full, and once more as a field, which is then ignored.
 
     Raises:
         ValueError: the tools are not a list of named functions; the message names the key.
     """
-    options: dict[str, Any] = {}
-    further = _json(record.get("chat_template_kwargs"))
-    if isinstance(further, Mapping):
-        options = {str(key): value for key, value in further.items() if value is not None}
-        options.pop("add_generation_prompt", None)
+    further = parsed_json(fields.get("chat_template_kwargs"))
+    given = further if isinstance(further, Mapping) else {}
+    left_out = (*_TOOLS, "add_generation_prompt")
+    options = {str(k): v for k, v in given.items() if v is not None and k not in left_out}
+    systems = [one for one in messages if one["role"] == "system"]
+    system = "\n".join(one["content"] for one in systems)
     for key in _TOOLS:
-        tools = normalize_tools(record[key], key) if record.get(key) else []
+        value: Any = next((one[key] for one in (fields, given, *systems) if one.get(key)), [])
+        tools = normalize_tools(value, key)
         if tools and not (
             "<tools>" in system and all(t["function"]["name"] in system for t in tools)
         ):
@@ -75,15 +88,25 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
     Raises:
         ValueError: the value is not a list of named functions.
     """
-    tools = _json(value)
     normalized = []
-    for tool in map(_json, tools if isinstance(tools, list) else [tools]):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f"`{key}` is not a list of functions with names")
+    for _, function in _functions(value, f"`{key}` is not a list of functions with names"):
         named = {_TOOL_KEYS.get(k, k): v for k, v in function.items() if k != "type"}
         normalized.append({"type": "function", "function": named})
     return normalized
+
+
+def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each entry of a list of tools or calls, or the only one, and its function.
+
+    Raises:
+        ValueError: an entry has no name; `problem` is the message.
+    """
+    entries = parsed_json(value)
+    for entry in map(parsed_json, entries if isinstance(entries, list) else [entries]):
+        function = entry.get("function", entry) if isinstance(entry, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(problem)
+        yield entry, function
 
 
 def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict[str, Any]:
@@ -102,7 +125,7 @@ def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict
     if role in CALLING_ROLES:
         found, content = content, ""
     elif found is None and role == "assistant" and writes_calls and "<tool_call>" in content:
-        written = [_json(call) for call in _WRITTEN_CALL.findall(content)]
+        written = [parsed_json(call) for call in _WRITTEN_CALL.findall(content)]
         if written and all(isinstance(call, Mapping) and call.get("name") for call in written):
             found, content = written, _WRITTEN_CALL.sub("", content).strip()
     normalized = {key: value for key, value in message.items() if key not in CALLS}
@@ -113,20 +136,16 @@ def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict
 
 
 def _normalize_calls(value: Any) -> list[dict[str, Any]]:
-    calls = _json(value)
     normalized = []
-    for call in map(_json, calls if isinstance(calls, list) else [calls]):
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError("a tool call has no name")
+    for call, function in _functions(value, "a tool call has no name"):
         arguments: Any = next((function[key] for key in _ARGUMENTS if function.get(key)), {})
         own = {"id": call["id"]} if call.get("id") else {}
-        named = {"name": function["name"], "arguments": _json(arguments)}
+        named = {"name": function["name"], "arguments": parsed_json(arguments)}
         normalized.append({**own, "type": "function", "function": named})
     return normalized
 
 
-def _json(value: Any) -> Any:
+def parsed_json(value: Any) -> Any:
     """The value of a JSON text, or of a Python literal, as in Hermes' records; what is neither, or
     is no text, is returned."""
     if not isinstance(value, str):
