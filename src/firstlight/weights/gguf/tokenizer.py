@@ -209,8 +209,9 @@ class GGUFTokenizer:
         scores: score of every token, by id; None for "gpt2". llama.cpp merges the two neighbours
             whose joint token has the highest score first.
         merges: merges in order, each "left right"; None for "llama".
-        special_ids: ids of "bos" and "eos", the tokens that begin and end a document, and of
-            "unknown", the unknown token, if there is one.
+        special_ids: ids of "bos" and "eos", the tokens that begin and end a document; where there
+            are such tokens, of "unknown", the unknown token, and of "eot" and "eom", further
+            tokens that end a generation.
         add_bos: True if a prompt begins with "bos".
         add_space_prefix: True if a space is put before a text.
         chat_template: the Jinja chat template; None if there is none.
@@ -230,9 +231,12 @@ class GGUFTokenizer:
     notes: tuple[str, ...]
 
 
-def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
+def describe_tokenizer(
+    tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()
+) -> GGUFTokenizer:
     """Describe a tokenizer for a model with `vocab_size` embedding rows, of one of the two kinds to
-    which llama.cpp gives the same ids.
+    which llama.cpp gives the same ids. Of `ends`, the tokens that end a generation, GGUF has keys
+    for two besides the end of text.
 
     - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's kind "gpt2": tokens, merges, and
       the name of the pattern that splits texts into pieces.
@@ -268,11 +272,13 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
     eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     name = model.get("unk_token")
     unknown = None if name is None else tokenizer.backend.token_to_id(name)
+    special = {"bos": bos, "eos": eos} | ({} if unknown is None else {"unknown": unknown})
+    special |= zip(("eot", "eom"), (end for end in ends if end != eos), strict=False)
     described = functools.partial(
         GGUFTokenizer,
         tokens=tokens,
         types=types,
-        special_ids={"bos": bos, "eos": eos} | ({} if unknown is None else {"unknown": unknown}),
+        special_ids=special,
         add_bos=tokenizer.add_bos,
         chat_template=tokenizer.chat_template,
     )
