@@ -572,6 +572,10 @@ def test_gguf_file_opened_by_path_is_kept_in_the_cache_until_it_changes(
         tokenizer.encode_prompt("the")
     )
     assert base_name(file, folder) == str(file)
+    # Ollama's files have no suffix.
+    blob = tmp_path / "sha256-3f1c"
+    blob.symlink_to(file)
+    assert resolve_model_folder(blob) == folder
     write_gguf(file, config, tensors, None, dtype="f16")
     changed = resolve_model_folder(file)
     assert changed != folder

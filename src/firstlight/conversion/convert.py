@@ -49,6 +49,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import PICKLED_TOKENIZER
 from firstlight.weights.gguf.reader import read_gguf
 from firstlight.weights.gguf.writer import gguf_notes, import_gguf, write_gguf
+from firstlight.weights.hub import is_gguf
 from firstlight.weights.huggingface import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -644,7 +645,7 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
-    if path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         if config is not None:
             raise ConfigError(f"{path} has its own config: leave --config out")
         model = read_gguf(path)

@@ -210,8 +210,8 @@ class GGUFTokenizer:
             whose joint token has the highest score first.
         merges: merges in order, each "left right"; None for "llama".
         special_ids: ids of "bos" and "eos", the tokens that begin and end a document; where there
-            are such tokens, of "unknown", the unknown token, and of "eot" and "eom", further
-            tokens that end a generation.
+            are such tokens, of "unknown" and "padding", and of "eot" and "eom", further tokens
+            that end a generation.
         add_bos: True if a prompt begins with "bos".
         add_space_prefix: True if a space is put before a text.
         chat_template: the Jinja chat template; None if there is none.
@@ -270,9 +270,11 @@ def describe_tokenizer(
     # llama.cpp would take an ordinary token for a missing bos or eos.
     bos = tokenizer.separator_id
     eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    name = model.get("unk_token")
-    unknown = None if name is None else tokenizer.backend.token_to_id(name)
-    special = {"bos": bos, "eos": eos} | ({} if unknown is None else {"unknown": unknown})
+    unknown = model.get("unk_token") or tokenizer.config.get("unk_token")
+    names = {"unknown": unknown, "padding": tokenizer.config.get("pad_token")}
+    ids = {name: tokenizer.backend.token_to_id(str(token)) for name, token in names.items()}
+    special = {"bos": bos, "eos": eos}
+    special |= {name: token_id for name, token_id in ids.items() if token_id is not None}
     special |= zip(("eot", "eom"), (end for end in ends if end != eos), strict=False)
     described = functools.partial(
         GGUFTokenizer,
@@ -528,7 +530,9 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
         backend, adds_bos = _pieces(values, types, vocabulary, named), True
     special, ordinary = [], []
     for token, index in vocabulary.items():
-        if token in named.values() or types[index] in (CONTROL, UNKNOWN):
+        # A padding token can be an ordinary one, such as "!".
+        is_named = token in (named.get(name) for name in ("bos", "eos", "unknown"))
+        if is_named or types[index] in (CONTROL, UNKNOWN):
             special.append(AddedToken(token, special=True, normalized=False))
         elif types[index] == USER_DEFINED:
             ordinary.append(AddedToken(token, normalized=False))
