@@ -577,6 +577,7 @@ def test_gguf_file_opened_by_path_is_kept_in_the_cache_until_it_changes(
     blob.symlink_to(file)
     assert resolve_model_folder(blob) == folder
     write_gguf(file, config, tensors, None, dtype="f16")
+    (folder.parent / f".tmp-{folder.name}-0123abcd").mkdir()  # of a process that was killed
     changed = resolve_model_folder(file)
     assert changed != folder
     assert [path.name for path in changed.parent.iterdir() if path.is_dir()] == [changed.name]
