@@ -244,7 +244,7 @@ def modelfile(
                 notes.append("the chat template shows the date, which stays today's in Ollama")
             if template.system_head is None:
                 notes.append("the chat template takes no system message: Ollama leaves it out")
-    stops = [*(template.stops if template else ())]
+    stops = list(template.stops) if template else []
     if tokenizer is not None:
         ends = end_ids(generation_config(tokenizer, generation))
         stops += [text for i in ends if (text := tokenizer.backend.id_to_token(i)) is not None]
