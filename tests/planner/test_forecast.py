@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -165,6 +166,7 @@ def test_memory_that_was_free_again_before_a_run_is_not_the_runs(recipe: dict[st
 
 @pytest.mark.skipif(allocated_bytes() is None, reason="this C library counts nothing")
 def test_what_is_allocated_is_counted_and_what_is_freed_is_not() -> None:
+    gc.collect()  # else what earlier tests have left is freed meanwhile
     before = allocated_bytes()
     # Larger than what the allocator maps on its own, and smaller.
     tensors = [torch.ones(16 << 20), *(torch.ones(10_000) for _ in range(1000))]

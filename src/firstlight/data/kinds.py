@@ -301,6 +301,6 @@ def conversation_text(fields: Collection[str]) -> str | None:
         return None
     names = ", ".join(list(fields)[:8])
     return (
-        f"{_RECORDS[kind]}, not text (fields: {names}): keep them in a file without texts: "
-        f"firstlight prepare --kind {kind} reads it; {START_FROM[kind]}"
+        f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads "
+        f"files that hold nothing else; {START_FROM[kind]}"
     )
