@@ -23,7 +23,7 @@ from firstlight.parallel.deepspeed import import_deepspeed
 from firstlight.parallel.engine import Engine
 from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe import ResolvedRecipe
-from firstlight.training.forecast import _tensor_bytes
+from firstlight.training.forecast import ForecastComparison
 from firstlight.training.program import TrainingProgram
 
 # A process that torchrun or a test starts finds the package of the benchmarks only by this path.
@@ -57,11 +57,12 @@ def measured(recipe: ResolvedRecipe, engine: Engine) -> list[int]:
     batch = Batch(ids, ids.clone(), ids.numel())
     batches = [batch] * recipe.batch.accumulation(recipe.data.seq_len)
     program.step(batches, lr_scale=1.0)
+    comparison = ForecastComparison(program.hardware)
     peaks = []
     for _ in range(2 if counts_all else 5):
         # Tensors that only wait for the garbage collector do not count.
         gc.collect()
-        level = _tensor_bytes() if counts_all else held(program) + 2 * ids.nbytes
+        level = comparison.tensor_bytes() if counts_all else held(program) + 2 * ids.nbytes
         with measured_memory() as found:
             program.step(batches, lr_scale=1.0)
         peaks.append(found.peak_bytes + level)

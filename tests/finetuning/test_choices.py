@@ -308,6 +308,34 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("kind", ["conversations", "texts"])
+def test_budget_without_time_for_steps_is_refused_and_the_named_one_is_accepted(
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 10.0)
+    monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
+    if kind == "texts":
+        inputs = write_texts(tmp_path / "texts")
+    else:
+        inputs = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    arguments = ["train", str(inputs), "--init-from", str(model), "--budget"]
+    for more in ([], ["--plan-only"]):
+        assert main([*arguments, "3m", *more]) == 2
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert "the budget of 3 min is too short" in message
+    assert not Path("runs").exists()
+    named = re.search(r"give --budget (\d+m)$", message)
+    assert named is not None
+    assert main([*arguments, named[1], "--plan-only"]) == 0
+    shown = capsys.readouterr().out
+    assert "at the start and at the end only" in shown
+    assert "1 at each evaluation: " in shown
+
+
 def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
     tmp_path: Path,
     model: Path,

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from firstlight.errors import ConfigError
 from firstlight.from_texts.choices import candidate_shapes, choose, choose_vocabulary
-from firstlight.from_texts.plan import Choices, expected_range, run_lines
+from firstlight.from_texts.plan import (
+    STATE_BYTES,
+    Choices,
+    PartFacts,
+    expected_range,
+    run_lines,
+)
 from firstlight.from_texts.request import request_of
 from firstlight.from_texts.run_folder import commented_yaml
 from firstlight.from_texts.scan import CorpusFacts, estimated_text
@@ -146,11 +152,61 @@ def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
     # The time of compiling is not left for steps.
     rate = chosen.gain * plain.tokens_per_second
     assert found.tokens_per_second == pytest.approx(rate)
-    evaluated = 1 - defaults.EVALUATION_SHARE
-    assert found.tokens == pytest.approx(rate * (seconds - chosen.seconds) * evaluated, rel=0.02)
+    left = seconds - chosen.seconds
+    size = STATE_BYTES * ModelSize(128, 4, TEXT.vocab_size, 256).parameters
+    share = PartFacts(256, TEXT.val_tokens, size, given).parts(rate, left).share
+    assert found.tokens == pytest.approx(rate * left * (1 - share), rel=0.02)
     assert found.seconds == pytest.approx(seconds, rel=0.02)
     line = next(run_lines(found, machine, "the text"))
     assert (f"x {chosen.gain:.2f} expected by compiling" in line) is compiles
+
+
+@pytest.mark.parametrize(
+    ("parameters", "held_out", "seq_len", "rate", "seconds", "counts"),
+    [
+        # (evaluations after steps, rows, sample texts, their tokens, checkpoints)
+        (2e6, 1e6, 256, 15_000, 170, (4, 189, 3, 64, 4)),
+        (20e6, 1e6, 512, 1000, 600, (4, 24, 3, 64, 4)),
+        (20e6, 1e6, 512, 180, 170, (1, 5, 1, 32, 2)),
+        (135e6, 1e6, 256, 180, 230, (1, 9, 1, 32, 1)),
+        (135e6, 1e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
+        (135e6, 1e6, 1024, 100, 3600, (2, 22, 3, 64, 4)),
+        (135e6, 0.0, 256, 180, 230, (1, 0, 1, 64, 1)),
+        (300e6, 1e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
+    ],
+)
+def test_parts_of_a_slow_model_are_few(
+    parameters: float,
+    held_out: float,
+    seq_len: int,
+    rate: float,
+    seconds: float,
+    counts: tuple[int, ...],
+) -> None:
+    facts = PartFacts(seq_len, held_out, STATE_BYTES * parameters, {})
+    found = facts.parts(rate, seconds)
+    assert dataclasses.astuple(found)[:5] == counts
+
+
+@given(
+    st.floats(1, 1e6),
+    st.floats(1e5, 1e9),
+    st.sampled_from([64, 256, 1024]),
+    st.floats(0, 1e6),
+    st.floats(1, 1e5),
+    st.floats(1e3, 1e9),
+)
+def test_parts_and_steps_fit_into_each_accepted_time(
+    rate: float, parameters: float, seq_len: int, held: float, seconds: float, most: float
+) -> None:
+    facts = PartFacts(seq_len, held, STATE_BYTES * parameters, {})
+    least = facts.least_seconds(rate, most, seq_len)
+    found = facts.parts(rate, max(seconds, least))
+    steps = 1 - found.share
+    assert found.seconds <= found.share * found.loop_seconds * (1 + 1e-9)
+    assert steps >= 0.5 * (1 - 1e-9)
+    wanted = min(defaults.LEAST_STEPS * seq_len, most)
+    assert rate * steps * found.loop_seconds >= wanted * 0.9
 
 
 def test_model_of_a_run_that_has_no_time_to_compile_is_not_the_largest() -> None:

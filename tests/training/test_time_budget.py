@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def folder_of(recipe: dict[str, Any]) -> Path:
     return Path(recipe["run"]["dir"])
 
 
-def stop_after(recipe: dict[str, Any], step: int, *, resume: bool = False) -> None:
+def stop_after(recipe: dict[str, Any], step: int, **options: Any) -> None:
     """Train until the run is killed after a step."""
 
     def on_step(record: Mapping[str, Any]) -> None:
@@ -146,7 +147,7 @@ def stop_after(recipe: dict[str, Any], step: int, *, resume: bool = False) -> No
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        train(recipe, resume=resume, on_step=on_step)
+        train(recipe, on_step=on_step, **options)
 
 
 def metrics(recipe: dict[str, Any]) -> list[dict[str, Any]]:
@@ -638,10 +639,61 @@ def test_a_pause_does_not_end_the_decay_at_once(recipe: dict[str, Any], machine:
         assert number - at == (before + 1) // 2
 
 
+def test_run_with_samples_at_its_end_only_ends_in_time(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last sample text takes 40 s, which the evaluation before the first step does not show."""
+
+    def generate(*args: Any) -> GenerationStream:
+        machine.now += 2.5 * args[2].max_new_tokens
+        return GenerationStream(*args)
+
+    monkeypatch.setattr(validation, "GenerationStream", generate)
+    recipe["checkpoint"]["every_steps"] = 0
+    recipe["evaluation"] |= {"every_steps": 1000, "on_start": True}
+    recipe["evaluation"] |= {"sample_prompts": ["a"], "sample_tokens": 16}
+    train(recipe)
+    assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
+
+
+def test_start_of_a_resumed_process_shortens_a_decided_run_with_a_given_begin(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    recipe["schedule"]["decay_fraction"] = 0.65
+    stop_after(recipe, 50)
+    decided = read_length(folder_of(recipe))["max_steps"]
+    train(recipe, resume=True, began=time.time() - 25)
+    length = read_length(folder_of(recipe))
+    assert length["max_steps"] < decided
+    assert length["replaced"][0][0] == decided
+    assert 0.95 * 180 < length["seconds_used"] <= 1.02 * 180
+
+
+def test_time_of_an_averaged_checkpoint_is_left_at_the_end(
+    recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.step = 9.3
+    evaluate = machine.takes(validation.evaluate_dataset.__wrapped__, "evaluation")  # type: ignore[attr-defined]
+    monkeypatch.setattr(checkpoints, "evaluate_dataset", evaluate)
+    recipe["checkpoint"]["average_last"] = 2
+    train(recipe)
+    assert 0.95 * 180 < machine.now - 1000.0 <= 1.001 * 180
+
+
+def test_seconds_before_the_first_step_of_each_process_count_with_a_given_begin(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
+    stop_after(recipe, 11, began=time.time() - 20)
+    train(recipe, resume=True, began=time.time() - 40)
+    used = read_length(folder_of(recipe))["seconds_used"]
+    assert 0.95 * 180 < used <= 1.001 * 180
+    assert used - (machine.now - 1000.0) > 59.9
+
+
 def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU loads kernels at the first generation of each process."""
+    """A GPU loads kernels at the first generation of each process, whose text is not kept."""
     generated = [1]
 
     def generate(*args: Any) -> GenerationStream:
@@ -658,7 +710,7 @@ def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
     texts = read_json_lines(folder_of(recipe) / "samples.jsonl")
     assert [text["step"] for text in texts] == [*range(20, result.step, 20), result.step]
-    assert generated == [1, 1, 1 + len(texts)]
+    assert generated == [1, 2, 1 + len(texts)]
 
 
 def test_samples_at_epoch_are_in_the_time_of_the_budget(

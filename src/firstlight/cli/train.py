@@ -140,6 +140,7 @@ def train_texts_command(
         request = request_of(paths, **asked)
         if not request.has_length:
             say(f"no --budget is given: planned for {time_text(DEFAULT_SECONDS)}")
+            request = dataclasses.replace(request, seconds=DEFAULT_SECONDS)
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
         plan = plan.with_memory()
         for line in plan.lines():

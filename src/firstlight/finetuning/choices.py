@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from firstlight.console import rounded
 from firstlight.from_texts.plan import (
+    STATE_BYTES,
     Choice,
     Choices,
+    PartFacts,
     RunFacts,
     compile_ways,
     given_batch,
@@ -171,6 +173,19 @@ class TuningFacts:
     val_tokens: float
     row: Choice
 
+    def part_facts(self, fixed: Mapping[str, Any]) -> PartFacts:
+        """Facts from which evaluations, sample texts and checkpoints are chosen.
+
+        Args:
+            fixed: values given by the user, by `section.key`.
+        """
+        trained, model = self.model.parameters, self.model
+        if self.method.adapters:
+            # Of four matrices of the model's width, and three that are about three times as wide.
+            rank = fixed.get("lora.rank", defaults.ADAPTER_RANK)
+            trained = 20 * rank * model.hidden_size * model.layers
+        return PartFacts(self.row.value, self.val_tokens, STATE_BYTES * trained, fixed)
+
 
 def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) -> Choices:
     """Choose all settings of a fine-tuning run.
@@ -191,11 +206,13 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     most: float = fixed.get("schedule.epochs", data.most_epochs) * facts.epoch_tokens
     given = given_batch(fixed, row.value)
 
+    part_facts = facts.part_facts(fixed)
+
     def tokens_at(rate: float, way: Compiling = NOT_COMPILED) -> float:
         if length.seconds is None:
             return length.tokens or most
         left = way.left_of(length.seconds)
-        return min(rate * left * (1 - defaults.EVALUATION_SHARE), most)
+        return min(rate * left * (1 - part_facts.parts(rate, left).share), most)
 
     # The batch is the one for full speed: a smaller one would make a GPU slower still.
     unit = given_unit(fixed, row.value)
@@ -209,7 +226,9 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     )
     tokens = tokens_at(rate, way)
     steps = length.steps or max(round(tokens / batch), 1)
-    run = RunFacts(steps, batch, row.value, rate, way)
+    left = None if length.seconds is None else way.left_of(length.seconds)
+    parts = part_facts.parts_of_run(rate, steps * batch, left)
+    run = RunFacts(steps, batch, row.value, rate, parts, way)
     epochs = run.tokens / max(facts.epoch_tokens, 1.0)
     items = [
         row,
@@ -219,11 +238,17 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         *_optimizer_choices(facts.model, facts.method, fixed),
         *_length_choices(run, length, epochs, data),
         *run.other_choices(machine, facts.val_tokens),
-        Choice("checkpoint.keep_best", 1, "the one with the least held-out loss is kept, too"),
     ]
+    if run.parts.saves > 1:
+        reason = "the one with the least held-out loss is kept, too"
+        items.append(Choice("checkpoint.keep_best", 1, reason))
     # A given row keeps its reason, which may have the number of conversations that are left out.
     others = {key: value for key, value in fixed.items() if key != row.key}
-    return run.choices(items, others, facts.model.parameters, epochs)
+    rate = machine.tokens_per_second(flops, given or unit)
+    return replace(
+        run.choices(items, others, facts.model.parameters, epochs),
+        least_seconds=part_facts.least_seconds(rate, most, given or unit),
+    )
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:

@@ -197,7 +197,8 @@ class FineTuning:
             gpu: name of a GPU to plan for; None plans for this machine.
 
         Raises:
-            ConfigError: an option is invalid, or no method fits into memory.
+            ConfigError: an option is invalid, no method fits into memory, or the budget is too
+                short.
             DataError: no conversation fits into a row, or `data.long` is "refuse" and one does not.
         """
         from firstlight.from_texts.machine import facts_for_model
@@ -221,16 +222,19 @@ class FineTuning:
             row=row,
         )
         size = 0.0 if self._scan is None else self._scan.facts.total_bytes
-        return TuningPlan(
+        length = request.training_length(size)
+        plan = TuningPlan(
             request=request,
             machine=machine,
             speed=speed,
             facts=facts,
             template=None if self._chats is None else self._chats.template,
-            choices=choose_tuning(facts, request.training_length(size), fixed),
+            choices=choose_tuning(facts, length, fixed),
             recipe=recipe,
             memory_bytes=method.memory_bytes,
         )
+        plan.require_time(length)
+        return plan
 
     def _tokens(self, seq_len: int) -> tuple[float, float]:
         """Tokens of one pass over the training split and of one over the validation split."""
@@ -315,7 +319,9 @@ class FineTuning:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
             data = self._chats.section
-        plan = plan.choose_again(call.length(request))
+        length = call.length(request)
+        plan = plan.choose_again(length)
+        plan.require_time(length)
         return train_plan(plan, data, self._prompts(plan), call, start=self._start)
 
     def _with_texts(

@@ -15,8 +15,10 @@ from typing import Any
 from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.from_texts.plan import (
+    STATE_BYTES,
     Choice,
     Choices,
+    PartFacts,
     RunFacts,
     compile_ways,
     expected_range,
@@ -89,12 +91,13 @@ def check_given(request: Request) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A candidate model, the run that it would have, and its expected bits per byte of held-out
-    text."""
+    """A candidate model, the run that it would have, its expected bits per byte of held-out text,
+    and the shortest training loop that is accepted for it."""
 
     shape: ModelSize
     run: RunFacts
     bits: float
+    least_seconds: float
 
     @property
     def flops(self) -> float:
@@ -151,6 +154,7 @@ def choose(
     return replace(
         best.run.choices(items, fixed, best.shape.parameters, epochs),
         bits_per_byte=expected_range(best.bits, text, fixed),
+        least_seconds=best.least_seconds,
         advice=_advice(best, text, with_text, within, keeps_vocabulary=keeps_vocabulary),
     )
 
@@ -203,12 +207,15 @@ def _candidate(
     a long run its sequences are longer."""
     given = given_batch(fixed, shape.seq_len)
     unit = given_unit(fixed, shape.seq_len)
+    size = STATE_BYTES * shape.parameters
+    part_facts = PartFacts(shape.seq_len, text.val_tokens, size, fixed)
 
     def tokens_at(rate: float, way: Compiling) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
         left = way.left_of(length.seconds)
-        return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
+        share = part_facts.parts(rate, left).share
+        return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"), share)
 
     batch, rate, way = batch_and_rate(
         lambda step, way: machine.tokens_per_second(shape.flops_per_token, step, way),
@@ -219,7 +226,9 @@ def _candidate(
     )
     tokens = tokens_at(rate, way)
     steps = length.steps or max(round(tokens / batch), 1)
-    run = RunFacts(steps, batch, shape.seq_len, rate, way)
+    left = None if length.seconds is None else way.left_of(length.seconds)
+    parts = part_facts.parts_of_run(rate, steps * batch, left)
+    run = RunFacts(steps, batch, shape.seq_len, rate, parts, way)
     # A given batch may be a multiple of the short sequences only.
     context = fixed.get("model.max_position_embeddings", defaults.LONG_SEQ_LEN)
     tokens_given = fixed.get("batch.global_batch_tokens", 0)
@@ -230,7 +239,9 @@ def _candidate(
         longer = replace(shape, seq_len=defaults.LONG_SEQ_LEN)
         return _candidate(longer, text, machine, length, fixed=fixed)
     bits = expected_bits(shape.layer_parameters, run.tokens * text.bytes_per_token, text)
-    return _Candidate(shape, run, bits)
+    rate = machine.tokens_per_second(shape.flops_per_token, given or unit)
+    most = tokens_in_time(math.inf, 1.0, text, fixed.get("schedule.epochs"))
+    return _Candidate(shape, run, bits, part_facts.least_seconds(rate, most, given or unit))
 
 
 def _reason_of_width(

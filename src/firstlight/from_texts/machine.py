@@ -178,7 +178,7 @@ def train_plan(
     values = plan.choices.values
     values["run"] = {"dir": str(call.folder)}
     values["data"] = {**data, **values["data"]}
-    values["evaluation"]["sample_prompts"] = prompts
+    values["evaluation"]["sample_prompts"] = prompts[: plan.choices.samples]
     fitted = fitted_recipe(plan, values, lambda: call.length(plan.request), start)
     forecast = fitted.forecast
     memory = plan.memory_bytes if forecast is None else forecast.peak_bytes
@@ -193,6 +193,7 @@ def train_plan(
         on_step=call.on_step if on_step is None else on_step(plan.choices),
         progress=call.progress,
         forecaster=KnownForecast(forecast),
+        began=call.measured,
     )
 
 

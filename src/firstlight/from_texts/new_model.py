@@ -123,7 +123,7 @@ class NewModel:
             gpu: name of a GPU to plan for; None plans for this machine.
 
         Raises:
-            ConfigError: an option is invalid, or the GPU is unknown.
+            ConfigError: an option is invalid, the GPU is unknown, or the budget is too short.
         """
         from firstlight.planner.advise.speed import new_model_speed
         from firstlight.planner.plan.machine import find_machine
@@ -134,7 +134,7 @@ class NewModel:
         vocabulary = choose_vocabulary(scan.facts, fixed)
         text = estimated_text(scan.facts, vocabulary.value, scan.val_bytes)
         length = request.training_length(scan.facts.total_bytes)
-        return TextPlan(
+        plan = TextPlan(
             request=request,
             scan=scan,
             machine=machine,
@@ -143,6 +143,8 @@ class NewModel:
             vocabulary=vocabulary.reason,
             choices=choose(text, speed, length, fixed, size=request.size),
         )
+        plan.require_time(length)
+        return plan
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
         """Prepare the texts, choose settings again from the counted tokens and the remaining time,
@@ -158,7 +160,9 @@ class NewModel:
         )
         data = prepared_texts(texts, call)
         text = counted_text(data, scan.facts, call.state.get("xz"))
-        plan = replace(plan, request=request).choose_again(call.length(request), text)
+        length = call.length(request)
+        plan = replace(plan, request=request).choose_again(length, text)
+        plan.require_time(length)
         if text.vocab_size < size:
             plan = replace(
                 plan, vocabulary=f"{size:,} were wanted, but the text has too few different pairs"

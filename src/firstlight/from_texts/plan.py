@@ -56,6 +56,8 @@ class Choices:
         advice: a sentence about the gain of more text; "" if the text is enough.
         compile_gain: the part of `tokens_per_second` that torch.compile is expected to gain, as a
             multiple; 1 for a run that is not compiled.
+        samples: number of sample texts at an evaluation.
+        least_seconds: shortest training loop that is accepted as a time budget.
     """
 
     choices: Sequence[Choice]
@@ -68,6 +70,8 @@ class Choices:
     bits_per_byte: tuple[float, float] | None = None
     advice: str = ""
     compile_gain: float = 1.0
+    samples: int = defaults.PARTS[0][1]
+    least_seconds: float = 0.0
 
     @property
     def values(self) -> dict[str, Any]:
@@ -196,6 +200,147 @@ def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     return any(f"schedule.{one}" in fixed for keys in groups for one in keys if one != name)
 
 
+#: Bytes of a trained parameter in a checkpoint: the weight and two moments in fp32.
+STATE_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run other than steps: evaluations, sample texts and checkpoints.
+
+    Attributes:
+        evaluations: number of evaluations after steps. Another one comes before the first step.
+        rows: rows of an evaluation.
+        samples: sample texts at each evaluation after steps.
+        sample_tokens: tokens of a sample text.
+        saves: number of checkpoints.
+        loss_seconds, sample_seconds, save_seconds: expected seconds of all evaluations of the loss,
+            of all sample texts, and of all checkpoints.
+        loop_seconds: seconds of the training loop for which the parts were chosen.
+    """
+
+    evaluations: int
+    rows: int
+    samples: int
+    sample_tokens: int
+    saves: int
+    loss_seconds: float
+    sample_seconds: float
+    save_seconds: float
+    loop_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Expected seconds of all parts."""
+        return self.loss_seconds + self.sample_seconds + self.save_seconds
+
+    @property
+    def share(self) -> float:
+        """Share of the training loop's time that is kept for the parts: the usual one, or a larger
+        one that they need; at most 0.9, so that models can be compared."""
+        needed = self.seconds / max(self.loop_seconds, 1e-9)
+        return min(max(needed, defaults.EVALUATION_SHARE), 0.9)
+
+    def share_text(self, seconds: float) -> str:
+        """A part's share of the training loop's time, as text."""
+        share = seconds / max(self.loop_seconds, 1e-9)
+        return "less than 1%" if share < 0.005 else f"{share:.0%}"
+
+
+@dataclass(frozen=True)
+class PartFacts:
+    """Facts from which the parts of a run other than steps are chosen.
+
+    Attributes:
+        seq_len: tokens of a sequence.
+        held_out_tokens: tokens of the validation split.
+        checkpoint_bytes: size of a checkpoint.
+        fixed: values given by the user, by `section.key`.
+    """
+
+    seq_len: int
+    held_out_tokens: float
+    checkpoint_bytes: float
+    fixed: Mapping[str, Any]
+
+    def parts(self, rate: float, loop_seconds: float, *, timed: bool = True) -> Parts:
+        """The first parts of `defaults.PARTS` that fit into a training loop, or the last ones with
+        as few rows as possible.
+
+        Args:
+            rate: tokens per second of training.
+            loop_seconds: seconds of the training loop.
+            timed: False for a run of given tokens or steps, which always has the first parts.
+        """
+        # Imported only here, because it imports torch.
+        from firstlight.training.time_budget import (
+            FORWARD_SHARE,
+            PROBE_TOKENS,
+            WRITTEN_PER_SECOND,
+            sampled_token_seconds,
+        )
+
+        held = math.ceil(self.held_out_tokens / self.seq_len)
+        row, token = FORWARD_SHARE * self.seq_len / rate, sampled_token_seconds(1 / rate)
+        save = self.checkpoint_bytes / WRITTEN_PER_SECOND
+        for count, samples, tokens, share in defaults.PARTS if timed else defaults.PARTS[:1]:
+            samples = len(self.fixed.get("evaluation.sample_prompts", range(samples)))
+            tokens = self.fixed.get("evaluation.sample_tokens", tokens)
+            # The first texts of a run are not kept: see `training.validation.evaluate`.
+            sampling = token * (count * samples * tokens + PROBE_TOKENS + 2)
+            left = share * loop_seconds - sampling - count * save
+            left = min(left, defaults.LOSS_SHARE * share * loop_seconds)
+            rows = min(int(max(left, 0) / (row * (count + 1))), held)
+            if left >= 0 and rows >= min(defaults.USUAL_ROWS, held):
+                break
+        least = defaults.USUAL_ROWS
+        if timed:
+            least = max(defaults.LEAST_ROWS, defaults.LEAST_EVALUATED // self.seq_len)
+        rows = max(rows, min(least, held))
+        if "evaluation.max_rows" in self.fixed:
+            rows = min(self.fixed["evaluation.max_rows"] or held, held)
+        losses = (count + 1) * rows * row
+        # The rest of the time is for more checkpoints, so that a killed run loses less.
+        saves = int((share * loop_seconds - sampling - losses) / max(save, 1e-9))
+        saves = max(count, min(saves, defaults.PARTS[0][0]))
+        return Parts(
+            count,
+            rows,
+            samples,
+            tokens,
+            saves=saves,
+            loss_seconds=losses,
+            sample_seconds=sampling,
+            save_seconds=saves * save,
+            loop_seconds=loop_seconds,
+        )
+
+    def parts_of_run(self, rate: float, tokens: float, loop_seconds: float | None) -> Parts:
+        """The parts of a run that reads a number of tokens.
+
+        Args:
+            rate: tokens per second of training.
+            tokens: tokens of the run.
+            loop_seconds: seconds of the training loop at most; None without a limit.
+        """
+        share = defaults.EVALUATION_SHARE
+        if loop_seconds is not None:
+            share = self.parts(rate, loop_seconds).share
+        return self.parts(rate, tokens / rate / (1 - share), timed=loop_seconds is not None)
+
+    def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
+        """Seconds of the shortest training loop that is worth its parts: at least half of it is for
+        steps, of which there are `defaults.LEAST_STEPS`, or as many as the data have.
+
+        Args:
+            rate: tokens per second of training.
+            most_tokens: largest number of tokens that the run reads.
+            unit: tokens of the smallest step.
+        """
+        parts = self.parts(rate, 0.0).seconds
+        return parts + max(parts, min(defaults.LEAST_STEPS * unit, most_tokens) / rate)
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """Length and speed of a run, and the choices that follow from them.
@@ -205,6 +350,7 @@ class RunFacts:
         batch_tokens: tokens of a step.
         seq_len: tokens of a sequence.
         rate: speed of training in tokens per second.
+        parts: the evaluations, sample texts and checkpoints.
         way: the way in which the run is compiled.
     """
 
@@ -212,6 +358,7 @@ class RunFacts:
     batch_tokens: int
     seq_len: int
     rate: float
+    parts: Parts
     way: Compiling = NOT_COMPILED
 
     @property
@@ -222,7 +369,7 @@ class RunFacts:
     @property
     def seconds(self) -> float:
         """Expected seconds of the training loop, compiling and evaluations included."""
-        return self.tokens / self.rate / (1 - defaults.EVALUATION_SHARE) + self.way.seconds
+        return self.tokens / self.rate / (1 - self.parts.share) + self.way.seconds
 
     def choices(
         self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
@@ -245,6 +392,7 @@ class RunFacts:
             tokens_per_second=self.rate,
             epochs=epochs,
             compile_gain=self.way.gain,
+            samples=self.parts.samples,
         )
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
@@ -281,12 +429,12 @@ class RunFacts:
         share = f"{part}, ten at least" if self.steps >= 100 else "a tenth of a short run"
         return Choice("schedule.warmup_steps", steps, f"of a rising rate: {share}")
 
-    def other_choices(self, machine: MachineFacts, val_tokens: float) -> Iterator[Choice]:
-        """The choices for compiling, evaluations and checkpoints.
+    def other_choices(self, machine: MachineFacts, held_out_tokens: float) -> Iterator[Choice]:
+        """The choices for compiling, evaluations, sample texts and checkpoints.
 
         Args:
             machine: the machine to train on.
-            val_tokens: tokens of the validation split.
+            held_out_tokens: tokens of the validation split.
         """
         way, why = self.way, "compiling would cost more than it gains"
         if machine.compiler is None:
@@ -296,24 +444,35 @@ class RunFacts:
         yield Choice("efficiency.compile", way.compiles, why)
         part = "a layer and the loss alone, which takes less time" if way.regional else ""
         yield Choice("efficiency.compile_regional", way.regional, part)
-        count = defaults.EVALUATIONS
-        every = max(math.ceil(self.steps / count), 1)
-        yield Choice("evaluation.every_steps", every, f"{count} evaluations in the run")
-        # The other third of the evaluations' time is for sample texts.
-        share = defaults.EVALUATION_SHARE * 2 / 3
-        tokens = share * self.tokens * defaults.EVALUATION_SPEED / count
-        rows = max(int(tokens / self.seq_len), 16)
-        if rows * self.seq_len >= val_tokens:
+        parts = self.parts
+        share = parts.share_text
+        every = max(math.ceil(self.steps / parts.evaluations), 1)
+        reason = f"{parts.evaluations} evaluations in the run"
+        if parts.evaluations == 1:
+            # Not in between if the run has more steps than are expected.
+            every, reason = 10 * self.steps, "at the start and at the end only"
+        yield Choice("evaluation.every_steps", every, reason)
+        if parts.rows * self.seq_len >= held_out_tokens:
             yield Choice("evaluation.max_rows", 0, "all that is held out")
         else:
-            yield Choice("evaluation.max_rows", rows, f"evaluations take {share:.0%} of the run")
-        yield Choice("checkpoint.every_steps", every, "with each evaluation")
+            reason = f"evaluations take {share(parts.loss_seconds)} of the run"
+            yield Choice("evaluation.max_rows", parts.rows, reason)
+        reason = f"{parts.samples} at each evaluation: {share(parts.sample_seconds)} of the run"
+        yield Choice("evaluation.sample_tokens", parts.sample_tokens, reason)
+        every, count = 0, "one at the end"
+        if parts.saves > 1:
+            every, count = math.ceil(self.steps / parts.saves), f"{parts.saves} checkpoints in all"
+        reason = f"{count}: {share(parts.save_seconds)} of the run"
+        yield Choice("checkpoint.every_steps", every, reason)
 
 
 #: Lengths in seconds that are offered when the user is asked.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)
 #: A row of the printed table: name, value and reason.
 Row = tuple[str, str, str]
+
+#: Shortest time of a run, as a multiple of the expected one, for which an advised budget is enough.
+_SLOWER = 1.2
 
 #: Largest number of characters of a value in the table.
 _MOST_VALUE = 24
@@ -356,6 +515,28 @@ class RunPlan(ABC):
     def choose_again(self, length: Length) -> Self:
         """The plan for another length of the run."""
 
+    def require_time(self, length: Length) -> None:
+        """Refuse a time budget that does not leave enough time for steps.
+
+        Args:
+            length: length of the training loop within the budget.
+
+        Raises:
+            ConfigError: the time is too short; the message names a budget that is enough.
+        """
+        whole, least = self.request.seconds, self.choices.least_seconds
+        if whole is None or length.seconds is None or length.seconds >= least:
+            return
+        needed = _SLOWER * least + max(whole - length.seconds, defaults.OTHER_SECONDS)
+        busy = ", which is busy," if self.speed.is_busy else ""
+        raise ConfigError(
+            f"the budget of {time_text(whole)} is too short for {rounded(self.choices.parameters)} "
+            f"parameters on this machine{busy} at {self.choices.tokens_per_second:,.0f} tokens/s: "
+            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps, or as "
+            f"much time for steps as for the rest, take {time_text(least)}; give --budget "
+            f"{_whole_minutes(needed)}"
+        )
+
     @abstractmethod
     def with_memory(self) -> Self:
         """The plan with expected memory and counted parameters, which take a second or two."""
@@ -394,6 +575,13 @@ class RunPlan(ABC):
             "memory_bytes": self.memory_bytes,
             **asdict(self.choices),
         }
+
+
+def _whole_minutes(seconds: float) -> str:
+    """A time as the value of an option, rounded up: to 10 s below two minutes, else to a minute."""
+    if seconds <= 120:
+        return f"{10 * math.ceil(seconds / 10)}s"
+    return f"{math.ceil(seconds / 60)}m"
 
 
 def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]:

@@ -244,6 +244,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             on_step=call.on_step,
             progress=call.progress,
             forecaster=forecaster,
+            began=call.began,
         )
 
 

@@ -40,8 +40,10 @@ DATA_FOLDER = "data"
 LOCK_NAME = ".pipeline.lock"
 #: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
 RECIPE_NAME = "recipe.yaml"
-#: Seconds of the budget that are reserved for starting the run and for its report.
-_RESERVED_SECONDS = 4.0
+#: Seconds of the budget that are reserved for the report: at least, at most, and as a share of the
+#: start, which takes longer on a busy machine, too.
+_RESERVED_SECONDS, _MOST_RESERVED = 4.0, 12.0
+_RESERVED_SHARE = 1 / 8
 #: Fewest seconds of a training: a shorter one is not worth its start.
 _LEAST_SECONDS = 10.0
 #: Time of a second call for the same work, as a multiple of the first one's, for which an advised
@@ -75,6 +77,7 @@ class RunCall:
         state: the contents of the folder's state file (`STATE_NAME`).
         choices: all settings, after the recipe is written; None for a resumed run.
         preparing_seconds: seconds in which this call has prepared texts.
+        measured: `time.time()` at which the remaining time was measured last, and before, `began`.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class RunCall:
         self.state = read_state(folder)
         self.choices: Choices | None = None
         self.preparing_seconds = 0.0
+        self.measured = began
 
     def remember(self, **values: Any) -> None:
         """Add values to the state, and write it to the run folder for later calls.
@@ -128,17 +132,20 @@ class RunCall:
         """
         if request.seconds is None:
             return Length(None, request.tokens, request.steps)
-        taken = time.time() - self.began
-        left = request.seconds - taken - _RESERVED_SECONDS
+        self.measured = time.time()
+        taken = self.measured - self.began
+        start = taken - self.preparing_seconds
+        reserved = min(max(_RESERVED_SECONDS, _RESERVED_SHARE * start), _MOST_RESERVED)
+        left = request.seconds - taken - reserved
         if left < _LEAST_SECONDS:
-            rest = _RESERVED_SECONDS + _LEAST_SECONDS
+            rest = reserved + _LEAST_SECONDS
             # A second call reads the texts again, and does not prepare them again.
-            again = _SLOWER * (taken - self.preparing_seconds) + rest <= request.seconds
+            again = _SLOWER * start + rest <= request.seconds
             use = ", or call it again, which uses the prepared texts" if again else ""
             raise ConfigError(
                 f"the budget of {time_text(request.seconds)} is too short: reading and preparing "
                 f"the texts has taken {time_text(taken)}, training takes {_LEAST_SECONDS:.0f} s at "
-                f"least, and {_RESERVED_SECONDS:.0f} s are kept for the end; give --budget "
+                f"least, and {reserved:.0f} s are kept for the end; give --budget "
                 f"{math.ceil(_SLOWER * taken + rest)}s{use}"
             )
         return Length(left)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import statistics
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -127,6 +129,7 @@ class ForecastComparison:
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
         self._steps = 0
         self._allocated = AllocatedPeak()
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def __enter__(self) -> ForecastComparison:
         return self
@@ -163,11 +166,32 @@ class ForecastComparison:
             self._allocated.look_less()
         # Evaluations, saves and the first step leave buffers of libraries behind.
         if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
-            self._allocated.find_level(_tensor_bytes())
+            self._allocated.find_level(self.tensor_bytes())
         for name, found in self._rates.items():
             rate = record.get(name)
             if rate is not None:
                 found.append(float(rate))
+
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors that exist now, between two steps; takes a tenth of a second."""
+        sizes: dict[int, int] = {}
+        found: dict[int, weakref.ref[torch.Tensor]] = {}
+        # Those that the garbage collector has been told to leave alone since the last time are no
+        # longer among its objects.
+        remembered = [reference() for reference in self._tensors]
+        # Chained: a list that is being made would be one of the objects, and so hold itself.
+        for one in itertools.chain(gc.get_objects(), remembered):
+            # No subclasses: those that wrap tensors hold plain ones, and the planner's fake tensors
+            # have no memory.
+            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
+                found[id(one)] = weakref.ref(one)
+                # A measurement must not end a run.
+                with contextlib.suppress(RuntimeError):
+                    storage = one.untyped_storage()
+                    # By address: views and ties share a storage, which counts once.
+                    sizes[storage.data_ptr()] = storage.nbytes()
+        self._tensors = list(found.values())
+        return sum(sizes.values())
 
     def measured(self) -> dict[str, Any]:
         """The measurements of the run so far.
@@ -240,32 +264,12 @@ def _memory_in_words(forecast: Forecast, found: Mapping[str, Any]) -> str:
         "tensors": (forecast.peak_bytes, "allocated", tensors),
         "the process": (forecast.process_bytes, "resident", found["process_bytes"]),
     }
-    # The copy of a checkpoint that is written in the background is in memory at a step's peak only
-    # if writing takes that long: a small one on a fast disk is gone by then.
-    copied = 0 if forecast.phase == "save" else forecast.parts.get("checkpoint_copy", 0)
-    without = f"{_size(forecast.peak_bytes - copied)} without the checkpoint copy"
-    notes = {"tensors": f" ({without})" if copied else ""}
     told = [
-        f"of {kind}: predicted {_size(predicted)}{notes.get(kind, '')}, {name} {_size(measured)}"
+        f"of {kind}: predicted {_size(predicted)}, {name} {_size(measured)}"
         for kind, (predicted, name, measured) in kinds.items()
         if predicted is not None and measured is not None
     ]
     return f"memory {'; '.join(told)}"
-
-
-def _tensor_bytes() -> int:
-    """Bytes of all tensors that exist between two steps; takes a tenth of a second."""
-    sizes: dict[int, int] = {}
-    for one in gc.get_objects():
-        # No subclasses: those that wrap tensors hold plain ones, and the planner's fake tensors
-        # have no memory.
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
-            # A measurement must not end a run.
-            with contextlib.suppress(RuntimeError):
-                storage = one.untyped_storage()
-                # By address: views and ties share a storage, which counts once.
-                sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
 
 
 def _size(size: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,6 +129,7 @@ def train(
     on_step: Callable[[Mapping[str, Any]], None] | None = None,
     progress: bool | None = None,
     forecaster: Forecaster | None = None,
+    began: float | None = None,
 ) -> TrainResult:
     """Train a model by a recipe.
 
@@ -148,6 +150,7 @@ def train(
             generators of Python, numpy and torch, which are seeded, saved and resumed.
         progress: show the run on stderr, or in a notebook; None shows it in a notebook only.
         forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
+        began: `time.time()` from which `schedule.max_minutes` counts; None is the first step.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: recipe, data, model or checkpoint do
@@ -179,6 +182,8 @@ def train(
         _reported_if_diverged(run),
     ):
         begin_run(run, forecaster, comparison)
+        if run.budget is not None and began is not None:
+            run.budget.add_used(time.time() - began, run.state.step)
         with _frozen_objects() as freeze:
             show = _watched(run, comparison, on_step, freeze)
             training_loop(run, checkpoints, stopping, show)

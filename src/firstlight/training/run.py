@@ -34,14 +34,17 @@ from firstlight.training.state import (
     restore,
 )
 from firstlight.training.step import StepResult
-from firstlight.training.time_budget import LoopTimes, Periodic, TimeBudget, predicted_steps
+from firstlight.training.time_budget import (
+    FORWARD_SHARE,
+    PROBE_TOKENS,
+    WRITTEN_PER_SECOND,
+    LoopTimes,
+    Periodic,
+    TimeBudget,
+    predicted_steps,
+    sampled_token_seconds,
+)
 from firstlight.training.trackers import Trackers
-
-#: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
-#: share of those in a step, seconds of a generated token, written bytes of a checkpoint a second.
-_FORWARD_SHARE = 0.35
-_SAMPLED_TOKEN_SECONDS = 0.01
-_WRITTEN_PER_SECOND = 150e6
 
 
 @dataclass
@@ -298,15 +301,18 @@ class Run:
         """
         evaluation, checkpoint = self.recipe.evaluation, self.recipe.checkpoint
         found = self.times.seconds
+        token = sampled_token_seconds(sequence_seconds / self.seq_len)
+        if "probe" in found:
+            token = found["probe"] / PROBE_TOKENS
         tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
-        samples = found.get("samples", _SAMPLED_TOKEN_SECONDS * tokens)
-        seconds = found.get("evaluation")
-        if seconds is None:
-            seconds = _FORWARD_SHARE * sequence_seconds * self._evaluated_sequences
-            seconds += 0.0 if evaluation.samples_at == "epoch" else samples
+        samples = found.get("samples", token * tokens)
+        guess = FORWARD_SHARE * sequence_seconds * self._evaluated_sequences
+        seconds = found.get("evaluation", guess)
+        if evaluation.samples_at == "evaluation":
+            seconds += samples
         optimizer = self.program.optimizer
         size = checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
-        writing = size / _WRITTEN_PER_SECOND
+        writing = size / WRITTEN_PER_SECOND
         # A thread writes checkpoints while training goes on; only the last one is waited for.
         save = last_save = 0.0 if checkpoint.asynchronous is not False else writing
         if "save" in found:
@@ -321,6 +327,10 @@ class Run:
             Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
             Periodic(checkpoint.every_steps, save, last_save),
         ]
+        if checkpoint.average_last:
+            # After the last save, its checkpoints are read, and the average is evaluated and saved.
+            average = found.get("evaluation", guess) + checkpoint.average_last * writing
+            periodic.append(Periodic(0, 0.0, average))
         if evaluation.samples_at == "epoch":
             epoch_steps = self.dataset.num_rows(self.seq_len) // self.batch.at(self.state.step)
             periodic.append(Periodic(max(epoch_steps, 1), samples, samples))

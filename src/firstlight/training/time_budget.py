@@ -38,9 +38,27 @@ from firstlight.run_log.reader import read_length, sound_json_lines
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
-#: Parts of the training loop's time other than steps: the first generated text of a process,
-#: evaluations of the loss, scores of tasks, saves.
-Part = Literal["first text", "samples", "evaluation", "tasks", "save"]
+#: Parts of the training loop's time other than steps: the first generated text of a process, a text
+#: of `PROBE_TOKENS` tokens after it, sample texts, evaluations of the loss, scores of tasks, saves.
+Part = Literal["first text", "probe", "samples", "evaluation", "tasks", "save"]
+
+#: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
+#: share of those in a step, and bytes of a checkpoint that are written and verified per second.
+FORWARD_SHARE = 0.35
+WRITTEN_PER_SECOND = 150e6
+
+#: Tokens of the text by which the time of the sample texts is predicted before the first of them.
+PROBE_TOKENS = 8
+
+
+def sampled_token_seconds(token_seconds: float) -> float:
+    """A guess of the seconds of a generated token, of which each one reads all weights.
+
+    Args:
+        token_seconds: seconds of a token in a step of training.
+    """
+    return max(0.005, 10 * token_seconds)
+
 
 #: First steps of a process, which allocate memory and compile, and are slower than the others. The
 #: steps after them are the settled steps.
@@ -287,6 +305,21 @@ class TimeBudget:
         """Seconds of the training loop so far, in this process and in earlier ones that the run was
         resumed from."""
         return self._used_before + self.times.elapsed
+
+    def add_used(self, seconds: float, step: int) -> None:
+        """Count seconds before the first step of this process as used. A number of steps that an
+        earlier process has decided is then checked again soon, but not before that decision.
+
+        Args:
+            seconds: the seconds.
+            step: number of steps done.
+        """
+        self._used_before += seconds
+        if isinstance(self.length, DecidedLength):
+            at = max(step, self.length.decided_at, *(done for _, done in self.length.replaced))
+            left = self.length.max_steps - at
+            if left > 1:
+                self._next_check_step = at + min(_FEWEST_STEPS, math.ceil(_CHECK_SHARE * left))
 
     def write(self, run_folder: Path) -> None:
         """Write length and used seconds into the run folder, from where resuming reads them.

@@ -27,13 +27,14 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.guard import DivergedError
 from firstlight.training.program import TrainingProgram
 from firstlight.training.run import Run
+from firstlight.training.time_budget import PROBE_TOKENS
 
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:
     """Run the evaluations that are due after this step: losses, sample texts, scores in tasks.
     Before the first step only losses are evaluated, unless the run has no steps. In a run with a
     time budget, the first evaluation of a process is preceded by a generated text of two tokens,
-    which is not kept.
+    and by a second short text if no sample texts follow. These texts are not kept.
 
     Args:
         run: the run. Metrics are added to `state.pending`, texts to `samples`.
@@ -63,16 +64,17 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         and prompts
     ):
         # The first text of a process also takes the time of first allocations and imports. The
-        # times of the evaluations, by which the steps are decided, must not contain that.
+        # times by which the steps are decided must not contain that.
         with run.times.part("first text"):
             _sample(run, prompts[0], 2, check)
-    if samples_due and config.samples_at == "epoch":
+        if not samples_due:
+            with run.times.part("probe"):
+                _sample(run, prompts[0], PROBE_TOKENS, check)
+    if samples_due:
         with run.times.part("samples"):
             _write_samples(run, check)
     if losses_due:
         with run.times.part("evaluation"):
-            if samples_due and config.samples_at == "evaluation":
-                _write_samples(run, check)
             _validate(run, check)
     if tasks_due:
         with run.times.part("tasks"):

@@ -189,10 +189,25 @@ OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
 #: Bytes of text that are prepared in any case; of longer texts as much as the run reads, if that is
 #: more.
 PREPARED_BYTES = 64 << 20
-#: Fraction of the run's time for all evaluations together, and number of evaluations of a run.
-EVALUATION_SHARE, EVALUATIONS = 0.06, 4
-#: Tokens per second of an evaluation, divided by those of training.
-EVALUATION_SPEED = 3.0
+#: Usual share of the run's time for evaluations, sample texts and checkpoints together.
+EVALUATION_SHARE = 0.06
+#: Evaluations after steps, sample texts at each of them, tokens of a sample text, and the share of
+#: the run's time that is enough for them. The first that fits is taken; if none does, the last.
+PARTS = (
+    (4, 3, 64, EVALUATION_SHARE),
+    (2, 3, 64, 0.1),
+    (2, 1, 64, 0.1),
+    (1, 1, 64, 0.1),
+    (1, 1, 32, 0.1),
+)
+#: Share of that time for evaluations of the loss.
+LOSS_SHARE = 2 / 3
+#: Usual lowest number of rows of an evaluation; and where time is short, lowest numbers of rows and
+#: of tokens.
+USUAL_ROWS = 16
+LEAST_ROWS, LEAST_EVALUATED = 2, 2048
+#: Fewest steps of a run for which a budget is accepted, if its data have as many.
+LEAST_STEPS = 8
 
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
