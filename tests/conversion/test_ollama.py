@@ -190,19 +190,26 @@ def test_template_in_go_renders_what_the_tokenizers_template_does(
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "ends"),
     [
-        "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
-        JINJA["ChatML"].replace("m['content']", "m['content'].replace('sun', 'moon')"),
-        JINJA["ChatML"].replace("assistant\n", "{{ '{{' }}"),
-        "{{ raise_exception('no') }}",
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", []),
+        (
+            JINJA["ChatML"].replace("m['content']", "m['content'].replace('sun', 'moon')"),
+            ["im_end"],
+        ),
+        (JINJA["ChatML"].replace("assistant\n", "{{ '{{' }}"), []),
+        ("{{ raise_exception('no') }}", []),
     ],
 )
-def test_other_templates_are_left_out_with_a_note(tokenizer: Tokenizer, template: str) -> None:
+def test_other_templates_are_left_out_with_a_note(
+    tokenizer: Tokenizer, template: str, ends: list[str]
+) -> None:
     own = chatting(tokenizer, template)
     assert ollama_template(own) is None
     content, (note,) = modelfile("a.gguf", own, 512)
-    assert content == 'FROM ./a.gguf\nPARAMETER stop "</s>"\nPARAMETER num_ctx 512\n'
+    stops = ["</s>", *(f"<|{end}|>" for end in ends)]
+    lines = "".join(f'PARAMETER stop "{stop}"\n' for stop in stops)
+    assert content == f"FROM ./a.gguf\n{lines}PARAMETER num_ctx 512\n"
     assert "renders more than texts around the messages" in note
 
 

@@ -176,8 +176,14 @@ def test_converted_folder_computes_in_transformers_what_the_file_does(
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_k_m"])
 def test_quantised_file_comes_back_near_the_source(
-    dtype: str, file: Path, loaded: LoadedModel, tmp_path: Path
+    dtype: str,
+    file: Path,
+    loaded: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Opening the result writes its weights in fp32 into the cache.
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     options = ["--to", "gguf", "--dtype", dtype, "--out", str(tmp_path / "gguf")]
     assert main(["convert", str(file), *options]) == 0
     (made,) = (tmp_path / "gguf").iterdir()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from builders import slow_but
 from firstlight.checkpoint.selection import resolve_model_folder, resolve_tokenizer
+from firstlight.cli.main import main
 from firstlight.errors import MissingDependencyError, ModelError, StorageError, TokenizerError
 from firstlight.files import disk as seam
 from firstlight.lora.files import base_name
@@ -571,21 +572,41 @@ def test_gguf_file_opened_by_path_is_kept_in_the_cache_until_it_changes(
         tokenizer.encode_prompt("the")
     )
     assert base_name(file, folder) == str(file)
+    # Ollama's files have no suffix.
+    blob = tmp_path / "sha256-3f1c"
+    blob.symlink_to(file)
+    assert resolve_model_folder(blob) == folder
     write_gguf(file, config, tensors, None, dtype="f16")
+    (folder.parent / f".tmp-{folder.name}-0123abcd").mkdir()  # of a process that was killed
     changed = resolve_model_folder(file)
     assert changed != folder
     assert [path.name for path in changed.parent.iterdir() if path.is_dir()] == [changed.name]
     assert load_model(file).tokenizer is None
 
 
-def test_damaged_gguf_file_opened_by_path_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_damaged_gguf_file_opened_by_path_is_refused_in_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"m\.gguf: the file is damaged or cut short"):
-        resolve_model_folder(tmp_path / "m.gguf")
+    assert main(["info", str(tmp_path / "m.gguf")]) == 1
+    message = f"firstlight: error: {tmp_path}/m.gguf: the file is damaged or cut short\n"
+    assert capsys.readouterr() == ("", message)
     assert [path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir()] == []
+
+
+def test_gguf_file_replaced_by_one_of_the_same_size_and_time_is_read_again(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
+    config, tensors = drawn("llama", tmp_path)
+    file = tmp_path / "m.gguf"
+    for factor in (1, 2):
+        values = {name: factor * tensor for name, tensor in tensors.items()}
+        write_gguf(file, config, values, tokenizer, dtype="f32")
+        os.utime(file, (0, 0))
+        for name, tensor in file_tensors(load_model(file).model).items():
+            assert torch.equal(tensor, values[name].float()), name
 
 
 _OTHER_BASE = {

@@ -337,6 +337,17 @@ def test_tokenizer_read_back_has_template_and_padding() -> None:
     }
 
 
+def test_padding_token_is_written_and_an_ordinary_one_stays_ordinary() -> None:
+    own = tiny("tokenizer.json")
+    token = own.backend.id_to_token(own.encode("a")[0])
+    own.config["pad_token"] = token
+    found = read_tokenizer(metadata(described(own)))
+    assert found is not None
+    assert found.named_tokens["pad_token"] == token
+    assert token not in found.special_tokens
+    assert found.encode("the light and a day") == own.encode("the light and a day")
+
+
 def test_ids_without_a_token_stay_without_one() -> None:
     own = tiny("tokenizer.json")
     found = read_tokenizer(metadata(describe_tokenizer(own, own.vocab_size + 5)))

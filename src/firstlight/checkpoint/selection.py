@@ -32,7 +32,7 @@ from firstlight.errors import (
     nearest,
 )
 from firstlight.lora.files import adapter_chain, is_adapter
-from firstlight.weights.hub import find_model_folder
+from firstlight.weights.hub import find_model_folder, is_gguf
 from firstlight.weights.huggingface import CONFIG_NAME, has_tokenizer, require_not_trainer
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ def resolve_tokenizer(name: str | Path) -> Path:
         CheckpointError, ModelError: see `resolve_model_folder`.
     """
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         return resolve_model_folder(path)
     if path.is_file() or has_tokenizer(path):
         return path

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -49,10 +49,13 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import PICKLED_TOKENIZER
 from firstlight.weights.gguf.reader import read_gguf
 from firstlight.weights.gguf.writer import gguf_notes, import_gguf, write_gguf
+from firstlight.weights.hub import is_gguf
 from firstlight.weights.huggingface import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     config_from_hf,
+    end_ids,
+    eos_ids_of,
     export_notes,
     generation_config,
     read_config,
@@ -255,7 +258,9 @@ def _converted(
         )
         difference, largest = loss.difference, loss.largest
     if to == "ollama":
-        content, said = modelfile(str(file), model.tokenizer, config.max_position_embeddings)
+        content, said = modelfile(
+            str(file), model.tokenizer, config.max_position_embeddings, model.generation
+        )
         (folder / MODELFILE).write_text(content, encoding="utf-8")
         more += said
     return Conversion(
@@ -275,7 +280,10 @@ def _converted(
 
 def _notes(model: Source, to: str) -> list[str]:
     """Notes on the source, on differences of the target program, and on a missing tokenizer."""
-    notes = (export_notes if to == "hf" else gguf_notes)(model.config, model.tokenizer)
+    if to == "hf":
+        notes = export_notes(model.config, model.tokenizer)
+    else:
+        notes = gguf_notes(model.config, model.tokenizer, model.generation)
     missing = "there is no tokenizer: give one with --tokenizer"
     return [*model.notes, *notes, *([missing] if model.tokenizer is None else [])]
 
@@ -352,6 +360,7 @@ def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
         model.tokenizer,
         dtype=dtype,  # type: ignore[arg-type]
         name=model.name,
+        generation=model.generation,
     )
     result = read_gguf(path)
     own, rendered = model.tokenizer, None
@@ -532,10 +541,19 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tensors=tensors,
         tokenizer=given or tokenizer_of(folder),
         folder=folder if given is None else None,
-        # The ids are those of the model's own tokenizer.
-        generation={k: v for k, v in read_generation([folder]).items() if k != "eos_token_id"},
+        generation=_generation(read_generation([folder]), eos_ids_of(folder, None), given),
     )
     return with_qkv_biases(model)
+
+
+def _generation(
+    content: Mapping[str, Any], ends: Sequence[int], given: Tokenizer | None
+) -> dict[str, Any]:
+    """The content of a generation_config.json with all end tokens of the model, but without token
+    ids if the tokenizer `given` replaces the model's."""
+    if given is not None:
+        return {key: value for key, value in content.items() if not key.endswith("_token_id")}
+    return {**content, "eos_token_id": [*ends]} if ends else dict(content)
 
 
 def with_qkv_biases(model: Source) -> Source:
@@ -574,7 +592,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
         tokenizer=given or loaded.tokenizer,
         folder=base if own is None and not is_untied else None,
         notes=(f"the adapter was merged into its base, {base}",),
-        generation=loaded.generation,
+        generation=_generation(loaded.generation, loaded.eos_token_ids, given),
     )
     return with_qkv_biases(model)
 
@@ -627,7 +645,7 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
-    if path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         if config is not None:
             raise ConfigError(f"{path} has its own config: leave --config out")
         model = read_gguf(path)
@@ -639,6 +657,7 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
             tensors=model.tensors,
             tokenizer=own,
             folder=None,
+            generation=_generation(model.generation, end_ids(model.generation), tokenizer),
         )
     values = None
     if config is not None:

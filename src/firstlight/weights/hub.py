@@ -43,6 +43,15 @@ _DISK_ERRORS = (
 )
 
 
+def is_gguf(path: Path) -> bool:
+    """True for a GGUF file, by its name or first bytes, since Ollama's files have no suffix."""
+    if not path.is_file() or path.suffix.lower() == ".gguf":
+        return path.is_file()
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(4) == b"GGUF"
+    return False
+
+
 def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
@@ -72,7 +81,7 @@ def find_model_folder(
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         # Imported here, because it imports torch, which no other name needs.
         from firstlight.weights.gguf.reader import gguf_folder
 

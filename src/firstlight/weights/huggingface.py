@@ -184,7 +184,7 @@ def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The ids that end a text: from generation_config.json, else from config.json, else from the
     tokenizer; () if none of them has any."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
-        if ends := _end_ids(_read_optional(folder / name)):
+        if ends := end_ids(_read_optional(folder / name)):
             return ends
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         return (tokenizer.eos_token_id,)
@@ -195,7 +195,8 @@ def _read_optional(path: Path) -> dict[str, Any]:
     return read_json_object(path, ModelError) if path.is_file() else {}
 
 
-def _end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
+def end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a text, from config.json or generation_config.json; () without any."""
     value: Any = content.get("eos_token_id")
     ids: list[Any] = value if isinstance(value, list) else [value]
     return tuple(ids) if all(isinstance(item, int) for item in ids) else ()
@@ -264,7 +265,7 @@ def generation_config(
             kept.
     """
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ends = list(dict.fromkeys((*ends, *turn_end_ids(tokenizer), *_end_ids(generation))))
+    ends = list(dict.fromkeys((*ends, *turn_end_ids(tokenizer), *end_ids(generation))))
     content = dict(generation)
     if tokenizer.bos_token_id is not None:
         content["bos_token_id"] = tokenizer.bos_token_id

@@ -11,9 +11,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from types import MappingProxyType
+from typing import Any
 
 from firstlight.errors import FirstlightError
 from firstlight.tokenizer import Tokenizer
+from firstlight.weights.huggingface import end_ids, generation_config, sampling_settings
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -204,17 +207,22 @@ def _stops(tokenizer: Tokenizer, end: str, user: str) -> tuple[str, ...]:
     stops = [token for _, token in found]
     if user.strip() and not any(token in user for token in tokenizer.special_tokens):
         stops.append(user.strip().split("\n")[0])
-    # A Modelfile's texts are in quotation marks.
-    return tuple(stop for stop in stops if '"' not in stop)
+    return tuple(stops)
 
 
-def modelfile(file: str, tokenizer: Tokenizer | None, context: int) -> tuple[str, list[str]]:
+def modelfile(
+    file: str,
+    tokenizer: Tokenizer | None,
+    context: int,
+    generation: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[str, list[str]]:
     """The text of the Modelfile for a GGUF file, and notes for the user.
 
     Args:
         file: name of the GGUF file in the same folder.
         tokenizer: the model's tokenizer, if any.
         context: the model's context length in tokens.
+        generation: content of the model's generation_config.json.
     """
     lines, notes = [f"FROM ./{file}"], []
     template = None
@@ -236,8 +244,13 @@ def modelfile(file: str, tokenizer: Tokenizer | None, context: int) -> tuple[str
                 notes.append("the chat template shows the date, which stays today's in Ollama")
             if template.system_head is None:
                 notes.append("the chat template takes no system message: Ollama leaves it out")
-    end = None if tokenizer is None else tokenizer.eos_token
-    stops = [*(template.stops if template else ()), *([end] if end else [])]
-    lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops)]
+    stops = list(template.stops) if template else []
+    if tokenizer is not None:
+        ends = end_ids(generation_config(tokenizer, generation))
+        stops += [text for i in ends if (text := tokenizer.backend.id_to_token(i)) is not None]
+    # A Modelfile's texts are in quotation marks.
+    lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if '"' not in stop]
+    for name, value in sampling_settings(generation).items():
+        lines.append(f"PARAMETER {name.replace('repetition', 'repeat')} {value}")
     lines.append(f"PARAMETER num_ctx {min(context, _MOST_CONTEXT)}")
     return "\n".join(lines) + "\n", notes

@@ -26,7 +26,7 @@ from firstlight.models.rope import (
     yarn_magnitude,
 )
 from firstlight.weights.gguf.architectures import ARCHITECTURES
-from firstlight.weights.huggingface import config_from_hf
+from firstlight.weights.huggingface import config_from_hf, sampling_settings
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -65,6 +65,17 @@ ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factor
 
 #: GGUF entry of firstlight's own: a JSON object with settings that have no GGUF key.
 KEPT = "firstlight.config"
+
+#: Sampling settings of generation_config.json -> GGUF's keys.
+_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+#: GGUF's keys of tokens that end a generation: the tokenizer's end of text, and two others.
+_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 #: Shapes of the tensors in a file by name, outermost dimension first.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -133,6 +144,28 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None
         kinds = [model.is_linear(layer) for layer in range(model.num_hidden_layers)]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
     writer.add_string(KEPT, json.dumps(kept))
+
+
+def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
+    """Add the entries for the sampling settings of a generation_config.json."""
+    for name, value in sampling_settings(generation).items():
+        (writer.add_int32 if name == "top_k" else writer.add_float32)(_SAMPLING[name], value)
+
+
+def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation_config.json of a file: sampling settings and the tokens that end a text."""
+    content: dict[str, Any] = {}
+    for name, key in _SAMPLING.items():
+        value = metadata.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            content[name] = value if isinstance(value, int) else float(str(np.float32(value)))
+    if "temperature" in content:
+        content["do_sample"] = content["temperature"] != 0
+        if not content["do_sample"]:
+            del content["temperature"]  # transformers refuses to write a temperature of 0
+    if ends := [metadata[key] for key in _ENDS if type(metadata.get(key)) is int]:
+        content["eos_token_id"] = ends
+    return content
 
 
 def _cached_sizes(model: Any) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ from firstlight.weights.gguf.metadata import (
     ROPE_FACTORS_LONG,
     ROPE_FACTORS_SHORT,
     config_of,
+    generation_of,
 )
 from firstlight.weights.gguf.tensors import tensor_rules
 from firstlight.weights.gguf.tokenizer import read_tokenizer
@@ -72,6 +73,11 @@ class GGUFModel:
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
     path: Path
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The content of generation_config.json."""
+        return generation_of(self.metadata)
 
     def tokenizer(self) -> Tokenizer | None:
         """The file's tokenizer; None if there is none.
@@ -134,10 +140,12 @@ def gguf_folder(path: Path) -> Path:
             `GGUFModel.tokenizer`.
         StorageError: the cache can't be written.
     """
-    state, parent = path.stat(), cache_folder() / "gguf"
+    stat, parent = path.stat(), cache_folder() / "gguf"
+    # The size and the modification time may stay when another file is unpacked from an archive.
+    state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
     place, version = (
         hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-        for text in (str(path.resolve()), f"{state.st_size} {state.st_mtime_ns}")
+        for text in (str(path.resolve()), str(state))
     )
     folder = parent / f"{place}-{version}"
     if (folder / CONFIG_NAME).is_file():
@@ -147,15 +155,17 @@ def gguf_folder(path: Path) -> Path:
     with held(parent / f"{place}.lock", f"reading {path}", progress=True):
         if (folder / CONFIG_NAME).is_file():
             return folder
-        say(f"{path} is opened for the first time: its weights are kept in fp32 in {folder}")
-        for old in parent.glob(f"{place}-*"):
-            remove_folder(old)
         model = read_gguf(path)
         tokenizer = model.tokenizer()
+        say(f"{path} is opened for the first time: its weights are kept in fp32 in {folder}")
+        # Also what a process that was killed left of another state of the file.
+        for old in parent.glob(f"*{place}-*"):
+            remove_folder(old)
         config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
         files = {CONFIG_NAME: json.dumps(config, indent=2) + "\n"}
         if tokenizer is not None:
-            files[GENERATION_CONFIG_NAME] = json.dumps(generation_config(tokenizer)) + "\n"
+            generation = generation_config(tokenizer, model.generation)
+            files[GENERATION_CONFIG_NAME] = json.dumps(generation, indent=2) + "\n"
             files |= tokenizer.files()
         with new_folder(folder) as partial:
             for name, text in files.items():

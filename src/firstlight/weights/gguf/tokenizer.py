@@ -209,8 +209,9 @@ class GGUFTokenizer:
         scores: score of every token, by id; None for "gpt2". llama.cpp merges the two neighbours
             whose joint token has the highest score first.
         merges: merges in order, each "left right"; None for "llama".
-        special_ids: ids of "bos" and "eos", the tokens that begin and end a document, and of
-            "unknown", the unknown token, if there is one.
+        special_ids: ids of "bos" and "eos", the tokens that begin and end a document; where there
+            are such tokens, of "unknown" and "padding", and of "eot" and "eom", further tokens
+            that end a generation.
         add_bos: True if a prompt begins with "bos".
         add_space_prefix: True if a space is put before a text.
         chat_template: the Jinja chat template; None if there is none.
@@ -230,9 +231,12 @@ class GGUFTokenizer:
     notes: tuple[str, ...]
 
 
-def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
+def describe_tokenizer(
+    tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()
+) -> GGUFTokenizer:
     """Describe a tokenizer for a model with `vocab_size` embedding rows, of one of the two kinds to
-    which llama.cpp gives the same ids.
+    which llama.cpp gives the same ids. Of `ends`, the tokens that end a generation, GGUF has keys
+    for two besides the end of text.
 
     - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's kind "gpt2": tokens, merges, and
       the name of the pattern that splits texts into pieces.
@@ -266,13 +270,17 @@ def describe_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> GGUFTokenizer:
     # llama.cpp would take an ordinary token for a missing bos or eos.
     bos = tokenizer.separator_id
     eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    name = model.get("unk_token")
-    unknown = None if name is None else tokenizer.backend.token_to_id(name)
+    unknown = model.get("unk_token") or tokenizer.config.get("unk_token")
+    names = {"unknown": unknown, "padding": tokenizer.config.get("pad_token")}
+    ids = {name: tokenizer.backend.token_to_id(str(token)) for name, token in names.items()}
+    special = {"bos": bos, "eos": eos}
+    special |= {name: token_id for name, token_id in ids.items() if token_id is not None}
+    special |= zip(("eot", "eom"), (end for end in ends if end != eos), strict=False)
     described = functools.partial(
         GGUFTokenizer,
         tokens=tokens,
         types=types,
-        special_ids={"bos": bos, "eos": eos} | ({} if unknown is None else {"unknown": unknown}),
+        special_ids=special,
         add_bos=tokenizer.add_bos,
         chat_template=tokenizer.chat_template,
     )
@@ -522,7 +530,9 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
         backend, adds_bos = _pieces(values, types, vocabulary, named), True
     special, ordinary = [], []
     for token, index in vocabulary.items():
-        if token in named.values() or types[index] in (CONTROL, UNKNOWN):
+        # A padding token can be an ordinary one, such as "!".
+        is_named = token in (named.get(name) for name in ("bos", "eos", "unknown"))
+        if is_named or types[index] in (CONTROL, UNKNOWN):
             special.append(AddedToken(token, special=True, normalized=False))
         elif types[index] == USER_DEFINED:
             ordinary.append(AddedToken(token, normalized=False))

@@ -14,6 +14,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,9 +27,10 @@ from firstlight.files.atomic import replacing
 from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.gguf.architectures import supported_model
-from firstlight.weights.gguf.metadata import add_model, rope_factors
+from firstlight.weights.gguf.metadata import add_model, add_sampling, rope_factors
 from firstlight.weights.gguf.tensors import TensorRule, tensor_rules
 from firstlight.weights.gguf.tokenizer import GGUFTokenizer, describe_tokenizer
+from firstlight.weights.huggingface import end_ids, generation_config
 from firstlight.weights.loading import COMPUTED_BUFFERS, first_names, is_finite, require_tensors
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def write_gguf(
     *,
     dtype: GGUFDtype,
     name: str = "",
+    generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write a model as one GGUF file. The memory needed is about twice that of its largest tensor.
 
@@ -63,6 +66,8 @@ def write_gguf(
         dtype: format of matrices. Vectors, routers, convolutions and learned positions are always
             f32. With q8_0, matrices whose row length is not a multiple of 32 are f16.
         name: name of the model for other programs (general.name).
+        generation: content of generation_config.json, whose sampling settings and end tokens are
+            written.
 
     Raises:
         ModelError: llama.cpp does not support the model (small differences are no error, see
@@ -77,10 +82,14 @@ def write_gguf(
     rules = list(tensor_rules(model))
     _check_head(model, tensors)
     _check_tensors(model, rules, tensors)
-    described = None if tokenizer is None else describe_tokenizer(tokenizer, model.vocab_size)
+    described = None
+    if tokenizer is not None:
+        ends = end_ids(generation_config(tokenizer, generation))
+        described = describe_tokenizer(tokenizer, model.vocab_size, ends)
     factors = rope_factors(model)
     writer = gguf.GGUFWriter(None, model.family.gguf.architecture)
     add_model(writer, config, model)
+    add_sampling(writer, generation)
     writer.add_name(_loadable_name(name, described))
     writer.add_file_type(_FILE_TYPES[dtype])
     if dtype == "q8_0":
@@ -128,7 +137,11 @@ def _header(writer: Any) -> bytes:
     return memory.getvalue()
 
 
-def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> list[str]:
+def gguf_notes(
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer | None = None,
+    generation: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
     """Small differences between llama.cpp's computation and the model's, as notes for the user.
 
     Raises:
@@ -167,6 +180,11 @@ def gguf_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None = None) ->
         )
     if tokenizer is not None:
         notes += describe_tokenizer(tokenizer, model.vocab_size).notes
+        if left := end_ids(generation_config(tokenizer, generation))[3:]:
+            notes.append(
+                "a GGUF file names three end tokens at most: llama.cpp does not stop at "
+                f"{', '.join(str(tokenizer.backend.id_to_token(token_id)) for token_id in left)}"
+            )
     return notes
 
 
