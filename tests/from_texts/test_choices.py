@@ -153,9 +153,7 @@ def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
     rate = chosen.gain * plain.tokens_per_second
     assert found.tokens_per_second == pytest.approx(rate)
     left = seconds - chosen.seconds
-    size = STATE_BYTES * ModelSize(128, 4, TEXT.vocab_size, 256).parameters
-    share = PartFacts(256, TEXT.val_tokens, size, given).parts(rate, left).share
-    assert found.tokens == pytest.approx(rate * left * (1 - share), rel=0.02)
+    assert found.tokens == pytest.approx(rate * left * (1 - defaults.EVALUATION_SHARE), rel=0.02)
     assert found.seconds == pytest.approx(seconds, rel=0.02)
     line = next(run_lines(found, machine, "the text"))
     assert (f"x {chosen.gain:.2f} expected by compiling" in line) is compiles

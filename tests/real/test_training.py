@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from firstlight.planner.plan.processes import RunForecaster
 from firstlight.recipe import parse_recipe
+from firstlight.run_log.names import FORECAST_NAME
 from firstlight.run_log.reader import read_json_lines
 from firstlight.training.loop import train
 from firstlight.weights.gguf.reader import gguf_folder
@@ -49,7 +51,8 @@ def held_out_losses(file: Path, folder: Path, content: Any, **sections: Any) -> 
         "efficiency": {"compile": False},
         **sections,
     }
-    train(parse_recipe(recipe), init_from=file)
+    with RunForecaster() as forecaster:
+        train(parse_recipe(recipe), init_from=file, forecaster=forecaster)
     lines = read_json_lines(folder / "run" / "metrics.jsonl")
     return [line["val/loss"] for line in lines if "val/loss" in line]
 
@@ -63,11 +66,14 @@ def held_out_losses(file: Path, folder: Path, content: Any, **sections: Any) -> 
         ),
     ],
 )
-def test_fine_tuning_on_1000_instructions_lowers_the_held_out_loss(
+def test_fine_tuning_on_1000_instructions_lowers_the_held_out_loss_in_the_planned_memory(
     sections: dict[str, Any], file: Path, records: list[dict[str, str]], tmp_path: Path
 ) -> None:
     before, after = held_out_losses(file, tmp_path, records[:1000], **sections)
     assert after < 0.95 * before
+    forecast = json.loads((tmp_path / "run" / FORECAST_NAME).read_text())
+    planned, measured = forecast["predicted"]["peak_bytes"], forecast["measured"]["allocated_bytes"]
+    assert measured == pytest.approx(planned, rel=0.02)
 
 
 def test_dpo_lowers_the_held_out_loss(

@@ -213,9 +213,10 @@ def _candidate(
     def tokens_at(rate: float, way: Compiling) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
+        # With the usual share of the time for other parts than steps, also where they need more: so
+        # `plan --budget` chooses the same model, and measured steps decide the length.
         left = way.left_of(length.seconds)
-        share = part_facts.parts(rate, left).share
-        return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"), share)
+        return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
     batch, rate, way = batch_and_rate(
         lambda step, way: machine.tokens_per_second(shape.flops_per_token, step, way),

@@ -50,7 +50,6 @@ def tokens_in_time(
     seconds: float,
     text: TextFacts,
     epochs: float | None = None,
-    share: float = defaults.EVALUATION_SHARE,
 ) -> float:
     """Tokens that a run of a given time reads.
 
@@ -59,10 +58,9 @@ def tokens_in_time(
         seconds: time of the run, evaluations included.
         text: facts about the text.
         epochs: largest number of passes over the text; None is `defaults.MOST_EPOCHS`.
-        share: share of the time for evaluations, sample texts and checkpoints.
     """
     most = (defaults.MOST_EPOCHS if epochs is None else epochs) * text.train_tokens
-    return min(rate * max(seconds, 0.0) * (1 - share), most)
+    return min(rate * max(seconds, 0.0) * (1 - defaults.EVALUATION_SHARE), most)
 
 
 def batch_and_rate(
