@@ -154,7 +154,8 @@ def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
     assert found.tokens_per_second == pytest.approx(rate)
     left = seconds - chosen.seconds
     assert found.tokens == pytest.approx(rate * left * (1 - defaults.EVALUATION_SHARE), rel=0.02)
-    assert found.seconds == pytest.approx(seconds, rel=0.02)
+    # In 30 s, other parts than steps need more than their usual share.
+    assert found.seconds == pytest.approx(seconds, rel=0.05)
     line = next(run_lines(found, machine, "the text"))
     assert (f"x {chosen.gain:.2f} expected by compiling" in line) is compiles
 
