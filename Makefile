@@ -76,9 +76,9 @@ demo: .venv/demo-ready
 tour: .venv/tour-ready
 	$(BIN)/python scripts/tour.py $(FILES)
 
-# Tests on a GPU that is not there, in a process of their own (autograd counts the devices once), and
-# mypy run beside the tests, whose two processes do not always keep both cores busy, and say at the end
-# what they found.
+# mypy and the tests of GPU code on fake CUDA tensors, which need a separate process (autograd counts
+# the devices once), run beside the tests, whose two processes do not always keep both cores busy. Their
+# output comes at the end.
 test: .venv/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,7 +88,7 @@ test: .venv/test-ready
 	$(PYTEST) tests $(SMOKE:%=benchmarks/tests/test_%); tests=$$?; \
 	wait $$types; types=$$?; \
 	wait $$no_gpu; no_gpu=$$?; \
-	echo "on a GPU that is not there:"; cat .venv/no-gpu.txt; \
+	echo "GPU code on fake tensors:"; cat .venv/no-gpu.txt; \
 	echo "mypy:"; cat .venv/mypy.txt; \
 	exit $$((tests || types || no_gpu))
 

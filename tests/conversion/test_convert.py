@@ -886,7 +886,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path, folder: Folder) -> None:
         ("nowhere/ckpt.pt", InputError, "checkpoint .* does not exist$"),
         ("source/model.safetensors", InputError, "one file of a model: name its folder, .*source$"),
         ("source/config.json", InputError, "one file of a model: name its folder, .*source$"),
-        ("model.GGUF", ModelError, "this is no GGUF file"),
+        ("model.GGUF", ModelError, "this is not a GGUF file"),
         ("notes.txt", ModelError, "is not a PyTorch checkpoint"),
         ("empty", ModelError, "is not a model folder: it has no config.json"),
     ],

@@ -136,7 +136,7 @@ def test_answers_that_are_part_of_the_prompt_are_not_learned() -> None:
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` with its prompt: .* blank"),
         ({"prompt": " ", "chosen": "b", "rejected": "c"}, "`chosen` with its prompt: .* blank"),
         ({"chosen": "b", "rejected": "c"}, "`prompt` is missing, and `chosen` is only an answer"),
-        ({"chosen": say("a", "b"), "rejected": say("c", "b")}, "must go on from one prompt"),
+        ({"chosen": say("a", "b"), "rejected": say("c", "b")}, "must continue one prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": say("c", "d")}, "each with an answer"),
         ({"chosen": say("a", "b"), "rejected": say("a", "b", "c", "d")}, "each with an answer"),
         (

@@ -656,7 +656,7 @@ def test_run_with_samples_at_its_end_only_ends_in_time(
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
 
 
-def test_start_of_a_resumed_process_shortens_a_decided_run_with_a_given_begin(
+def test_start_of_a_resumed_process_leaves_a_decided_number_of_steps_as_it_is(
     recipe: dict[str, Any], machine: Machine
 ) -> None:
     recipe["schedule"]["decay_fraction"] = 0.65
@@ -664,9 +664,8 @@ def test_start_of_a_resumed_process_shortens_a_decided_run_with_a_given_begin(
     decided = read_length(folder_of(recipe))["max_steps"]
     train(recipe, resume=True, began=time.time() - 25)
     length = read_length(folder_of(recipe))
-    assert length["max_steps"] < decided
-    assert length["replaced"][0][0] == decided
-    assert 0.95 * 180 < length["seconds_used"] <= 1.02 * 180
+    assert (length["max_steps"], "replaced" in length) == (decided, False)
+    assert length["seconds_used"] > 180 + 20  # the start counts
 
 
 def test_time_of_an_averaged_checkpoint_is_left_at_the_end(

@@ -856,7 +856,7 @@ def test_what_is_no_gguf_file_is_refused(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"other\.gguf can't be read: No such file"):
         read_gguf(path)
     path.write_bytes(b"PK\x03\x04" * 9)
-    with pytest.raises(ModelError, match="is no GGUF file"):
+    with pytest.raises(ModelError, match="is not a GGUF file"):
         read_gguf(path)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 9, 0, 0))
     with pytest.raises(ModelError, match="version 9 is not supported"):

@@ -381,8 +381,8 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
     """The conversation of messages, without blank system messages.
 
     Raises:
-        BadRecordError: there is no answer, a message is blank, too long or not plain JSON, or
-            nothing is learned.
+        BadRecordError: the answer is missing, a message is blank, too long or not plain JSON,
+            or nothing is learned.
     """
     messages = [one for one in messages if one["role"] != "system" or one["content"].strip()]
     if not messages:
@@ -536,7 +536,7 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
     for name, turn in zip(turns[::2], turns[1::2], strict=True):
         content, *rest = re.split(markup.end, turn, maxsplit=1)
         outside += rest
-        # The text of a turn without an end token goes on to the next turn, or to the end.
+        # The text of a turn without an end token extends to the next turn or to the end.
         content = content if rest else _without_end(content).strip()
         if content or rest:
             role = markup.roles.get(name) or _role(name, "a turn of the text")
@@ -592,7 +592,7 @@ def to_pair(record: object) -> Pair:
     if start in (0, *map(len, both)) or any(one[start]["role"] not in _ANSWERING for one in both):
         raise BadRecordError(
             "no_pair",
-            f"`{names[0]}` and `{names[1]}` must go on from one prompt, each with an answer",
+            f"`{names[0]}` and `{names[1]}` must continue one prompt, each with an answer",
         )
     prompt_answers = (i for i in range(start) if both[0][i]["role"] in _ANSWERING)
     masked = frozenset(prompt_answers)

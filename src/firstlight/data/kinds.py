@@ -281,8 +281,9 @@ def conversation_kind(
 
     Args:
         fields: names of the fields.
-        text_key: the field of a text. A question and its answer beside it are no conversation,
-            except Alpaca's; beside a field that is not called "text", nothing is.
+        text_key: the field of a text. A question and its answer beside it do not make a
+            conversation, except Alpaca's; beside a field with another name than "text", no fields
+            do.
     """
     names = {field_name(field) for field in fields}
     if text_key in fields and text_key != "text":

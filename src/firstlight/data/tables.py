@@ -273,7 +273,7 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
 
     try:
         yield from enumerate(_rows_of(batches(), path, _BATCH_ROWS), start=1)
-    # A damaged name of a column is no UTF-8.
+    # A damaged column name may not be valid UTF-8.
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise InputError(
             f"{origin} is not a readable Arrow file: {first_line(error)}: replace it, or leave it "

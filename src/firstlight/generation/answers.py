@@ -102,7 +102,7 @@ class AnswerFormat:
     Attributes:
         start: mode at the beginning of an answer: "content", "reasoning", "call", "header" (of
             gpt-oss), or "start", where the first marker decides.
-        modes: for each mode, the markers that end it, with the mode after them.
+        modes: mode -> the markers that end it -> the mode after them.
         shown: special tokens that are markers.
         tools: see Args.
     """

@@ -43,7 +43,7 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-#: Words of chat templates that are no variables, or that have their values from the conversation.
+#: Words of chat templates that are not variables, or whose values come from the conversation.
 _TEMPLATE_OWN = {"messages", "message", "role", "content", "add_generation_prompt", "for", "if"}
 
 
@@ -57,7 +57,7 @@ def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -
     """Check that a tokenizer's chat template uses these variables.
 
     Raises:
-        ConfigError: there is no template, or it does not use one of them.
+        ConfigError: the tokenizer has no template, or the template does not use one of them.
     """
     words = template_words(tokenizer)
     for name in options:

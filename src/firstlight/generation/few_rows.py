@@ -120,7 +120,7 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
     Args:
         model: a model after `use_few_rows` that no decoder has used yet. Conv1D layers are left to
             `lay_out`.
-        is_mapped: whether the parameters are memory-mapped files, which are left in their place.
+        is_mapped: True if the parameters are memory-mapped files, which stay in place.
     """
     weights = [
         layer.weight_int8 if isinstance(layer, Int8Linear) else layer.weight

@@ -226,7 +226,7 @@ class _Span:
     Attributes:
         message: index of the answer.
         start, end: its characters in the rendered text.
-        opened: what the generation prompt has after the text before `start`; "" if nothing.
+        opened: text that the generation prompt adds before `start`, such as "<think>".
     """
 
     message: int
@@ -240,7 +240,7 @@ class _Rendered:
     """A rendered conversation.
 
     Attributes:
-        messages, variables: what the template was given.
+        messages, variables: input of the template.
         probe: the same with marks around the texts.
         texts: the texts of the conversation, with their places in `text`.
         pattern: the pattern for marks of special tokens' names, and special tokens.

@@ -154,8 +154,8 @@ def render_with_beginnings(
         template: the template, in Jinja.
         messages: the messages, from `plain_messages`.
         variables: further variables of the template.
-        beginnings: for each beginning, its number of messages, and whether it ends with the
-            beginning of the assistant's next turn.
+        beginnings: (number of messages, True to end with the beginning of the assistant's next
+            turn) of each beginning.
         probe: further messages and variables to render.
 
     Returns:

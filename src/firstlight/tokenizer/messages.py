@@ -146,8 +146,8 @@ def _normalize_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def parsed_json(value: Any) -> Any:
-    """The value of a JSON text, or of a Python literal, as in Hermes' records; what is neither, or
-    is no text, is returned."""
+    """The value of a text with JSON or, as in Hermes' records, a Python literal; anything else is
+    returned unchanged."""
     if not isinstance(value, str):
         return value
     for parse in (json.loads, ast.literal_eval):
@@ -160,7 +160,7 @@ def parsed_json(value: Any) -> Any:
 
 
 def split_thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
-    """(reasoning, answer) of an assistant's message; the reasoning may be an entry of its own or
+    """(reasoning, answer) of an assistant's message; the reasoning may be a separate entry or
     stand before `</think>` in the content, which is divided like in Qwen 3's template."""
     content = message.get("content") or ""
     for key in THOUGHTS:

@@ -183,7 +183,7 @@ def train(
     ):
         begin_run(run, forecaster, comparison)
         if run.budget is not None and began is not None:
-            run.budget.add_used(time.time() - began, run.state.step)
+            run.budget.add_used(time.time() - began)
         with _frozen_objects() as freeze:
             show = _watched(run, comparison, on_step, freeze)
             training_loop(run, checkpoints, stopping, show)

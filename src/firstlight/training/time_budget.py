@@ -306,20 +306,10 @@ class TimeBudget:
         resumed from."""
         return self._used_before + self.times.elapsed
 
-    def add_used(self, seconds: float, step: int) -> None:
+    def add_used(self, seconds: float) -> None:
         """Count seconds before the first step of this process as used. A number of steps that an
-        earlier process has decided is then checked again soon, but not before that decision.
-
-        Args:
-            seconds: the seconds.
-            step: number of steps done.
-        """
+        earlier process has decided stays, so that the run ends as if it had not been stopped."""
         self._used_before += seconds
-        if isinstance(self.length, DecidedLength):
-            at = max(step, self.length.decided_at, *(done for _, done in self.length.replaced))
-            left = self.length.max_steps - at
-            if left > 1:
-                self._next_check_step = at + min(_FEWEST_STEPS, math.ceil(_CHECK_SHARE * left))
 
     def write(self, run_folder: Path) -> None:
         """Write length and used seconds into the run folder, from where resuming reads them.

@@ -46,9 +46,9 @@ class OllamaTemplate:
     """The texts around the messages of a conversation.
 
     Attributes:
-        head: text before the first question if there is no system message.
+        head: text before the first question in a conversation without a system message.
         system_head: text before the system message, in place of `head`, or with `is_last` after
-            the text before the last question; None if there is no place for one.
+            the text before the last question; None if the template has no place for one.
         system_end: text between the system message and the question after it.
         user: text before every further question.
         assistant: text between a question and its answer.

@@ -204,7 +204,7 @@ class GGUFParser:
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
         """The metadata, the tensors' entries by name, and the position of the data section."""
         if self._size < 4 or self._take(4) != b"GGUF":
-            raise ModelError("this is no GGUF file")
+            raise ModelError("this is not a GGUF file")
         version = self._number("I")
         if version not in _VERSIONS:
             raise ModelError(f"GGUF version {version} is not supported: 2 and 3 are")

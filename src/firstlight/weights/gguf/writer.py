@@ -70,7 +70,7 @@ def write_gguf(
             written.
 
     Raises:
-        ModelError: llama.cpp does not support the model (small differences are no error, see
+        ModelError: llama.cpp does not support the model (small differences are notes, see
             `gguf_notes`); a tensor is missing, extra, misshapen or not finite; or a number is too
             large for the format.
         TokenizerError: llama.cpp would give other ids than the tokenizer.
