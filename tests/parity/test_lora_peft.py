@@ -13,6 +13,7 @@ import transformers
 from drawn import NAMES, draw, hf_model
 from torch import Tensor
 
+from firstlight.conversion.convert import convert
 from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_files, load_adapter
 from firstlight.lora.layers import (
     LoraConfig,
@@ -257,10 +258,9 @@ def test_gradients_of_the_adapters_are_those_of_peft(
     "settings, named",
     [
         ({"bias": "lora_only"}, "bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "lora.dora is for linear layers"),
         ({"target_parameters": ["up_proj.weight"]}, "target_parameters"),
         ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
     ],
@@ -275,14 +275,106 @@ def test_what_peft_can_do_beyond_that_is_refused_by_name(
         load_model(tmp_path / "adapter")
 
 
-def test_a_lengthened_embedding_in_the_file_is_refused(tmp_path: Path) -> None:
-    base = base_folder(tmp_path / "base", "llama")
+EMBEDDING = {"llama": "embed_tokens", "qwen2": "embed_tokens", "gpt2": "wte"}
+#: Settings with which adapters hold more than matrices of linear layers; WTE is the embedding.
+WIDER: list[dict[str, Any]] = [
+    {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["WTE"]},
+    {"modules_to_save": ["WTE", "lm_head"]},
+    {"modules_to_save": ["WTE", "lm_head"], "ensure_weight_tying": True},
+    {"modules_to_save": ["norm"], "use_rslora": True},
+    {"trainable_token_indices": [4, 2]},
+    {"trainable_token_indices": {"lm_head": [3]}},
+    {"trainable_token_indices": {"WTE": [5], "lm_head": [3, 5]}},
+    {"trainable_token_indices": {"WTE": [5, 7], "lm_head": [5, 7]}},
+    {"target_modules": ["WTE"], "rank_pattern": {"WTE": 2}},
+    {"target_modules": ["WTE", "lm_head"], "use_rslora": True},
+    {"target_modules": ["WTE", "lm_head"], "ensure_weight_tying": True},
+    {"target_modules": ["lm_head"], "modules_to_save": ["WTE"]},
+]
+#: With tokens that the base lacks.
+LENGTHENED: list[dict[str, Any]] = [
+    {},
+    {"modules_to_save": ["WTE", "lm_head"]},
+    {"trainable_token_indices": [37, 38, 39]},
+    {"target_modules": ["WTE"]},
+]
+WIDE_CASES = [
+    pytest.param(family, size, settings, id=f"{family}-{size}-{i}")
+    for family in ("llama", "qwen2", "gpt2")
+    for size, several in ((37, WIDER), (40, LENGTHENED), (30, LENGTHENED[:2]))
+    for i, settings in enumerate(several)
+    if family != "gpt2" or settings.get("modules_to_save") != ["norm"]
+]
+
+
+def _named(settings: Any, family: str) -> Any:
+    return json.loads(json.dumps(settings).replace("WTE", EMBEDDING[family]))
+
+
+def _wide(base: Path, folder: Path, size: int, settings: dict[str, Any]) -> Any:
+    """A disturbed adapter of PEFT with other parts than matrices of linear layers, saved."""
     model = theirs_of(base)
-    model.resize_token_embeddings(40)
-    theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
-    with pytest.raises(ValueError, match="weight, which is no adapter and not the base model's"):
-        load_model(tmp_path / "adapter")
+    if size != 37:
+        torch.manual_seed(0)
+        model.resize_token_embeddings(size, mean_resizing=False)
+    linear = "c_attn" if (base / "config.json").read_text().count("gpt2") else "q_proj"
+    targets = [linear, *settings.get("target_modules", [])]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, **settings, "target_modules": targets}
+    )
+    theirs = peft.get_peft_model(model, config)
+    disturb({name: p for name, p in theirs.named_parameters() if p.requires_grad})
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.parametrize("family, size, settings", WIDE_CASES)
+def test_adapter_of_peft_with_more_than_matrices_has_equal_logits(
+    family: str, size: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path / "base", family)
+    before = logits(theirs_of(base))
+    settings = _named(settings, family)
+    _wide(base, tmp_path / "adapter", size, settings)
+    model = theirs_of(base)
+    if size != 37:
+        model.resize_token_embeddings(size, mean_resizing=False)
+    # Loaded again, since tied layers of PEFT in memory are not always those of its file.
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    ids = IDS % min(size, 37)
+    expected = theirs.eval()(ids).logits
+    own = load_model(tmp_path / "adapter").model
+    torch.testing.assert_close(own(ids), expected, rtol=1e-5, atol=1e-5)
+    assert (logits(theirs_of(base)) - before).abs().max() == 0
+    padded = load_model(tmp_path / "adapter", vocab_multiple=16).model
+    torch.testing.assert_close(padded(ids), expected, rtol=1e-5, atol=1e-5)
+
+    unmerged = load_model(base, mode="sequential").model
+    load_adapter(unmerged, tmp_path / "adapter")
+    torch.testing.assert_close(unmerged.eval()(ids), expected, rtol=1e-5, atol=1e-5)
+    convert(tmp_path / "adapter", tmp_path / "merged")
+    merged = theirs_of(tmp_path / "merged").eval()(ids).logits
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", WIDER)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_adapter_with_more_than_matrices_written_here_is_equal_in_peft(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = base_folder(tmp_path / "base", family)
+    settings = _named({"r": 3, **settings}, family)
+    settings["rank"] = settings.pop("r")
+    targets = ["v_proj", *settings.pop("target_modules", [])]
+    config = LoraConfig(alpha=7.5, targets=targets, **settings)
+    own = adapted(base, config)
+    disturb({n: p for n, p in own.named_parameters() if p.requires_grad})
+    save_adapter(tmp_path / "adapter", own, config, str(base))
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(logits(own), logits(theirs), rtol=1e-5, atol=1e-5)
+    merged = logits(load_model(tmp_path / "adapter").model)
+    torch.testing.assert_close(merged, logits(own), rtol=1e-5, atol=1e-5)
 
 
 def test_training_can_go_on_from_what_peft_wrote(tmp_path: Path) -> None:

@@ -575,13 +575,17 @@ def with_qkv_biases(model: Source) -> Source:
 
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
     """An adapter merged into its base. The base's other files are copied, unless there is another
-    tokenizer (given, or the adapter's) or the adapter unties the head."""
+    tokenizer (given, or the adapter's) or the adapter unties the head or adds tokens."""
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
     content: dict[str, Any] = read_json(base / CONFIG_NAME)
-    tied = loaded.model.config.tie_word_embeddings
-    is_untied = read_config(base).tie_word_embeddings and not tied
-    merged = {**content, "tie_word_embeddings": False} if is_untied else content
+    before, now = read_config(base), loaded.model.config
+    changes = {
+        key: getattr(now, key)
+        for key in ("tie_word_embeddings", "vocab_size")
+        if getattr(now, key) != getattr(before, key)
+    }
+    merged = {**content, **changes}
     own = given or tokenizer_of(folder)
     tensors = weights_to_save(loaded.model)
     model = Source(
@@ -590,7 +594,7 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
         config=merged if own is None else {**merged, **_special_tokens(own)},
         tensors=tensors,
         tokenizer=given or loaded.tokenizer,
-        folder=base if own is None and not is_untied else None,
+        folder=base if own is None and not changes else None,
         notes=(f"the adapter was merged into its base, {base}",),
         generation=_generation(loaded.generation, loaded.eos_token_ids, given),
     )

@@ -3,43 +3,49 @@
     FOLDER/
         adapter_config.json         LoRA's settings, and the folder or hub id of the base model
         adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [r, in], .lora_B.weight
-                                    [out, r], and for DoRA .lora_magnitude_vector [out]
+                                    [out, r], and for DoRA .lora_magnitude_vector [out]; of an
+                                    embedding .lora_embedding_A [r, V], .lora_embedding_B [C, r];
+                                    of trained rows .token_adapter.trainable_tokens_delta [n, C];
+                                    modules that are trained in full by their parameters' names
 
-LAYER is the linear layer's name in the base model. The adapted layers are read from the tensors'
-names; the settings give what the tensors do not show, such as alpha, and must agree with them.
+LAYER is the layer's name in the base model. The adapted layers are read from the tensors' names;
+the settings give what the tensors do not show, such as alpha, and must agree with them.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
-from firstlight.errors import InputError, ModelError, nearest
+from firstlight.errors import ConfigError, InputError, ModelError, nearest
 from firstlight.files.atomic import read_json
 from firstlight.lora.layers import (
+    HEAD,
     PREFIX,
     SUFFIXES,
-    LinearLayer,
+    TOKENS,
     LoraConfig,
+    TrainableTokens,
+    add_lora,
+    compiled,
     fill_adapter,
     linear_layers,
     lora_layers,
-    wrap,
+    modules_in_full,
 )
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.weights.hub import find_model_folder
 from firstlight.weights.huggingface import CONFIG_NAME
+from firstlight.weights.loading import cut_vocabulary, grow_vocabulary
 from firstlight.weights.stored import (
     FLOAT_FORMATS,
     INDEX_NAME,
@@ -55,13 +61,6 @@ _MOST_PATTERN_CHARS = 500
 #: Seconds of CPU time in which all patterns must have been matched with all layer names. Those of
 #: most adapters take 0.001.
 _MOST_MATCH_SECONDS = 2.0
-
-
-@functools.lru_cache(maxsize=2 * _MOST_PATTERNS)
-def compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression of an entry of `rank_pattern` or `alpha_pattern`. It matches the end
-    of a layer's name after a dot, or the whole name."""
-    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
@@ -125,8 +124,6 @@ def short(value: object) -> str:
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
-_T = TypeVar("_T", int, float)
-
 #: Settings without effect on an adapter whose tensors exist, and which are ignored. Any other
 #: setting that is not a field of `PeftConfig` must be off (null, false, empty or 0).
 _WITHOUT_EFFECT = {
@@ -165,24 +162,9 @@ class PeftConfig(BaseModel):
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] | None = None
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
     init_lora_weights: bool | str | None = True
-
-    def scaling(self, layer: str) -> float:
-        """The factor of a layer's product B A: alpha / r, or alpha / sqrt(r) with `use_rslora`
-        (rank-stabilised LoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
-        alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
-        rank = self.rank(layer)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def rank(self, layer: str) -> int:
-        """The rank r of a layer's B A."""
-        return _by_pattern(self.rank_pattern, layer, self.r)
-
-
-def _by_pattern(patterns: Mapping[str, _T] | None, layer: str, otherwise: _T) -> _T:
-    """The value of the first pattern that matches the end of a layer's name, as in PEFT;
-    `otherwise` if none matches."""
-    given = (patterns or {}).items()
-    return next((value for pattern, value in given if compiled(pattern).match(layer)), otherwise)
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    ensure_weight_tying: bool = False
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -288,12 +270,12 @@ def _base_of(folder: Path) -> Path:
         ) from error
 
 
-def _adapted_layer(name: str) -> str | None:
-    """The layer to which a tensor of an adapter's file belongs; None if the tensor is not one of an
-    adapter."""
-    for suffix in SUFFIXES.values():
+def _adapted_layer(name: str) -> tuple[str, str] | None:
+    """The layer to which a tensor of an adapter's file belongs, and the layer's parameter; None if
+    the tensor is not one of an adapted layer."""
+    for kind, suffix in SUFFIXES.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
-            return name.removeprefix(PREFIX).removesuffix(f".{suffix}")
+            return name.removeprefix(PREFIX).removesuffix(f".{suffix}"), kind
     return None
 
 
@@ -304,16 +286,45 @@ def adapter_settings(folder: Path) -> str:
     Raises:
         ModelError: see `read_peft_config`.
     """
+    config = read_peft_config(folder)
     used = {"r", "lora_alpha", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"}
-    return read_peft_config(folder).model_dump_json(include=used)
+    others = ("trainable_token_indices", "ensure_weight_tying")
+    return config.model_dump_json(include=used | {key for key in others if getattr(config, key)})
 
 
-def load_adapter(model: Model, folder: Path) -> None:
-    """Add the adapter in a folder to its base model, whose weights are frozen.
+class Adapter(NamedTuple):
+    """An adapter from a file.
+
+    Attributes:
+        config: the settings with which `add_lora` makes its layers, named in full.
+        tensors: the values for `fill_adapter`.
+        changes_base: True if the file replaced the base model's frozen embedding or head.
+    """
+
+    config: LoraConfig
+    tensors: Mapping[str, Tensor]
+    changes_base: bool
+
+
+def load_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> None:
+    """Add the adapter in a folder to its base model, whose weights are frozen. Arguments and errors
+    as in `read_adapter`."""
+    adapter = read_adapter(model, folder, vocab_multiple)
+    try:
+        add_lora(model, adapter.config, None)
+    except ConfigError as error:
+        raise ModelError(f"{folder / ADAPTER_CONFIG_NAME}: {error}") from error
+    fill_adapter(model, adapter.tensors, str(folder / ADAPTER_WEIGHTS_NAME))
+
+
+def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter:
+    """The adapter in a folder. If it comes with tokens that the model lacks, or with another
+    embedding or head that is not trained, the model gets them.
 
     Args:
-        model: the base model without adapters; changed in place.
+        model: the base model without adapters.
         folder: the adapter's folder, with the files that this module's docstring describes.
+        vocab_multiple: the embedding's rows are padded to a multiple of this number.
 
     Raises:
         ModelError: a file is missing or damaged, needs an unsupported setting, or doesn't fit the
@@ -326,34 +337,102 @@ def load_adapter(model: Model, folder: Path) -> None:
             ".bin files can run code when they are opened)"
         )
     stored = read_header(path)
-    others = {name: tensor for name, tensor in stored.items() if _adapted_layer(name) is None}
-    _require_base_copies(model, others, path)
-    adapted = dict.fromkeys(layer for name in stored if (layer := _adapted_layer(name)) is not None)
+    fit_vocabulary(model, folder, vocab_multiple)
+    layers: dict[str, nn.Module] = {model.embedding_name: model.embedding, **linear_layers(model)}
+    stored = _without_tied(model, config, stored)
+    kinds = {name: found for name in stored if (found := _adapted_layer(name)) is not None}
+    adapted = list(dict.fromkeys(layer for layer, kind in kinds.values() if kind != TOKENS))
     if not adapted:
         raise ModelError(f"{path} holds no adapter")
-    layers = linear_layers(model)
     known = [layer for layer in adapted if layer in layers]
     patterns = [*(config.rank_pattern or {}), *(config.alpha_pattern or {})]
     require_quick_matches(folder / ADAPTER_CONFIG_NAME, patterns, known)
+    others = {name: tensor for name, tensor in stored.items() if name not in kinds}
+    full = [name for name in others if _is_saved(name, config.modules_to_save or [])]
+    settings = LoraConfig(
+        rank=config.r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        targets=adapted,
+        modules_to_save=[n.removeprefix(PREFIX).rpartition(".")[0] for n in full],
+        trainable_token_indices=config.trainable_token_indices or [],
+        ensure_weight_tying=config.ensure_weight_tying,
+        use_rslora=config.use_rslora,
+        rank_pattern=config.rank_pattern or {},
+        alpha_pattern=config.alpha_pattern or {},
+        dora=config.use_dora,
+    )
     for layer in adapted:
         if layer not in layers:
             raise ModelError(
                 f"{path} adapts {layer}, which is no linear layer of the base model"
                 f"{nearest(layer, layers)}"
             )
-        _require_rank(layer, layers[layer], config, stored, path)
-    model.requires_grad_(False)
-    settings = LoraConfig(dropout=config.lora_dropout, dora=config.use_dora)
-    for layer in adapted:
-        wrap(model, layer, config.rank(layer), config.scaling(layer), settings)
-    tensors = {name: _read(tensor) for name, tensor in stored.items() if name not in others}
-    fill_adapter(model, tensors, str(path))
+        _require_rank(model, layer, settings, stored, path)
+    copies = {name: tensor for name, tensor in others.items() if name not in full}
+    is_changed = _take_base_tables(model, copies, path, vocab_multiple)
+    values = {name: _read(tensor) for name, tensor in stored.items() if name not in copies}
+    return Adapter(settings, values, is_changed)
+
+
+def _is_saved(name: str, modules: list[str]) -> bool:
+    """True if a tensor belongs to one of `modules_to_save`, whose names PEFT takes for the ends of
+    names."""
+    module = name.removeprefix(PREFIX).rpartition(".")[0]
+    parts = module.split(".")
+    outer = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(one.endswith(target) for one in outer for target in modules if target)
+
+
+def _without_tied(
+    model: Model, config: PeftConfig, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The tensors without a tied head's, which PEFT also writes under the name of the head."""
+    is_tied = model.config.tie_word_embeddings and config.ensure_weight_tying
+    if not is_tied or not model.embedding_name.endswith("embed_tokens"):
+        return dict(stored)
+    return {n: t for n, t in stored.items() if not n.startswith(f"{PREFIX}{HEAD}.")}
+
+
+def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
+    """Give a base model the number of tokens that an adapter's file has rows for. New rows start as
+    the mean of the others.
+
+    Args:
+        model: the base model; changed in place.
+        folder: the adapter's folder.
+        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+
+    Raises:
+        ModelError: trained tokens lie beyond the vocabulary, with ids between that have no rows.
+    """
+    count, table = model.config.vocab_size, f"{PREFIX}{model.embedding_name}."
+    rows = count
+    for name, tensor in read_header(folder / ADAPTER_WEIGHTS_NAME).items():
+        if name.startswith(table) and len(tensor.shape) == 2:
+            if name.endswith(".lora_embedding_A"):
+                rows = tensor.shape[1]
+            elif name.removeprefix(table) in ("weight", *_COPIES):
+                rows = tensor.shape[0]
+    given = read_peft_config(folder).trainable_token_indices or []
+    lists = given.values() if isinstance(given, dict) else [given]
+    new = sorted({token for ids in lists for token in ids if token >= rows})
+    if new and new != list(range(rows, rows + len(new))):
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG_NAME}: trainable_token_indices has token {new[-1]}, and the "
+            f"base model has {rows} tokens: name the base with which the adapter was trained"
+        )
+    rows += len(new)
+    if rows > count:
+        grow_vocabulary(model, count, rows, vocab_multiple=vocab_multiple)
+    elif rows < count:
+        cut_vocabulary(model, rows, vocab_multiple=vocab_multiple)
 
 
 def _require_rank(
+    model: Model,
     layer: str,
-    base: LinearLayer,
-    config: PeftConfig,
+    config: LoraConfig,
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
@@ -363,11 +442,17 @@ def _require_rank(
     Raises:
         ModelError: A is missing, or has another shape.
     """
-    name = f"{PREFIX}{layer}.{SUFFIXES['lora_A']}"
+    base = model.get_submodule(layer)
+    if base is model.embedding:
+        kind, width = "lora_embedding_A", model.config.vocab_size
+    else:
+        weight = base.weight
+        assert isinstance(weight, Tensor)
+        kind, width = "lora_A", weight.shape[0 if isinstance(base, Conv1D) else 1]
+    name = f"{PREFIX}{layer}.{SUFFIXES[kind]}"
     if name not in stored:
         raise ModelError(f"{path} lacks tensor {name}")
-    width = base.weight.shape[0 if isinstance(base, Conv1D) else 1]
-    expected = [config.rank(layer), width]
+    expected = [config.rank_of(layer), width]
     if list(stored[name].shape) != expected:
         raise ModelError(
             f"{path}: tensor {name} is {list(stored[name].shape)}, expected {expected} by "
@@ -381,23 +466,49 @@ def _read(stored: StoredTensor) -> Tensor:
     return stored.read()
 
 
-def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path: Path) -> None:
-    """Require that an adapter file's other tensors are copies of the base model's: PEFT also writes
-    the base's embedding and head if the head is adapted.
+#: Names of a table's weight in the file if the table is adapted or has trained rows.
+_COPIES = ("token_adapter.base_layer.weight", "base_layer.weight")
+
+
+def _take_base_tables(
+    model: Model, copies: Mapping[str, StoredTensor], path: Path, vocab_multiple: int
+) -> bool:
+    """Replace embedding and head by an adapter file's: PEFT also writes them if they are adapted,
+    and if tokens were added to the base model. Other tensors must be copies of the base model's.
+
+    Returns:
+        True if a table was replaced by another.
 
     Raises:
         ModelError: a tensor is unknown, or differs from the base's.
     """
-    base = model.state_dict()
+    known, is_changed = model.state_dict(), False
+    tables = [f"{name}.weight" for name in (model.embedding_name, HEAD)]
     for name, stored in copies.items():
-        own = base.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
-        rows = model.config.vocab_size
-        if own is None or not torch.equal(own[:rows].cpu(), _read(stored).to(own.dtype)):
+        plain = name.removeprefix(PREFIX)
+        for copy in _COPIES:
+            plain = plain.replace(f".{copy}", ".weight")
+        rows, own = model.config.vocab_size, known.get(plain)
+        value = _read(stored)
+        if own is not None and torch.equal(own[:rows].cpu(), value.to(own.dtype)):
+            continue
+        if own is None or plain not in tables or value.shape != own[:rows].shape:
             raise ModelError(
                 f"{path} has tensor {name}, which is no adapter and not the base model's: an "
                 "adapter that changes other weights is not supported; merge it with PEFT "
                 "(merge_and_unload), and use the merged model"
             )
+        table = own.new_zeros(own.shape)
+        table[:rows] = value
+        changed = tables if model.config.tie_word_embeddings and not is_changed else [plain]
+        if is_changed and model.config.tie_word_embeddings:
+            model.config = model.config.model_copy(update={"tie_word_embeddings": False})
+        parameter = nn.Parameter(table)
+        for one in changed:
+            known[one] = parameter.detach()
+            model.get_submodule(one.removesuffix(".weight")).weight = parameter
+        is_changed = True
+    return is_changed
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
@@ -413,6 +524,11 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
     if not Path(base).is_dir():
         base, _, revision = base.partition("@")
     alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
+    tokens = {
+        name: module.token_ids.tolist()
+        for name, module in model.named_modules()
+        if isinstance(module, TrainableTokens)
+    }
     content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -424,14 +540,17 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
         # Full names: in PEFT's model, a suffix could also match layers that are not adapted.
         "target_modules": [name for name, _ in lora_layers(model)],
         "use_dora": config.dora,
-        "use_rslora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "use_rslora": config.use_rslora,
+        "rank_pattern": config.rank_pattern,
+        "alpha_pattern": config.alpha_pattern,
         "bias": "none",
         "fan_in_fan_out": model.config.stores_transposed,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": modules_in_full(model) or None,
+        # Of newer versions of PEFT, so only where they matter.
+        **({"trainable_token_indices": tokens} if tokens else {}),
+        **({"ensure_weight_tying": True} if config.ensure_weight_tying else {}),
     }
     return {ADAPTER_CONFIG_NAME: json.dumps(content, indent=2) + "\n"}
 

@@ -1,11 +1,16 @@
-"""LoRA: the `lora` section of a recipe, the adapted linear layer, adding adapters to a model and
-merging them, and their parameters by the names in PEFT's files."""
+"""LoRA: the `lora` section of a recipe, the adapted layers, adding adapters to a model and merging
+them, and their parameters by the names in PEFT's files.
+
+Beside low-rank matrices, an adapter may hold whole modules (`modules_to_save`) and single rows of
+the embedding and the head (`trainable_token_indices`), as PEFT's adapters do."""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +37,22 @@ _OTHER_KINDS: dict[type[nn.Module], str] = {
 
 
 _Target = Annotated[str, Field(min_length=1)]
+_TokenIds = list[Annotated[int, Field(ge=0)]]
+_T = TypeVar("_T", int, float)
+
+
+@functools.lru_cache(maxsize=6000)
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression of an entry of `rank_pattern` or `alpha_pattern`. It matches the end
+    of a layer's name after a dot, or the whole name."""
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def _by_pattern(patterns: Mapping[str, _T], layer: str, otherwise: _T) -> _T:
+    """The value of the first pattern that matches the end of a layer's name, as in PEFT;
+    `otherwise` if none matches."""
+    found = (value for pattern, value in patterns.items() if compiled(pattern).match(layer))
+    return next(found, otherwise)
 
 
 class LoraConfig(Section):
@@ -46,8 +67,24 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """dropout probability for the input of the low-rank matrices, in training."""
     targets: Literal["all-linear"] | Annotated[list[_Target], Field(min_length=1)] = "all-linear"
-    """adapted layers by the last parts of their names (`q_proj`, `mlp.c_proj`), or "all-linear":
-    every linear layer except the head, as in PEFT."""
+    """adapted layers by the last parts of their names (`q_proj`, `mlp.c_proj`, `embed_tokens`,
+    `lm_head`), or "all-linear": every linear layer except the head, as in PEFT."""
+    modules_to_save: list[_Target] = Field(default=[])
+    """modules that are trained in full and saved with the adapter, by the last parts of their names
+    (`embed_tokens`, `lm_head`, `norm`)."""
+    trainable_token_indices: _TokenIds | dict[str, _TokenIds] = Field(default=[])
+    """ids of tokens whose rows of the embedding are trained, which a tied head shares; or such
+    lists by the names of tables: `{embed_tokens: [5], lm_head: [5]}`."""
+    ensure_weight_tying: bool = False
+    """true keeps a tied head tied to an embedding that `targets` or `modules_to_save` change; false
+    unties the two, as PEFT does by default."""
+    use_rslora: bool = False
+    """true multiplies B A by alpha / sqrt(rank) in place of alpha / rank (rank-stabilised LoRA,
+    Kalajdzievski 2023, arXiv 2312.03732)."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
+    """other ranks of some layers, by regular expressions that match the last parts of names."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    """other alphas of some layers, by regular expressions that match the last parts of names."""
     dora: bool = False
     """true trains the magnitude of each output separately from its direction (DoRA, Liu et al.
     2024). Costs a pass over every adapted weight in each forward pass."""
@@ -55,6 +92,16 @@ class LoraConfig(Section):
     """"nf4" stores the frozen linear layers except the head in 4 bits, and multiplies with their
     dequantised weights (QLoRA, Dettmers et al. 2023; needs bitsandbytes). Stacked experts stay
     unquantised."""
+
+    def rank_of(self, layer: str) -> int:
+        """The rank r of a layer's B A."""
+        return _by_pattern(self.rank_pattern, layer, self.rank)
+
+    def scaling_of(self, layer: str) -> float:
+        """The factor of a layer's product B A."""
+        rank = self.rank_of(layer)
+        alpha = _by_pattern(self.alpha_pattern, layer, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 class LoraLinear(nn.Module):
@@ -149,8 +196,149 @@ class LoraLinear(nn.Module):
         return weight_of(self.base_layer) + self.scaling * (self.lora_B @ self.lora_A)
 
 
-def weight_of(layer: LinearLayer | NF4Linear) -> Tensor:
-    """A linear layer's weight as [out, in], in at least fp32."""
+class _Table(nn.Module):
+    """Base of the wrappers of an embedding, or of a head by the rows of its weight [V, C].
+
+    Attributes:
+        base_layer: the frozen embedding or head.
+    """
+
+    keeps_precision = True
+    base_layer: Embedding | nn.Linear
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight [V, C], for its device and dtype."""
+        return self.base_layer.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [...] to vectors [..., C]."""
+        raise NotImplementedError
+
+    def project(self, x: Tensor) -> Tensor:
+        """Vectors [..., C] to logits [..., V]."""
+        raise NotImplementedError
+
+    def merged_weight(self) -> Tensor:
+        """The weight [V, C] of the plain table that computes the same, in at least fp32."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The embedding's vectors, or the head's logits."""
+        return self.embed(x) if isinstance(self.base_layer, Embedding) else self.project(x)
+
+
+class LoraEmbedding(_Table):
+    """A frozen embedding W [V, C] with a trainable low-rank term: W + s (B A)^T.
+
+    Args:
+        base_layer: the embedding; frozen here.
+        rank, scaling: see `LoraLinear`. There is no dropout, as in PEFT.
+
+    Attributes:
+        lora_embedding_A: A [r, V], zero until training or a file fills it.
+        lora_embedding_B: B [C, r], zero until `reset` or a file fills it.
+    """
+
+    def __init__(self, base_layer: Embedding, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.scaling = scaling
+        weight = weight_of(base_layer)
+        self.lora_embedding_A = nn.Parameter(weight.new_zeros(rank, weight.shape[0]))
+        self.lora_embedding_B = nn.Parameter(weight.new_zeros(weight.shape[1], rank))
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Draw B from a normal distribution, as PEFT does. A stays zero, so that B A is zero."""
+        drawn = torch.empty(self.lora_embedding_B.shape)
+        self.lora_embedding_B.copy_(drawn.normal_(generator=generator))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(ids)
+        inner = F.embedding(ids, self.lora_embedding_A.T)
+        return y + self.scaling * F.linear(inner, self.lora_embedding_B).to(y.dtype)
+
+    def project(self, x: Tensor) -> Tensor:
+        inner = F.linear(x, self.lora_embedding_B.T.to(x.dtype))
+        change = self.scaling * F.linear(inner, self.lora_embedding_A.T.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype)) + change
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        change = (self.lora_embedding_B @ self.lora_embedding_A).T
+        return weight_of(self.base_layer) + self.scaling * change
+
+
+class TrainableTokens(_Table):
+    """A frozen embedding or head, some rows of which are replaced by trainable ones.
+
+    Args:
+        base_layer: the embedding or head; frozen here.
+        token_ids: the ids of these rows.
+
+    Attributes:
+        trainable_tokens_delta: the rows [n, C], which start as the frozen ones. (PEFT's name: they
+            are values, not differences.)
+        token_ids: ids of the rows, int64 [n].
+        rows: row in `trainable_tokens_delta` of each token, -1 for frozen ones, int64 [V].
+        is_table: True: the optimizer's settings are those of embeddings.
+    """
+
+    is_table = True
+    token_ids: Tensor
+    rows: Tensor
+
+    def __init__(self, base_layer: Embedding | nn.Linear, token_ids: list[int]) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        weight = weight_of(base_layer)
+        ids = torch.tensor(token_ids, device=weight.device)
+        rows = torch.full((len(weight),), -1, device=weight.device)
+        self.trainable_tokens_delta = nn.Parameter(weight[ids].clone())
+        self.register_buffer("token_ids", ids, persistent=False)
+        rows = rows.index_copy(0, ids, torch.arange(len(ids), device=weight.device))
+        self.register_buffer("rows", rows, persistent=False)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(ids)
+        rows = self.rows[ids]
+        own = F.embedding(rows.clamp_min(0), self.trainable_tokens_delta).to(y.dtype)
+        return torch.where((rows >= 0)[..., None], own, y)
+
+    def project(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight.to(x.dtype))
+        own = F.linear(x, self.trainable_tokens_delta.to(x.dtype))
+        return y.index_copy(-1, self.token_ids, own)
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        return weight_of(self.base_layer).index_copy(0, self.token_ids, self.trainable_tokens_delta)
+
+
+class TiedHead(nn.Module):
+    """The head of a model whose embedding is wrapped, by the rows of that embedding.
+
+    Args:
+        table: the embedding. It is not a submodule here, so that its parameters have one name.
+    """
+
+    def __init__(self, table: _Table) -> None:
+        super().__init__()
+        self._table = (table,)
+
+    @property
+    def weight(self) -> Tensor:
+        """The embedding's frozen weight [V, C], for its device and dtype."""
+        return self._table[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., C] to logits [..., V]."""
+        return self._table[0].project(x)
+
+
+def weight_of(layer: LinearLayer | NF4Linear | Embedding) -> Tensor:
+    """A layer's weight as [out, in], or an embedding's [V, C], in at least fp32."""
     if isinstance(layer, NF4Linear):
         return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
@@ -160,88 +348,254 @@ def weight_of(layer: LinearLayer | NF4Linear) -> Tensor:
 def add_lora(
     model: Model,
     config: LoraConfig,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
     *,
     frozen_dtype: torch.dtype | None = None,
 ) -> None:
-    """Freeze a plain model and add trainable adapters to its linear layers. The model computes the
-    same as before until it is trained (with 4-bit weights, nearly the same).
+    """Freeze a plain model and add trainable adapters to its layers. The model computes the same as
+    before until it is trained (with 4-bit weights, nearly the same).
 
     Args:
         model: the model; changed in place.
         config: the recipe's `lora` section.
-        generator: a generator on the CPU, from which each A is drawn.
+        generator: a generator on the CPU, from which each A (an embedding's B) is drawn; None
+            leaves them zero, for a file's values.
         frozen_dtype: dtype of the frozen linear layers' weights, except the head's; None leaves
             them as they are. Under autocast to this dtype the results are the same, and these
             weights take half the memory of fp32.
 
     Raises:
-        ConfigError: a target is not a linear layer of the model, or the device has no 4-bit
-            kernels.
+        ConfigError: a target is not a layer of the model that can be adapted, two keys change one
+            table, or the device has no 4-bit kernels.
         MissingDependencyError: 4-bit weights need bitsandbytes.
     """
     layers = linear_layers(model)
-    names = _target_names(model, config, layers)
+    saved, tokens = saved_modules(model, config), token_tables(model, config)
+    names = [n for n in _target_names(model, config, layers) if not _is_inside(n, saved)]
+    is_tied = _keeps_tie(model, config, saved, tokens)
+    if is_tied and model.embedding_name in (*names, *tokens, *saved):
+        # The embedding's adapter is the head's too.
+        names = [name for name in names if name != HEAD]
+        saved = [name for name in saved if name != HEAD]
+        tokens.pop(HEAD, None)
+    _require_used_once(model, names, saved, tokens, is_tied=is_tied)
     model.requires_grad_(False)
     for name, layer in layers.items():
-        if name == HEAD:
+        if name == HEAD or _is_inside(name, saved):
             continue
         if config.quantize == "nf4":
             require_nf4(layer.weight.device)
             _replace(model, name, NF4Linear(layer))
         elif frozen_dtype is not None:
             layer.weight.data = layer.weight.data.to(frozen_dtype)
+    _train_in_full(model, saved, is_tied=is_tied)
     for name in names:
-        wrapped = wrap(model, name, config.rank, config.alpha / config.rank, config)
-        wrapped.reset(generator)
+        wrapped = wrap(model, name, config)
+        if generator is not None:
+            wrapped.reset(generator)
+    for name, ids in tokens.items():
+        base = model.get_submodule(name)
+        assert isinstance(base, Embedding | nn.Linear)
+        _replace(model, name, TrainableTokens(base, ids).train(base.training))
+    if is_tied and isinstance(model.embedding, _Table):
+        _replace(model, HEAD, TiedHead(model.embedding).train(model.training))
 
 
-def wrap(model: Model, name: str, rank: int, scaling: float, config: LoraConfig) -> LoraLinear:
-    """Replace a linear layer by a `LoraLinear` that computes the same as before.
+def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedding:
+    """Replace a linear layer or an embedding by one with low-rank matrices that computes the same
+    as before.
 
     Args:
         model: the model; changed in place.
         name: name of the layer.
-        rank, scaling: see `LoraLinear`.
-        config: the section that gives dropout and DoRA.
+        config: the recipe's `lora` section.
     """
-    base = model.get_submodule(name)
-    assert isinstance(base, nn.Linear | Conv1D | NF4Linear)
-    wrapped = LoraLinear(base, rank, scaling, config.dropout, config.dora).train(base.training)
-    _replace(model, name, wrapped)
+    base, rank, scaling = model.get_submodule(name), config.rank_of(name), config.scaling_of(name)
+    if isinstance(base, Embedding):
+        if config.dora:
+            raise ConfigError(
+                f"lora.dora is for linear layers, and {name} is an embedding: leave it out of "
+                "lora.targets (lora.modules_to_save trains it in full), or set lora.dora to false"
+            )
+        wrapped: LoraLinear | LoraEmbedding = LoraEmbedding(base, rank, scaling)
+    else:
+        assert isinstance(base, nn.Linear | Conv1D | NF4Linear)
+        wrapped = LoraLinear(base, rank, scaling, config.dropout, config.dora)
+    _replace(model, name, wrapped.train(base.training))
     return wrapped
 
 
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The adapted layers and their names in the plain model."""
+# Whole modules and rows of tables
+
+
+def saved_modules(model: Model, config: LoraConfig) -> list[str]:
+    """The names of the modules that `modules_to_save` matches, in the model's order.
+
+    Raises:
+        ConfigError: a name matches no module.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for target in config.modules_to_save:
+        if not any(_is_target(name, target) for name in names):
+            known = sorted({name.rpartition(".")[2] for name in names} - {"layers"})
+            raise ConfigError(
+                f"lora.modules_to_save '{target}' matches no module of this model"
+                f"{nearest(target, known)}: there are {', '.join(n for n in known if n.isalpha())}"
+            )
+    return [n for n in names if any(_is_target(n, t) for t in config.modules_to_save)]
+
+
+def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
+    """The token ids of `trainable_token_indices` by the name of the embedding or head.
+
+    Raises:
+        ConfigError: a name is not that of the embedding or the head, or an id is impossible.
+    """
+    given = config.trainable_token_indices
+    by_name = given if isinstance(given, dict) else {model.embedding_name: given}
+    tables: dict[str, list[int]] = {}
+    for target, ids in by_name.items():
+        name = next((n for n in (model.embedding_name, HEAD) if _is_target(n, target)), None)
+        if name is None:
+            raise ConfigError(
+                f"lora.trainable_token_indices '{target}' is not the embedding or the head: name "
+                f"{model.embedding_name.rpartition('.')[2]} or {HEAD}"
+            )
+        if len({*ids}) < len(ids) or max(ids, default=0) >= model.config.vocab_size:
+            raise ConfigError(
+                f"lora.trainable_token_indices of {target} must be different ids below the "
+                f"vocabulary's size, {model.config.vocab_size}"
+            )
+        if ids:
+            tables[name] = ids
+    return tables
+
+
+def with_new_tokens(model: Model, config: LoraConfig, first: int, end: int) -> LoraConfig:
+    """The config with the rows of the tokens from `first` up to `end` trained in the embedding and
+    in the head, unless the config trains these tables already."""
+    saved, tokens = saved_modules(model, config), token_tables(model, config)
+    tables = [model.embedding_name]
+    if not model.config.tie_word_embeddings or model.embedding_name in saved:
+        tables += [] if _keeps_tie(model, config, saved, tokens) else [HEAD]
+    for name in tables:
+        if name not in saved:
+            tokens[name] = sorted({*tokens.get(name, []), *range(first, end)})
+    return config.model_copy(update={"trainable_token_indices": tokens})
+
+
+def _is_inside(name: str, modules: list[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _keeps_tie(
+    model: Model, config: LoraConfig, saved: list[str], tokens: Mapping[str, list[int]]
+) -> bool:
+    """True if the head stays tied to the embedding, by PEFT's rules: rows of tokens are shared
+    unless the two tables have different ones, other changes with `ensure_weight_tying`."""
+    if not model.config.tie_word_embeddings:
+        return False
+    # PEFT looks for the embedding by this name. GPT-2's is `wte`.
+    ensured = config.ensure_weight_tying and _is_target(model.embedding_name, "embed_tokens")
+    embedding = tokens.get(model.embedding_name)
+    if embedding is None:
+        return ensured and HEAD not in tokens
+    return tokens.get(HEAD, embedding) == embedding
+
+
+def _require_used_once(
+    model: Model,
+    names: list[str],
+    saved: list[str],
+    tokens: Mapping[str, list[int]],
+    *,
+    is_tied: bool,
+) -> None:
+    """Refuse two adapters of one table."""
+    for name in (model.embedding_name, HEAD):
+        others = [name, HEAD] if is_tied and model.embedding_name in tokens else [name]
+        keys = [
+            key
+            for key, found in (
+                ("targets", any(n in names for n in others)),
+                ("modules_to_save", any(_is_inside(n, saved) for n in others)),
+                ("trainable_token_indices", name in tokens),
+            )
+            if found
+        ]
+        if len(keys) > 1:
+            raise ConfigError(
+                f"{' and '.join(f'lora.{key}' for key in keys)} both change {name}"
+                f"{' or the head that is tied to it' if len(others) > 1 else ''}: name it in one "
+                "of them"
+            )
+
+
+def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
+    """Make the parameters of modules trainable, as copies, since they may be memory-mapped."""
+    for name in saved:
+        module = model.get_submodule(name)
+        if (
+            model.config.tie_word_embeddings
+            and not is_tied
+            and name in (model.embedding_name, HEAD)
+        ):
+            assert isinstance(module, Embedding | nn.Linear)
+            module.weight = nn.Parameter(module.weight.detach().clone())
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+        module.requires_grad_(True)
+    if not is_tied and any(name in saved for name in (model.embedding_name, HEAD)):
+        model.config = model.config.model_copy(update={"tie_word_embeddings": False})
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedding]]:
+    """The layers with low-rank matrices and their names in the plain model."""
     for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
+        if isinstance(module, LoraLinear | LoraEmbedding):
             yield name, module
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name; {} for a model without adapters."""
+    """The adapters' parameters by name, without modules that are trained in full; {} for a model
+    without adapters."""
     return {
         f"{name}.{kind}": parameter
-        for name, layer in lora_layers(model)
-        for kind, parameter in layer.named_parameters(recurse=False)
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLinear | _Table)
+        for kind, parameter in module.named_parameters(recurse=False)
     }
 
 
-def merge_lora(model: Model) -> None:
-    """Merge the adapters into the base weights, in place. The model then has plain linear layers,
-    whose weights have the base's dtype; 4-bit weights are dequantised; and all parameters are
-    trainable.
+def modules_in_full(model: nn.Module) -> list[str]:
+    """The names of the modules that are trained in full beside the adapters."""
+    adapters = lora_parameters(model)
+    trained = (n for n, p in model.named_parameters() if p.requires_grad and n not in adapters)
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
 
-    An adapted head is untied from the embedding, also in `model.config`.
+
+def merge_lora(model: Model) -> None:
+    """Merge the adapters into the base weights, in place. The model then has plain layers, whose
+    weights have the base's dtype; 4-bit weights are dequantised; and all parameters are trainable.
+
+    A head that the adapters untie from the embedding is untied in `model.config`, too.
     """
-    is_head_adapted = isinstance(model.lm_head, LoraLinear)
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLinear):
             _replace(model, name, _plain(module.base_layer, module.merged_weight()))
+        elif isinstance(module, _Table):
+            base, weight = module.base_layer, module.merged_weight()
+            base.weight = nn.Parameter(weight.to(base.weight.dtype))
+            _replace(model, name, base)
         elif isinstance(module, NF4Linear) and not name.endswith(".base_layer"):
             _replace(model, name, _plain(module, weight_of(module)))
-    if is_head_adapted and model.config.tie_word_embeddings:
+        elif isinstance(module, TiedHead):
+            rows, columns = model.embedding.weight.shape
+            with torch.device("meta"):
+                head = nn.Linear(columns, rows, bias=False)
+            head.weight = model.embedding.weight
+            _replace(model, name, head.train(module.training))
+    if model.config.tie_word_embeddings and model.lm_head.weight is not model.embedding.weight:
         model.config = model.config.model_copy(update={"tie_word_embeddings": False})
     model.requires_grad_(True)
 
@@ -273,17 +627,19 @@ def linear_layers(model: Model) -> dict[str, LinearLayer]:
 
 
 def _target_names(model: Model, config: LoraConfig, layers: dict[str, LinearLayer]) -> list[str]:
-    """The names of the layers that a config's targets match, in the model's order.
+    """The names of the layers that a config's targets match: the embedding, and linear layers in
+    the model's order.
 
     Raises:
         ConfigError: a target matches no layer.
     """
     if config.targets == "all-linear":
         return [name for name in layers if name != HEAD]
+    names = [model.embedding_name, *layers]
     for target in config.targets:
-        if not any(_is_target(name, target) for name in layers):
+        if not any(_is_target(name, target) for name in names):
             raise ConfigError(_no_such_target(model, target, layers))
-    return [name for name in layers if any(_is_target(name, t) for t in config.targets)]
+    return [name for name in names if any(_is_target(name, t) for t in config.targets)]
 
 
 def _is_target(name: str, target: str) -> bool:
@@ -313,11 +669,16 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 #: Prefix of the tensor names in PEFT's file.
 PREFIX = "base_model.model."
-#: Parameter of `LoraLinear` -> suffix of its tensor name in PEFT's file.
+#: The parameter of `TrainableTokens`.
+TOKENS = "trainable_tokens_delta"
+#: Parameter of an adapted layer -> suffix of its tensor name in PEFT's file.
 SUFFIXES = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
     "lora_magnitude_vector": "lora_magnitude_vector",
+    "lora_embedding_A": "lora_embedding_A",
+    "lora_embedding_B": "lora_embedding_B",
+    TOKENS: "token_adapter.trainable_tokens_delta",
 }
 
 
@@ -353,9 +714,18 @@ def adapter_tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' parameters by their names in PEFT's file, without the rows that pad the
-    vocabulary."""
-    for name, parameter in lora_parameters(model).items():
+    """The adapters' parameters and those of modules that are trained in full, by their names in
+    PEFT's file, without the rows that pad the vocabulary."""
+    count = model.config.vocab_size
+    adapters = lora_parameters(model)
+    for name, parameter in adapters.items():
         layer, _, kind = name.rpartition(".")
-        rows = model.config.vocab_size if layer == HEAD and kind != "lora_A" else None
-        yield f"{PREFIX}{layer}.{SUFFIXES[kind]}", parameter[:rows]
+        if kind == "lora_embedding_A":
+            place = parameter[:, :count]
+        else:
+            place = parameter[: count if layer == HEAD and kind != "lora_A" else None]
+        yield f"{PREFIX}{layer}.{SUFFIXES[kind]}", place
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in adapters:
+            is_table = name in (f"{model.embedding_name}.weight", f"{HEAD}.weight")
+            yield f"{PREFIX}{name}", parameter[: count if is_table else None]

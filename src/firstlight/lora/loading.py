@@ -18,9 +18,11 @@ import torch
 from firstlight.files.atomic import sha256_of
 from firstlight.lora.files import (
     ADAPTER_WEIGHTS_NAME,
+    Adapter,
     adapter_chain,
     adapter_settings,
     load_adapter,
+    read_adapter,
 )
 from firstlight.lora.layers import merge_lora
 from firstlight.models import Model, ModelConfig
@@ -52,6 +54,7 @@ class LoadedModel:
         trained_on: description of a checkpoint's training data (`checkpoint.selection.trained_on`);
             None if it was not read.
         generation: content of generation_config.json.
+        adapter: the folder's adapter, if it was not merged.
     """
 
     model: Model
@@ -61,6 +64,7 @@ class LoadedModel:
     mapped: tuple[FileState, ...] = ()
     trained_on: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Adapter | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -92,6 +96,7 @@ def load_model(
     mode: LoadingMode = "auto",
     vocab_multiple: int = 1,
     config: ModelConfig | None = None,
+    merge: bool = True,
 ) -> LoadedModel:
     """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
 
@@ -105,6 +110,7 @@ def load_model(
         mode: the loading mode, see `firstlight.weights.loading`.
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
         config: config with which the model is built; None is that of the folder.
+        merge: False leaves the folder's adapter beside its base, as `LoadedModel.adapter`.
 
     Raises:
         ModelError: a file is missing or damaged; the family is unknown; a tensor is missing, extra
@@ -118,9 +124,13 @@ def load_model(
     mapped = load_weights(model, base, device=device, dtype=dtype, mode=mode)
     tokenizer = tokenizer_of(base)
     eos_token_ids = eos_ids_of(base, tokenizer)
+    kept: Adapter | None = None
     for adapter in reversed(adapters):
-        load_adapter(model, adapter)
-        merge_lora(model)
+        if merge or adapter != adapters[0]:
+            load_adapter(model, adapter, vocab_multiple)
+            merge_lora(model)
+        else:
+            kept = read_adapter(model, adapter, vocab_multiple)
         own = tokenizer_of(adapter)
         # An adapter's tokenizer for chats may have another end-of-text token than the base's. The
         # model may generate either, and both end a text.
@@ -130,7 +140,7 @@ def load_model(
         tokenizer = own or tokenizer
     generation = read_generation((*adapters, base))
     return LoadedModel(
-        model.eval(), tokenizer, eos_token_ids, folder, mapped, generation=generation
+        model.eval(), tokenizer, eos_token_ids, folder, mapped, generation=generation, adapter=kept
     )
 
 

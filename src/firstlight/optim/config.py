@@ -342,6 +342,9 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     the embedding's role."""
     # By identity, not by name: model families name their embeddings differently.
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    # Trained rows of a table beside a frozen one.
+    rows = (m for m in model.modules() if getattr(m, "is_table", False))
+    tables |= {id(p) for module in rows for p in module.parameters(recurse=False)}
     transposed = {
         id(p)
         for module in model.modules()

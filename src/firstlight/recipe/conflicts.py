@@ -103,7 +103,7 @@ def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
     """Settings of the `optimizer` section without effect."""
     config, name = recipe.optimizer, recipe.optimizer.name
     roles = {"embedding": "embedding", "head": "head", "vector": "norm or bias"}
-    if recipe.lora is None:
+    if recipe.lora is None or recipe.lora.modules_to_save or recipe.lora.trainable_token_indices:
         roles.clear()
     elif recipe.lora.dora:
         # DoRA's magnitudes are vectors that are trained.
@@ -199,11 +199,25 @@ def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[st
             "efficiency.activation_offload does not work on distributed.engine fsdp's shards: use "
             "activation_checkpointing full, or distributed.engine ddp"
         )
-    if recipe.lora is not None and recipe.lora.quantize != "none":
+    yield from _conflicts_of_lora_in_shards(recipe)
+
+
+def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
+    lora = recipe.lora
+    if lora is None:
+        return
+    if lora.quantize != "none":
         yield (
-            f"lora.quantize {recipe.lora.quantize} packs weights, which distributed.engine fsdp "
-            "can't cut: set it to none, or use distributed.engine ddp"
+            f"lora.quantize {lora.quantize} packs weights, which distributed.engine fsdp can't "
+            "cut: set it to none, or use distributed.engine ddp"
         )
+    keys = ("modules_to_save", "trainable_token_indices")
+    changes = [f"lora.{key}" for key in keys if getattr(lora, key)]
+    embedding = meta_model(recipe.model).embedding_name.rpartition(".")[2]
+    if any(target.rpartition(".")[2] == embedding for target in lora.targets):
+        changes.append("an embedding in lora.targets")
+    for change in changes:
+        yield f"{change} is not for distributed.engine fsdp: use distributed.engine ddp"
 
 
 def _conflicts_of_pairs(

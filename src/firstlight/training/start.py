@@ -40,7 +40,7 @@ from firstlight.files.atomic import (
 from firstlight.hardware.device import Hardware
 from firstlight.lora.files import peft_notes
 from firstlight.methods.precision import dtype_of, packet_note
-from firstlight.models import ModelConfig
+from firstlight.models import Model, ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.models.moe import kept_code_bytes
 from firstlight.optim.config import Kind, decay_counts, describe_groups, parameter_kinds
@@ -81,7 +81,7 @@ from firstlight.training.resuming import (
     take_up,
 )
 from firstlight.training.run import Run
-from firstlight.training.starting_model import attach, first_model, new_model
+from firstlight.training.starting_model import FirstModel, attach, first_model, new_model
 from firstlight.training.time_budget import budget_of
 from firstlight.training.trackers import Trackers, require_trackers
 from firstlight.training.validation import tasks_of
@@ -185,6 +185,7 @@ def _assembled(
         engine=engine,
         tell=tell,
     )
+    recipe = first.recipe(recipe)
     _require_rows(recipe, first.config, splits, tell)
     _require_fitting_prompts(recipe, first.config, tokenizer, answered=dataset.has_examples)
 
@@ -209,19 +210,7 @@ def _assembled(
     tasks = tasks_of(resolved, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
-    # Before adapters are added, since references are of the starting model.
-    give_references(
-        resolved,
-        splits,
-        model,
-        newest,
-        started_from=first.identity,
-        hardware=hardware,
-        tell=tell,
-    )
-    attach(model, resolved, hardware)
-    for note in peft_notes(model):
-        tell(f"warning: {note}")
+    _add_adapters(first, model, resolved, splits, newest, hardware=hardware, tell=tell)
     if start is None:
         widths = packet_note(model.config, resolved.efficiency, hardware.capability)
         if widths is not None:
@@ -245,7 +234,7 @@ def _assembled(
         dataset=dataset,
         validation=validation,
         init_from=origin,
-        base=None if resolved.lora is None else first.identity,
+        base=None if resolved.lora is None else first.base,
         tasks=tasks,
         tell=tell,
         budget=budget,
@@ -607,6 +596,36 @@ def _record_start(run: Run) -> None:
         }
     )
     write_file(path, "".join(map(json_line, lines)))
+
+
+def _add_adapters(
+    first: FirstModel,
+    model: Model,
+    resolved: ResolvedRecipe,
+    splits: Sequence[Corpus],
+    newest: Path | None,
+    *,
+    hardware: Hardware,
+    tell: Callable[[str], None],
+) -> None:
+    """Add the adapters of the `lora` section, if there is one, and take the references of
+    preference pairs from the starting model: without new adapters, or with those that are trained
+    further."""
+    if first.adapter:
+        attach(model, resolved, hardware, first.adapter)
+    give_references(
+        resolved,
+        splits,
+        model,
+        newest,
+        started_from=first.identity,
+        hardware=hardware,
+        tell=tell,
+    )
+    if not first.adapter:
+        attach(model, resolved, hardware)
+    for note in peft_notes(model):
+        tell(f"warning: {note}")
 
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:

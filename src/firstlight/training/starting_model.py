@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from firstlight.checkpoint.checkpoint import (
     is_sharded_checkpoint,
@@ -26,8 +28,14 @@ from firstlight.checkpoint.selection import read_model_folder, resolve_model_fol
 from firstlight.checkpoint.sharded import fitting_model
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
 from firstlight.hardware.device import Hardware
-from firstlight.lora.files import base_name, config_folder, is_adapter
-from firstlight.lora.layers import add_lora
+from firstlight.lora.files import (
+    Adapter,
+    adapter_chain,
+    base_name,
+    config_folder,
+    fit_vocabulary,
+)
+from firstlight.lora.layers import LoraConfig, add_lora, fill_adapter, with_new_tokens
 from firstlight.lora.loading import LoadedModel, base_identity, load_model
 from firstlight.lora.quantized import require_nf4
 from firstlight.models import DEFAULT_FAMILY, Model, ModelConfig, padded_vocab_size
@@ -144,6 +152,18 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True)
+class LoraBase(ModelIdentity):
+    """The base model of a run with `lora`.
+
+    Attributes:
+        lora: the `lora` section, if the start gave or completed it: an adapter that is trained
+            further, or new tokens; None if it is the recipe's.
+    """
+
+    lora: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class FirstModel:
     """The model at the start of a run.
 
@@ -151,15 +171,24 @@ class FirstModel:
         config: config of the model that is trained.
         model: the model with the weights of --init-from, or the base of a resumed run with `lora`;
             None where `new_model` makes it.
-        identity: identity of the model that the run started from; None but with `lora` and in a
-            new run on pairs.
+        identity: identity of the model that a new run on pairs started from; else None.
+        base: with `lora`, the base model; else None.
+        adapter: values of the adapter of --init-from that is trained further; {} for new adapters.
         generation: content of its generation_config.json.
     """
 
     config: ModelConfig
     model: Model | None = None
     identity: ModelIdentity | None = None
+    base: LoraBase | None = None
+    adapter: Mapping[str, Tensor] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """The recipe with the `lora` section of `base`, if it has one."""
+        if self.base is None or self.base.lora is None:
+            return recipe
+        return recipe.model_copy(update={"lora": LoraConfig.model_validate(self.base.lora)})
 
 
 def first_model(
@@ -211,20 +240,34 @@ def first_model(
         return FirstModel(_new_config(recipe, tokenizer, engine))
 
     def starting(folder: Path) -> FirstModel:
-        if recipe.lora is not None and is_adapter(folder):
+        chain = adapter_chain(folder)
+        if recipe.lora is not None and len(chain) > 2:
             raise ConfigError(
-                f"{init_from} is an adapter, and PEFT does not compute an adapter of an adapter: "
-                f"merge it with `firstlight convert {init_from} --to hf --out DIR`, and start from "
-                "DIR"
+                f"{init_from} is an adapter of an adapter, which PEFT does not compute: merge it "
+                f"with `firstlight convert {init_from} --to hf --out DIR`, and start from DIR"
             )
-        loaded = _starting_model(
+        loaded, lora = _starting_model(
             recipe, tokenizer, folder, init_from, new_rows=new_rows, pairs=pairs, tell=tell
         )
-        identity = None
-        if recipe.lora is not None or pairs:
-            # Hashed here, so that the files are those that were read.
+        identity, base = None, None
+        # Hashed here, so that the files are those that were read.
+        if pairs:
             identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
-        return FirstModel(loaded.model.config, loaded.model, identity, loaded.generation)
+        if recipe.lora is not None:
+            named = init_from if len(chain) == 1 else chain[1]
+            base = LoraBase(
+                base_name(named, chain[-1]),
+                base_identity(chain[-1]),
+                None if lora == recipe.lora or lora is None else lora.model_dump(),
+            )
+        return FirstModel(
+            loaded.model.config,
+            loaded.model,
+            identity,
+            base,
+            {} if loaded.adapter is None else loaded.adapter.tensors,
+            loaded.generation,
+        )
 
     return read_start(init_from, engine, starting)
 
@@ -282,7 +325,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
         )
     if not isinstance(saved, dict) or not all(isinstance(saved.get(k), str) for k in _BASE_KEYS):
         raise CheckpointError(f"{newest}: trainer_state.json is damaged: it names no base model")
-    base = ModelIdentity(saved["name"], saved["sha256"])
+    base = LoraBase(saved["name"], saved["sha256"], saved.get("lora"))
     try:
         folder = resolve_model_folder(base.name)
         found = base_identity(folder)
@@ -292,6 +335,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
             mode="sequential",
             vocab_multiple=recipe.efficiency.vocab_multiple,
         ).model
+        fit_vocabulary(model, newest, recipe.efficiency.vocab_multiple)
     except (ModelError, CheckpointError) as error:
         raise CheckpointError(
             f"{newest} can't be resumed without its base {base.name}: {error}"
@@ -301,10 +345,15 @@ def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
             f"{newest} can't be resumed: its base {base.name} has changed (the weights' sha256 "
             "differs): restore the old one"
         )
-    return FirstModel(model.config, model, base, read_generation([newest]))
+    return FirstModel(model.config, model, base=base, generation=read_generation([newest]))
 
 
-def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
+def attach(
+    model: Model,
+    recipe: ResolvedRecipe,
+    hardware: Hardware,
+    values: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """Add the adapters of the recipe's `lora` section to the model, and freeze its other weights.
     Does nothing without that section.
 
@@ -315,9 +364,10 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
         model: the model; changed in place.
         recipe: recipe of the run.
         hardware: the device that the model will be moved to.
+        values: values of the adapters, see `fill_adapter`; {} for new ones.
 
     Raises:
-        ConfigError: a target is not a linear layer, or 4 bits don't work on this machine.
+        ConfigError: a target can't be adapted, or 4 bits don't work on this machine.
         MissingDependencyError: 4 bits need bitsandbytes.
     """
     if recipe.lora is None:
@@ -333,6 +383,8 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
     # A generator of its own, so that adapters do not depend on earlier random numbers.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
+    if values:
+        fill_adapter(model, values, "the adapter of --init-from")
     if recipe.efficiency.precision == "bf16_params":
         # Now, not in the program: in fp32, embedding and head would take more of the device's
         # memory while the model is moved there than the training of 4-bit weights does.
@@ -440,9 +492,10 @@ def _starting_model(
     new_rows: str,
     pairs: bool,
     tell: Callable[[str], None],
-) -> LoadedModel:
+) -> tuple[LoadedModel, LoraConfig | None]:
     """The model of --init-from in `folder`, with new rows for the tokens that the data's tokenizer
-    has in addition to the model's.
+    has in addition to the model's; and the run's `lora` section. With `lora`, an adapter in
+    `folder` stays beside its base, and gives the section.
 
     Raises:
         ConfigError, DataError, ModelError: model, tokenizer and recipe do not fit.
@@ -451,8 +504,16 @@ def _starting_model(
     described_by = config_folder(folder)
     config = with_positions(recipe, read_config(described_by), init_from, tell)
     loaded = load_model(
-        folder, dtype=torch.float32, mode="sequential", vocab_multiple=multiple, config=config
+        folder,
+        dtype=torch.float32,
+        mode="sequential",
+        vocab_multiple=multiple,
+        config=config,
+        merge=recipe.lora is None,
     )
+    lora = recipe.lora
+    if lora is not None and loaded.adapter is not None:
+        lora = _continued(lora, loaded.adapter, init_from, tell)
     if (damaged := nonfinite_tensor(file_tensors(loaded.model).items())) is not None:
         raise ModelError(
             f"{folder} can't be trained: its tensor {damaged} has values that are not finite "
@@ -468,11 +529,11 @@ def _starting_model(
                 f"{init_from} was not trained on {now - old.vocab_size} tokens of the data's "
                 "tokenizer: fine-tune it on conversations with them first (data.kind chat)"
             )
-        if recipe.lora is not None:
+        if loaded.adapter is not None:
             raise ConfigError(
-                f"the data's tokenizer has {now - old.vocab_size} tokens more than that of "
-                f"{init_from}, and lora freezes the embedding, so they can't be learned: train all "
-                "weights (without the lora section) first"
+                f"the data's tokenizer has {now - old.vocab_size} tokens more than that of the "
+                f"adapter {init_from}, whose layers are fixed: merge it with `firstlight convert "
+                f"{init_from} --to hf --out DIR`, and start from DIR"
             )
         # A tokenizer may have tokens for which its model has no rows.
         before = min(old.vocab_size, loaded.model.config.vocab_size)
@@ -484,12 +545,37 @@ def _starting_model(
         grow_vocabulary(loaded.model, before, now, copied_from=copied_from, vocab_multiple=multiple)
         rows = "the mean of the old rows" if copied_from is None else f"the rows of {new_rows[5:]}"
         tell(f"{now - before} new tokens start from {rows} in the embedding and the head")
+        if lora is not None:
+            lora = with_new_tokens(loaded.model, lora, before, now)
     else:
         _require_fitting_start(loaded, tokenizer, init_from)
     names = contradictions(recipe, loaded.model.config)
     if names:
         tell(f"warning: the model is that of {init_from}; not used: {', '.join(names)}")
-    return loaded
+    return loaded, lora
+
+
+def _continued(
+    lora: LoraConfig, adapter: Adapter, init_from: str | Path, tell: Callable[[str], None]
+) -> LoraConfig:
+    """The `lora` section with which an adapter is trained further: the adapter's own, with the
+    recipe's dropout and quantisation.
+
+    Raises:
+        ConfigError: the adapter does not fit the base model without the tables that it brings.
+    """
+    if adapter.changes_base:
+        raise ConfigError(
+            f"{init_from} holds another embedding than its base and does not train it: merge it "
+            f"with `firstlight convert {init_from} --to hf --out DIR`, and start from DIR"
+        )
+    own = {key: getattr(lora, key) for key in ("dropout", "quantize") & lora.model_fields_set}
+    found = adapter.config.model_copy(update=own)
+    tell(f"the adapter {init_from} is trained further: rank {found.rank}, alpha {found.alpha:g}")
+    others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
+    if others:
+        tell(f"warning: not used: {', '.join(f'lora.{key}' for key in others)}")
+    return found
 
 
 def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:

@@ -259,7 +259,11 @@ def _restore_tensors(
     elsewhere = program.engine.absent_parameters(program.model)
     if program.recipe.lora is not None:
         try:
-            with full_parameters(program.model, changed=True):
+            # Modules that are trained in full may have master weights.
+            with (
+                program.optimizer.master_weights(changed=True),
+                full_parameters(program.model, changed=True),
+            ):
                 fill_adapter(program.model, checkpoint.model, "the checkpoint's adapter")
         except ModelError as error:
             raise CheckpointError(str(error)) from error

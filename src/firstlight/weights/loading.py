@@ -449,3 +449,23 @@ def grow_vocabulary(
         module.weight = nn.Parameter(grown)
     model.config = model.config.model_copy(update={"vocab_size": vocab_size})
     model.finish_loading()
+
+
+@torch.no_grad()
+def cut_vocabulary(model: Model, tokens: int, *, vocab_multiple: int = 1) -> None:
+    """Drop the rows of the tokens from `tokens` on from the embedding and the head, in place.
+
+    Args:
+        model: changed in place, its `config` as well.
+        tokens: number of tokens to keep.
+        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+    """
+    for name in (embedding_name(model), HEAD_WEIGHT):
+        module = model.get_submodule(name.removesuffix(".weight"))
+        old = module.weight
+        assert isinstance(old, Tensor)
+        kept = old.new_zeros(padded_vocab_size(tokens, vocab_multiple), old.shape[1])
+        kept[:tokens] = old[:tokens]
+        module.weight = nn.Parameter(kept)
+    model.config = model.config.model_copy(update={"vocab_size": tokens})
+    model.finish_loading()
