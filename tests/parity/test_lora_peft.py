@@ -297,14 +297,15 @@ LENGTHENED: list[dict[str, Any]] = [
     {},
     {"modules_to_save": ["WTE", "lm_head"]},
     {"trainable_token_indices": [37, 38, 39]},
-    {"target_modules": ["WTE"]},
+    {"target_modules": ["WTE", "lm_head"]},
 ]
 WIDE_CASES = [
     pytest.param(family, size, settings, id=f"{family}-{size}-{i}")
     for family in ("llama", "qwen2", "gpt2")
     for size, several in ((37, WIDER), (40, LENGTHENED), (30, LENGTHENED[:2]))
     for i, settings in enumerate(several)
-    if family != "gpt2" or settings.get("modules_to_save") != ["norm"]
+    # PEFT does not find the tied layers of GPT-2 again, whose embedding has another name.
+    if family != "gpt2" or not settings.keys() & {"use_rslora", "ensure_weight_tying"}
 ]
 
 

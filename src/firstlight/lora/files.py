@@ -339,7 +339,7 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     stored = read_header(path)
     fit_vocabulary(model, folder, vocab_multiple)
     layers: dict[str, nn.Module] = {model.embedding_name: model.embedding, **linear_layers(model)}
-    stored = _without_tied(model, config, stored)
+    stored = _without_doubles(model, config, stored)
     kinds = {name: found for name in stored if (found := _adapted_layer(name)) is not None}
     adapted = list(dict.fromkeys(layer for layer, kind in kinds.values() if kind != TOKENS))
     if not adapted:
@@ -348,7 +348,8 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     patterns = [*(config.rank_pattern or {}), *(config.alpha_pattern or {})]
     require_quick_matches(folder / ADAPTER_CONFIG_NAME, patterns, known)
     others = {name: tensor for name, tensor in stored.items() if name not in kinds}
-    full = [name for name in others if _is_saved(name, config.modules_to_save or [])]
+    modules = [*(config.modules_to_save or []), *([HEAD] if _ensures_tie(model, config) else [])]
+    full = [n for n in others if _is_saved(n, modules) and not n.endswith(_COPIES)]
     settings = LoraConfig(
         rank=config.r,
         alpha=config.lora_alpha,
@@ -384,14 +385,27 @@ def _is_saved(name: str, modules: list[str]) -> bool:
     return any(one.endswith(target) for one in outer for target in modules if target)
 
 
-def _without_tied(
+def _without_doubles(
     model: Model, config: PeftConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """The tensors without a tied head's, which PEFT also writes under the name of the head."""
-    is_tied = model.config.tie_word_embeddings and config.ensure_weight_tying
-    if not is_tied or not model.embedding_name.endswith("embed_tokens"):
-        return dict(stored)
-    return {n: t for n, t in stored.items() if not n.startswith(f"{PREFIX}{HEAD}.")}
+    """The tensors without those that PEFT writes twice: of a head that shares the embedding's
+    adapter or its trained rows, and the wrappers of tables to which tokens were added."""
+    doubles = [".modules_to_save.", ".original_module."]
+    if model.config.tie_word_embeddings:
+        given = config.trainable_token_indices
+        by_table = given if isinstance(given, dict) else {"": given}
+        others = [ids for name, ids in by_table.items() if name != HEAD]
+        if others and by_table.get(HEAD, others[0]) == others[0]:
+            doubles.append(f"{PREFIX}{HEAD}.token_adapter.")
+        if _ensures_tie(model, config):
+            doubles.append(f"{PREFIX}{HEAD}.lora_")
+    return {n: t for n, t in stored.items() if not any(double in n for double in doubles)}
+
+
+def _ensures_tie(model: Model, config: PeftConfig | LoraConfig) -> bool:
+    """True if PEFT ties an adapted head to the embedding. It looks for one of this name."""
+    tied = model.config.tie_word_embeddings and config.ensure_weight_tying
+    return tied and model.embedding_name.endswith("embed_tokens")
 
 
 def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
@@ -550,7 +564,7 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
         "modules_to_save": modules_in_full(model) or None,
         # Of newer versions of PEFT, so only where they matter.
         **({"trainable_token_indices": tokens} if tokens else {}),
-        **({"ensure_weight_tying": True} if config.ensure_weight_tying else {}),
+        **({"ensure_weight_tying": True} if _ensures_tie(model, config) else {}),
     }
     return {ADAPTER_CONFIG_NAME: json.dumps(content, indent=2) + "\n"}
 

@@ -728,4 +728,12 @@ def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in adapters:
             is_table = name in (f"{model.embedding_name}.weight", f"{HEAD}.weight")
-            yield f"{PREFIX}{name}", parameter[: count if is_table else None]
+            place = parameter[: count if is_table else None]
+            yield f"{PREFIX}{name}", place
+            if (
+                is_table
+                and parameter is getattr(model.lm_head, "weight", None)
+                and not name.startswith(HEAD)
+            ):
+                # PEFT reads a tied head under both names.
+                yield f"{PREFIX}{HEAD}.weight", place
