@@ -43,11 +43,24 @@ def losses(run: str) -> list[float]:
     return [entry["val/loss"] for line in lines if "val/loss" in (entry := json.loads(line))]
 
 
-@pytest.mark.parametrize("dora, precision", [(False, "bf16"), (True, "bf16_params")])
+WIDE = {"modules_to_save": ["norm", "embed_tokens"], "targets": ["q_proj", "lm_head"]}
+ROWS = {"trainable_token_indices": [5, 3], "targets": ["v_proj"]}
+
+
+@pytest.mark.parametrize(
+    "lora, precision",
+    [
+        ({}, "bf16"),
+        ({"dora": True}, "bf16_params"),
+        (WIDE, "bf16_params"),
+        (ROWS, "bf16"),
+        ({"targets": ["embed_tokens", "up_proj"]}, "fp32"),
+    ],
+)
 def test_a_run_of_adapters_goes_on_as_if_it_had_never_stopped(
-    dora: bool, precision: str, recipe: dict[str, Any], base: Path
+    lora: dict[str, Any], precision: str, recipe: dict[str, Any], base: Path
 ) -> None:
-    settings = lora_recipe(recipe, dora=dora)
+    settings = lora_recipe(recipe, **lora)
     settings["efficiency"] = {"precision": precision}
     settings["optimizer"] = {"learning_rate": 0.02}
     whole = train(parse_recipe(settings), init_from=base).checkpoint
@@ -83,10 +96,7 @@ def test_a_checkpoint_of_adapters_is_one_of_a_model(
     )
     changed = {name for name in plain if not torch.equal(plain[name], merged[name])}
     assert changed == {n for n in plain if "_proj" in n}
-    # A run of all weights may start from it; PEFT would compute wrong logits for other adapters.
     again = {**settings, "run": {**recipe["run"], "dir": str(tmp_path / "again")}}
-    with pytest.raises(ConfigError, match=r"is an adapter, .* merge it with `firstlight convert"):
-        train(parse_recipe(again), init_from=folder)
     train(parse_recipe({**again, "lora": None}), init_from=folder)
 
 
@@ -138,14 +148,78 @@ def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(
         train(parse_recipe(lora_recipe(recipe)), resume=True)
 
 
-def test_tokens_that_the_base_lacks_are_refused(
-    recipe: dict[str, Any], base: Path, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+@pytest.mark.parametrize("lora", [{"targets": ["q_proj"], "use_rslora": True}, WIDE, ROWS])
+def test_adapter_trained_further_keeps_its_base_and_settings(
+    lora: dict[str, Any], recipe: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
+    settings = lora_recipe(recipe, rank=3, alpha=5.0, **lora)
+    settings["optimizer"] = {"learning_rate": 0.01}
+    one = train(parse_recipe(settings), init_from=base).checkpoint
+    assert one is not None
+    expected = load_model(one).model.state_dict()
+    run = {**recipe["run"], "dir": str(tmp_path / "again")}
+    further = {**settings, "lora": {"rank": 8, "dropout": 0.25}, "run": run}
+    still = {**further, "schedule": {"max_steps": 0}}
+    same = train(parse_recipe(still), init_from=one).checkpoint
+    assert same is not None
+    assert all(torch.equal(p, expected[n]) for n, p in load_model(same).model.state_dict().items())
+    shutil.rmtree(tmp_path / "again")
+    two = train(parse_recipe(further), init_from=one).checkpoint
+    assert two is not None
+    files = [json.loads((folder / "adapter_config.json").read_text()) for folder in (one, two)]
+    assert files[1] == {**files[0], "lora_dropout": 0.25}
+    assert files[0]["r"] == 3
+    tensors = [safetensors.torch.load_file(f / ADAPTER_WEIGHTS_NAME) for f in (one, two)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(not torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    # Resumed with the adapter's settings, not with those of the recipe.
+    shutil.rmtree(two)
+    train(parse_recipe(further), resume=True)
+    again = safetensors.torch.load_file(two / ADAPTER_WEIGHTS_NAME)
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors[1].items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
+def test_tokens_that_the_base_lacks_are_trained_as_rows_of_their_own(
+    lora: dict[str, Any],
+    tied: bool,
+    recipe: dict[str, Any],
+    corpus: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    peft = pytest.importorskip("peft")
+    start = {**recipe, "run": {**recipe["run"], "dir": str(tmp_path / "base")}}
+    start["model"] = {**recipe["model"], "tie_word_embeddings": tied}
+    base = train(parse_recipe(start)).checkpoint
+    assert base is not None
+    corpus.write_text(corpus.read_text().replace(" the ", " the<new>"))
+    count = tokenizer.vocab_size
     prepare([corpus], tokenizer.extended(["<new>"]), tmp_path / "more")
-    settings = lora_recipe(recipe)
+    settings = lora_recipe(recipe, **lora)
     settings["data"] = {**settings["data"], "dir": str(tmp_path / "more")}
-    with pytest.raises(ConfigError, match=r"has 1 tokens more than .* lora freezes the embedding"):
-        train(parse_recipe(settings), init_from=base)
+    settings["optimizer"] = {"learning_rate": 0.01}
+    folder = train(parse_recipe(settings), init_from=base).checkpoint
+    assert folder is not None
+    model = load_model(folder).model
+    assert model.config.vocab_size == count + 1
+    assert model.config.tie_word_embeddings == (tied and not lora)
+    old = load_model(base).model
+    for now, before in ((model.embedding, old.embedding), (model.lm_head, old.lm_head)):
+        new = now.weight[count] - before.weight.mean(0)
+        assert new.abs().max() > 0.005
+        assert torch.equal(now.weight[:count], before.weight) == (not lora)
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([[5, count, 9, count]])
+    torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    expected = (folder / ADAPTER_WEIGHTS_NAME).read_bytes()
+    shutil.rmtree(folder)
+    train(parse_recipe(settings), resume=True)
+    assert (folder / ADAPTER_WEIGHTS_NAME).read_bytes() == expected
+    convert(folder, tmp_path / "merged")
+    merged = load_model(tmp_path / "merged")
+    assert torch.equal(merged.model(ids), load_model(folder).model(ids))
 
 
 def test_a_run_beside_4_bits_learns_and_goes_on(recipe: dict[str, Any], base: Path) -> None:

@@ -350,6 +350,10 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     others = {name: tensor for name, tensor in stored.items() if name not in kinds}
     modules = [*(config.modules_to_save or []), *([HEAD] if _ensures_tie(model, config) else [])]
     full = [n for n in others if _is_saved(n, modules) and not n.endswith(_COPIES)]
+    for target in config.modules_to_save or []:
+        found = any(_is_saved(name, [target]) for name in full)
+        if not found and any(name.endswith(target) for name, _ in model.named_modules()):
+            raise ModelError(f"{path} lacks the weights of {target}, one of its modules_to_save")
     settings = LoraConfig(
         rank=config.r,
         alpha=config.lora_alpha,

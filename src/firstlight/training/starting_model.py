@@ -569,7 +569,7 @@ def _continued(
             f"{init_from} holds another embedding than its base and does not train it: merge it "
             f"with `firstlight convert {init_from} --to hf --out DIR`, and start from DIR"
         )
-    own = {key: getattr(lora, key) for key in ("dropout", "quantize") & lora.model_fields_set}
+    own = {key: getattr(lora, key) for key in {"dropout", "quantize"} & lora.model_fields_set}
     found = adapter.config.model_copy(update=own)
     tell(f"the adapter {init_from} is trained further: rank {found.rank}, alpha {found.alpha:g}")
     others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
