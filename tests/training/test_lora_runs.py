@@ -11,10 +11,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from builders import say, with_template, write_lines
 from firstlight.checkpoint.manifest import MANIFEST_NAME
 from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.conversion.convert import convert
-from firstlight.data.prepare import prepare
+from firstlight.data.chat import prepare_chat
 from firstlight.errors import CheckpointError, ConfigError
 from firstlight.generation.engine import generate
 from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, is_adapter
@@ -179,13 +180,15 @@ def test_adapter_trained_further_keeps_its_base_and_settings(
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors[1].items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
+@pytest.mark.filterwarnings("ignore")  # PEFT's
+@pytest.mark.parametrize(
+    "lora, tied",
+    [({}, False), ({}, True), ({"modules_to_save": ["embed_tokens", "lm_head"]}, True)],
+)
 def test_tokens_that_the_base_lacks_are_trained_as_rows_of_their_own(
     lora: dict[str, Any],
     tied: bool,
     recipe: dict[str, Any],
-    corpus: Path,
     tokenizer: Tokenizer,
     tmp_path: Path,
 ) -> None:
@@ -194,24 +197,27 @@ def test_tokens_that_the_base_lacks_are_trained_as_rows_of_their_own(
     start["model"] = {**recipe["model"], "tie_word_embeddings": tied}
     base = train(parse_recipe(start)).checkpoint
     assert base is not None
-    corpus.write_text(corpus.read_text().replace(" the ", " the<new>"))
     count = tokenizer.vocab_size
-    prepare([corpus], tokenizer.extended(["<new>"]), tmp_path / "more")
+    extended = with_template(tokenizer, "chatml")
+    new = range(count, extended.vocab_size)
+    assert len(new) == 2
+    chats = write_lines(tmp_path / "chats.jsonl", [{"messages": say("the", "a river")}] * 40)
+    prepare_chat([chats], extended, tmp_path / "more")
     settings = lora_recipe(recipe, **lora)
     settings["data"] = {**settings["data"], "dir": str(tmp_path / "more")}
     settings["optimizer"] = {"learning_rate": 0.01}
     folder = train(parse_recipe(settings), init_from=base).checkpoint
     assert folder is not None
     model = load_model(folder).model
-    assert model.config.vocab_size == count + 1
+    assert model.config.vocab_size == extended.vocab_size
     assert model.config.tie_word_embeddings == (tied and not lora)
     old = load_model(base).model
     for now, before in ((model.embedding, old.embedding), (model.lm_head, old.lm_head)):
-        new = now.weight[count] - before.weight.mean(0)
-        assert new.abs().max() > 0.005
+        moved = now.weight[new] - before.weight.mean(0)
+        assert moved.abs().amax(1).gt(0.005).all()
         assert torch.equal(now.weight[:count], before.weight) == (not lora)
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([[5, count, 9, count]])
+    ids = torch.tensor([[5, count, 9, count + 1]])
     torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
     expected = (folder / ADAPTER_WEIGHTS_NAME).read_bytes()
     shutil.rmtree(folder)
