@@ -286,6 +286,15 @@ _METHODS: dict[str, dict[str, Any]] = {
         "optimizer": {"max_grad_norm": 0.0},
     },
     "LoRA": {"model": LLAMA, "lora": {"rank": 4}, "efficiency": {"precision": "bf16"}},
+    "LoRA of the embedding, whole head": {
+        "model": LLAMA | {"tie_word_embeddings": True},
+        "lora": {"targets": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]},
+    },
+    "LoRA, rows of tokens": {
+        "model": LLAMA | {"tie_word_embeddings": True},
+        "lora": {"targets": ["q_proj"], "trainable_token_indices": [1, 2, 3]},
+        "efficiency": {"precision": "bf16"},
+    },
     "gpt-oss": {
         "model": LLAMA | {"model_type": "gpt_oss", **_EXPERTS, **_WINDOW},
         "efficiency": {"attention": "blockwise"},
@@ -325,6 +334,7 @@ _UNLIKE = (
     ),
     *("selective checkpointing", "offload", "chunked loss, bf16", "documents", "foreach"),
     *("adafactor", "muon", "in backward", "LoRA", "gpt-oss", "qwen3_next", "experts"),
+    *("LoRA of the embedding, whole head", "LoRA, rows of tokens"),
 )
 
 

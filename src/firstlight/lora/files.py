@@ -351,15 +351,18 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     modules = [*(config.modules_to_save or []), *([HEAD] if _ensures_tie(model, config) else [])]
     full = [n for n in others if _is_saved(n, modules) and not n.endswith(_COPIES)]
     for target in config.modules_to_save or []:
-        found = any(_is_saved(name, [target]) for name in full)
-        if not found and any(name.endswith(target) for name, _ in model.named_modules()):
+        is_there = any(_is_saved(name, [target]) for name in full)
+        if not is_there and any(name.endswith(target) for name, _ in model.named_modules()):
             raise ModelError(f"{path} lacks the weights of {target}, one of its modules_to_save")
     settings = LoraConfig(
         rank=config.r,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
-        targets=adapted,
-        modules_to_save=[n.removeprefix(PREFIX).rpartition(".")[0] for n in full],
+        targets=_short_names(adapted, layers),
+        modules_to_save=_short_names(
+            dict.fromkeys(n.removeprefix(PREFIX).rpartition(".")[0] for n in full),
+            (name for name, _ in model.named_modules()),
+        ),
         trainable_token_indices=config.trainable_token_indices or [],
         ensure_weight_tying=config.ensure_weight_tying,
         use_rslora=config.use_rslora,
@@ -378,6 +381,14 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     is_changed = _take_base_tables(model, copies, path, vocab_multiple)
     values = {name: _read(tensor) for name, tensor in stored.items() if name not in copies}
     return Adapter(settings, values, is_changed)
+
+
+def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The last parts of names if they match no other of the known names, else the names in full.
+    The memory of a run is planned with fewer layers, of which full names may be none."""
+    wanted, ends = {*names}, dict.fromkeys(name.rpartition(".")[2] for name in names)
+    is_exact = {name for name in known if name.rpartition(".")[2] in ends} == wanted
+    return list(ends) if is_exact else list(names)
 
 
 def _is_saved(name: str, modules: list[str]) -> bool:
