@@ -52,7 +52,8 @@ def _adapter(content: bytes) -> None:
     from firstlight.lora.files import read_peft_config
 
     config = read_peft_config(_file("adapter_config.json", content).parent)
-    config.scaling("model.layers.0.self_attn.q_proj")
+    lora = config.lora(targets=["q_proj"], modules_to_save=[])
+    lora.scaling_of("model.layers.0.self_attn.q_proj")
 
 
 READERS: dict[str, Callable[[bytes], None]] = {

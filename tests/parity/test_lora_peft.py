@@ -374,6 +374,8 @@ def test_adapter_with_more_than_matrices_written_here_is_equal_in_peft(
     save_adapter(tmp_path / "adapter", own, config, str(base))
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(logits(own), logits(theirs), rtol=1e-5, atol=1e-5)
+    by_transformers = logits(theirs_of(tmp_path / "adapter"))
+    torch.testing.assert_close(by_transformers, logits(own), rtol=1e-5, atol=1e-5)
     merged = logits(load_model(tmp_path / "adapter").model)
     torch.testing.assert_close(merged, logits(own), rtol=1e-5, atol=1e-5)
 

@@ -33,12 +33,14 @@ from firstlight.lora.layers import (
     SUFFIXES,
     TOKENS,
     LoraConfig,
+    TokenIds,
     TrainableTokens,
     add_lora,
     compiled,
     fill_adapter,
     linear_layers,
     lora_layers,
+    lora_parameters,
     modules_in_full,
 )
 from firstlight.models import Model
@@ -162,9 +164,29 @@ class PeftConfig(BaseModel):
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] | None = None
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] | None = None
     init_lora_weights: bool | str | None = True
-    modules_to_save: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    modules_to_save: Annotated[list[str], Field(max_length=1000)] | None = None
+    trainable_token_indices: TokenIds | dict[str, TokenIds] | None = None
     ensure_weight_tying: bool = False
+
+    def lora(self, *, targets: list[str], modules_to_save: list[str]) -> LoraConfig:
+        """The settings as a recipe's `lora` section.
+
+        Args:
+            targets, modules_to_save: the names of the layers and modules that the file has.
+        """
+        return LoraConfig(
+            rank=self.r,
+            alpha=self.lora_alpha,
+            dropout=self.lora_dropout,
+            targets=targets,
+            modules_to_save=modules_to_save,
+            trainable_token_indices=self.trainable_token_indices or [],
+            ensure_weight_tying=self.ensure_weight_tying,
+            use_rslora=self.use_rslora,
+            rank_pattern=self.rank_pattern or {},
+            alpha_pattern=self.alpha_pattern or {},
+            dora=self.use_dora,
+        )
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -354,21 +376,12 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
         is_there = any(_is_saved(name, [target]) for name in full)
         if not is_there and any(name.endswith(target) for name, _ in model.named_modules()):
             raise ModelError(f"{path} lacks the weights of {target}, one of its modules_to_save")
-    settings = LoraConfig(
-        rank=config.r,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
+    settings = config.lora(
         targets=_short_names(adapted, layers),
         modules_to_save=_short_names(
             dict.fromkeys(n.removeprefix(PREFIX).rpartition(".")[0] for n in full),
             (name for name, _ in model.named_modules()),
         ),
-        trainable_token_indices=config.trainable_token_indices or [],
-        ensure_weight_tying=config.ensure_weight_tying,
-        use_rslora=config.use_rslora,
-        rank_pattern=config.rank_pattern or {},
-        alpha_pattern=config.alpha_pattern or {},
-        dora=config.use_dora,
     )
     for layer in adapted:
         if layer not in layers:
@@ -380,6 +393,10 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     copies = {name: tensor for name, tensor in others.items() if name not in full}
     is_changed = _take_base_tables(model, copies, path, vocab_multiple)
     values = {name: _read(tensor) for name, tensor in stored.items() if name not in copies}
+    embedding, head = f"{PREFIX}{model.embedding_name}.lora_embedding_", f"{PREFIX}{HEAD}.lora_"
+    if _ensures_tie(model, config) and f"{embedding}A" in values:
+        values[f"{head}A.weight"] = values[f"{embedding}B"].T
+        values[f"{head}B.weight"] = values[f"{embedding}A"].T
     return Adapter(settings, values, is_changed)
 
 
@@ -591,6 +608,13 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 def peft_notes(model: Model) -> list[str]:
     """A message about adapters of the model that PEFT can't load: one line, or none."""
     names = [name for name, _ in lora_layers(model)]
+    tables = (n.rpartition(".")[0] for n in lora_parameters(model))
+    head = model.head_file_name.removesuffix(".weight")
+    if head != HEAD and HEAD in (*tables, *modules_in_full(model)):
+        return [
+            f"PEFT knows the head of {model.config.model_type} as {head} and does not find its "
+            "adapter: for PEFT, merge with `firstlight convert RUN --to hf`"
+        ]
     lost = [name for name in names if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
     if not lost or not model.config.expert_count:
         return []

@@ -37,7 +37,7 @@ _OTHER_KINDS: dict[type[nn.Module], str] = {
 
 
 _Target = Annotated[str, Field(min_length=1)]
-_TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = list[Annotated[int, Field(ge=0)]]
 _T = TypeVar("_T", int, float)
 
 
@@ -72,7 +72,7 @@ class LoraConfig(Section):
     modules_to_save: list[_Target] = Field(default=[])
     """modules that are trained in full and saved with the adapter, by the last parts of their names
     (`embed_tokens`, `lm_head`, `norm`)."""
-    trainable_token_indices: _TokenIds | dict[str, _TokenIds] = Field(default=[])
+    trainable_token_indices: TokenIds | dict[str, TokenIds] = Field(default=[])
     """ids of tokens whose rows of the embedding are trained, which a tied head shares; or such
     lists by the names of tables: `{embed_tokens: [5], lm_head: [5]}`."""
     ensure_weight_tying: bool = False
@@ -715,8 +715,8 @@ def adapter_tensors(model: Model) -> dict[str, Tensor]:
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
     """The adapters' parameters and those of modules that are trained in full, by their names in
-    PEFT's file, without the rows that pad the vocabulary."""
-    count = model.config.vocab_size
+    PEFT's file, without the rows that pad the vocabulary. A tied head's have two names there."""
+    count, embedding = model.config.vocab_size, model.embedding
     adapters = lora_parameters(model)
     for name, parameter in adapters.items():
         layer, _, kind = name.rpartition(".")
@@ -725,15 +725,13 @@ def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
         else:
             place = parameter[: count if layer == HEAD and kind != "lora_A" else None]
         yield f"{PREFIX}{layer}.{SUFFIXES[kind]}", place
+    if isinstance(model.lm_head, TiedHead) and isinstance(embedding, LoraEmbedding):
+        yield f"{PREFIX}{HEAD}.lora_A.weight", embedding.lora_embedding_B.T
+        yield f"{PREFIX}{HEAD}.lora_B.weight", embedding.lora_embedding_A[:, :count].T
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in adapters:
-            is_table = name in (f"{model.embedding_name}.weight", f"{HEAD}.weight")
+            is_table = parameter is embedding.weight or name == f"{HEAD}.weight"
             place = parameter[: count if is_table else None]
             yield f"{PREFIX}{name}", place
-            if (
-                is_table
-                and parameter is getattr(model.lm_head, "weight", None)
-                and not name.startswith(HEAD)
-            ):
-                # PEFT reads a tied head under both names.
+            if model.config.tie_word_embeddings and parameter is embedding.weight:
                 yield f"{PREFIX}{HEAD}.weight", place
