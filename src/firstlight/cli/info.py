@@ -106,7 +106,7 @@ def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     from firstlight.checkpoint.selection import trained_on
-    from firstlight.lora.files import adapter_chain, config_folder
+    from firstlight.lora.files import adapter_chain, config_folder, fit_vocabulary
     from firstlight.models.accounting import (
         cache_bytes_per_token,
         count_parameters,
@@ -118,9 +118,11 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
     config = read_config(config_folder(folder))
     model = meta_model(config)
-    count = count_parameters(model)
     *adapters, base = adapter_chain(folder)
     stored = fitting_tensors(model, base)
+    for adapter in reversed(adapters):
+        fit_vocabulary(model, adapter, vocab_multiple=1)
+    config, count = model.config, count_parameters(model)
     dtype = stored[next(iter(stored))].dtype
     tokenizer = tokenizer_of(folder) or tokenizer_of(base)
     cache = cache_bytes_per_token(config, dtype)

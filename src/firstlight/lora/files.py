@@ -453,8 +453,8 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
         ModelError: trained tokens lie beyond the vocabulary, with ids between that have no rows.
     """
     count, table = model.config.vocab_size, f"{PREFIX}{model.embedding_name}."
-    rows = count
-    for name, tensor in read_header(folder / ADAPTER_WEIGHTS_NAME).items():
+    rows, path = count, folder / ADAPTER_WEIGHTS_NAME
+    for name, tensor in (read_header(path) if path.is_file() else {}).items():
         if name.startswith(table) and len(tensor.shape) == 2:
             if name.endswith(".lora_embedding_A"):
                 rows = tensor.shape[1]
