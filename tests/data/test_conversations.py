@@ -334,8 +334,10 @@ def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> Non
     for number in range(3):
         (tmp_path / f"{number}.json").write_text(json.dumps(GOOD, indent=2))
     options = ChatOptions(val_fraction=0)
+    # The last is a bare list of messages.
+    (tmp_path / "3.json").write_text(json.dumps(GOOD["messages"]))
     manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
-    assert manifest["documents"]["written"] == 3
+    assert manifest["documents"]["written"] == 4
 
 
 @pytest.mark.parametrize(

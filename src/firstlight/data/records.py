@@ -359,14 +359,14 @@ def _first_values(text: str) -> list[Any]:
 
 
 def _records_in(value: Any) -> list[Any]:
-    """The records in the value of a JSON file: a list, or one record, or an object such as
-    {"data": [...]}, whose only list of objects has them.
+    """The records in the value of a JSON file: a list, or one record (also a bare list of
+    messages), or an object such as {"data": [...]}, whose only list of objects has them.
 
     Raises:
         ValueError: an object has several lists of objects.
     """
     if isinstance(value, list):
-        return value
+        return [value] if is_messages(value) else value
     if not isinstance(value, dict) or conversation_kind(value) is not None:
         return [value]
     lists = {
