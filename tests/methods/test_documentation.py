@@ -23,9 +23,9 @@ _OTHERS = {
     "data.mix",
     "data.seq_len",
     "data.verify",
-    "lora.alpha",
-    "lora.dropout",
-    "lora.targets",
+    *(f"lora.{key}" for key in ("alpha", "dropout", "targets", "use_rslora")),
+    *(f"lora.{key}" for key in ("rank_pattern", "alpha_pattern", "ensure_weight_tying")),
+    *("lora.modules_to_save", "lora.trainable_token_indices"),
 }
 #: Keys of conversations, which have a page of their own.
 _OF_CHATS = {

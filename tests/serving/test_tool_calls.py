@@ -240,6 +240,22 @@ def test_template_kwargs_and_reasoning_effort_are_variables_of_the_template(
     assert ids[-1] != tool_tokenizer().special_tokens["<|im_end|>"]
 
 
+def test_last_message_is_continued_without_the_end_of_its_turn(calling: Direct) -> None:
+    said = "<|im_end|> a"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
+    plain = prompt_of(calling, messages=messages, add_generation_prompt=False)
+    assert plain.endswith(f"{said}<|im_end|>")
+    for fields in ({}, {"add_generation_prompt": False}):
+        asked_for = {"messages": messages, "continue_final_message": True, **fields}
+        assert prompt_of(calling, **asked_for) == plain.removesuffix("<|im_end|>")
+    for changes, field in (
+        ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "messages"),
+    ):
+        content = body_for(POSTS[1], **{**asked_for, **changes})
+        assert "continue_final_message" in refused(calling, POSTS[1], content, field, None)
+
+
 def test_answer_to_a_prompt_that_opens_thoughts_begins_with_reasoning() -> None:
     app = answering("Hm</think>So")
     try:

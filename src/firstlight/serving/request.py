@@ -383,6 +383,9 @@ class ChatRequest(GenerationRequest):
         parallel_tool_calls: no effect; a forced answer is one call.
         reasoning_effort: variable of the chat template; "none" sets `enable_thinking` to false.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
+        add_generation_prompt: false renders the messages without the beginning of an answer; by
+            default true, unless the last message is continued.
+        continue_final_message: true continues the last message, as vLLM does.
     """
 
     model_config = ConfigDict(
@@ -409,6 +412,8 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -746,16 +751,19 @@ class RequestEncoder:
         if not self.has_tools and any(message.get("tool_calls") for message in messages):
             message = "this model's chat template has no place for tool calls: leave them out"
             raise _invalid("messages", message, "unsupported_parameter")
+        if request.continue_final_message and request.add_generation_prompt:
+            message = "continue_final_message continues the last message: leave this out"
+            raise _invalid("add_generation_prompt", message)
         options, tools = self._variables(request), request.offered_tools
         unused = options.keys() - template_words(self._tokenizer)
         self._note_ignored(f"chat_template_kwargs.{name}" for name in unused)
         try:
-            prompt_ids = self._prompt_ids(messages, options)
+            prompt_ids = self._prompt_ids(request, messages, options)
         except TokenizerError:
             if not any("tool_calls" in message for message in messages):
                 raise
             # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
-            prompt_ids = self._prompt_ids(messages, options, text_arguments=True)
+            prompt_ids = self._prompt_ids(request, messages, options, text_arguments=True)
         functions = [tool["function"] for tool in tools]
         schemas = {one["name"]: one.get("parameters") or {} for one in functions}
         forced = None if request.schema_asked is None else "content"
@@ -775,6 +783,7 @@ class RequestEncoder:
 
     def _prompt_ids(
         self,
+        request: ChatRequest,
         messages: list[dict[str, Any]],
         options: dict[str, Any],
         *,
@@ -782,7 +791,14 @@ class RequestEncoder:
     ) -> list[int]:
         template = self._tokenizer.chat_template or ""
         fitted = fit_messages(messages, template, text_arguments=text_arguments)
-        return self._tokenizer.encode_chat(fitted, add_generation_prompt=True, options=options)
+        continues = bool(request.continue_final_message)
+        prompts = request.add_generation_prompt
+        return self._tokenizer.encode_chat(
+            fitted,
+            add_generation_prompt=not continues if prompts is None else prompts,
+            continue_final_message=continues,
+            options=options,
+        )
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """The variables of the chat template, besides the messages.

@@ -220,6 +220,7 @@ def chat_pieces(
     special_tokens: Sequence[str],
     *,
     add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, bool]]:
     """The text of `render_chat` in pieces: (text, True if it is a special token).
@@ -232,7 +233,7 @@ def chat_pieces(
     Args:
         template, messages, variables, add_generation_prompt: see `render_chat`.
         special_tokens: the tokenizer's special tokens.
-        options: see `Tokenizer.encode_chat`.
+        continue_final_message, options: see `Tokenizer.encode_chat`.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -242,8 +243,28 @@ def chat_pieces(
     text = render(
         template, marked, {**own, **variables}, add_generation_prompt=add_generation_prompt
     )
+    if continue_final_message:
+        text = _until_end_of(marked[-1].get("content"), text)
     for piece, _, is_special in flagged_pieces(text, bytearray(len(text)), pattern):
         yield piece, is_special
+
+
+def _until_end_of(content: object, text: str) -> str:
+    """A conversation's text up to the end of the last message's content, as transformers cuts it.
+
+    Raises:
+        InputError: the text does not have the content.
+    """
+    stripped = content.strip() if isinstance(content, str) else ""
+    if not stripped or stripped not in text:
+        raise InputError(
+            "continue_final_message needs a last message with a text that the chat template writes "
+            "unchanged: leave it out, or end with such a message"
+        )
+    assert isinstance(content, str)
+    begin = text.rindex(stripped)
+    keeps_end = text.startswith(content.lstrip(), begin)
+    return text[: begin + len(content.lstrip() if keeps_end else stripped)]
 
 
 def flagged_pieces(

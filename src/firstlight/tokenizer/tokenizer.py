@@ -309,6 +309,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """The ids of the text of `apply_chat_template`. Only the template's own text can become
@@ -317,6 +318,8 @@ class Tokenizer:
         Args:
             messages: see `apply_chat_template`.
             add_generation_prompt: see `apply_chat_template`.
+            continue_final_message: end with the last message's content, which an answer continues,
+                without the end of its turn.
             options: further variables of the template, plain JSON, such as `tools` and
                 `enable_thinking`.
 
@@ -331,6 +334,7 @@ class Tokenizer:
             self.named_tokens,
             list(self.special_tokens),
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             options=options,
         )
         special = self.special_tokens
