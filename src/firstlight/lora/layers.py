@@ -410,7 +410,8 @@ def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedd
         name: name of the layer.
         config: the recipe's `lora` section.
     """
-    base, rank, scaling = model.get_submodule(name), config.rank_of(name), config.scaling_of(name)
+    base = model.get_submodule(name)
+    rank, scaling = config.rank_of(name), config.scaling_of(name)
     if isinstance(base, Embedding):
         if config.dora:
             raise ConfigError(
