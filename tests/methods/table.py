@@ -12,22 +12,15 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
 BEGIN = "<!-- nearness: written by tests/methods -->"
 END = "<!-- end of nearness -->"
 
-_WORDS = {
-    "mathematics": "another computation, asked for",
-    "exact": "equal to the last bit",
-    "rounding": "the same sums in another order",
-    "approximate": "numbers of fewer bits",
-}
-
 
 def bounds_table(switches: Iterable[Switch]) -> str:
-    """A row for each switch with its class and bounds, which depend on no machine."""
+    """A row with class and bounds for each switch that has bounds; they depend on no machine."""
     lines = [
         "| recipe keys | class | any step's loss, nats | trained weights |",
         "|---|---|---|---|",
     ]
     for switch in switches:
-        if switch.kind == "plain" or not switch.settings:
+        if switch.kind in ("plain", "mathematics") or not switch.settings:
             continue
         keys = ", ".join(
             f"`{name}: {_yaml(value)}`"
@@ -35,10 +28,7 @@ def bounds_table(switches: Iterable[Switch]) -> str:
             if name != "optimizer.learning_rate"
         )
         keys += {"any": "", "cpu": ", on a CPU", "cuda": ", on a GPU"}[switch.on]
-        loss, weights = f"{switch.loss:.6g}", f"{100 * switch.weights:g} %"
-        if switch.kind == "mathematics":
-            loss = weights = "-"
-        lines.append(f"| {keys} | {_WORDS[switch.kind]} | {loss} | {weights} |")
+        lines.append(f"| {keys} | {switch.kind} | {switch.loss:.6g} | {100 * switch.weights:g} % |")
     return "\n".join(lines)
 
 
