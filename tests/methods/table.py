@@ -14,22 +14,26 @@ END = "<!-- end of nearness -->"
 
 
 def bounds_table(switches: Iterable[Switch]) -> str:
-    """A row with class and bounds for each switch that has bounds; they depend on no machine."""
-    lines = [
-        "| recipe keys | class | any step's loss, nats | trained weights |",
-        "|---|---|---|---|",
-    ]
+    """A row for each class and bounds with the recipe keys that have them."""
+    rows: dict[str, list[str]] = {}
     for switch in switches:
         if switch.kind in ("plain", "mathematics") or not switch.settings:
             continue
-        keys = ", ".join(
+        keys = " with ".join(
             f"`{name}: {_yaml(value)}`"
             for name, value in switch.settings
             if name != "optimizer.learning_rate"
         )
-        keys += {"any": "", "cpu": ", on a CPU", "cuda": ", on a GPU"}[switch.on]
-        lines.append(f"| {keys} | {switch.kind} | {switch.loss:.6g} | {100 * switch.weights:g} % |")
-    return "\n".join(lines)
+        keys += {"any": "", "cpu": " on a CPU", "cuda": " on a GPU"}[switch.on]
+        bounds = f"{switch.kind} | {switch.loss:.6g} | {100 * switch.weights:g} %"
+        rows.setdefault(bounds, []).append(keys)
+    return "\n".join(
+        [
+            "| class | any step's loss, nats | trained weights | recipe keys |",
+            "|---|---|---|---|",
+            *(f"| {bounds} | {', '.join(keys)} |" for bounds, keys in rows.items()),
+        ]
+    )
 
 
 def _yaml(value: object) -> str:
