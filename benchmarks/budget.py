@@ -513,7 +513,7 @@ def page(result: Mapping[str, Any], picture: str) -> str:
 
 
 _HEAD = """\
-# Budget: chosen settings beside a random search
+# Budget: chosen settings against a random search
 
     make benchmarks NAMES=budget                                                    # this page
     python -m benchmarks budget --out DIR --corpus stdlib --corpus FILE --page PAGE.md
