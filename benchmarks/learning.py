@@ -184,7 +184,7 @@ ROWS: dict[str, LearningRow] = {
         BEFORE,
         "the peak rate, then linear decay to zero over the last 60 %",
     ),
-    "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3 layout: norms on q and k"),
+    "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3's norms on q and k"),
     "untied-head": LearningRow(
         {"model.tie_word_embeddings": False, "optimizer.head_lr_multiple": 0.2},
         BEFORE,
@@ -195,7 +195,7 @@ ROWS: dict[str, LearningRow] = {
         {"batch.micro_batch_size": 16, "data.seq_len": 128}, BEFORE, "16 rows of 128 tokens"
     ),
     "zero-init": LearningRow(
-        {"init.residual_projections": "zero"}, BEFORE, "each layer begins as the identity"
+        {"init.residual_projections": "zero"}, BEFORE, "layers that begin as the identity"
     ),
     "low-adamw": LearningRow({"optimizer.learning_rate": 0.01}, BEFORE, "AdamW at 0.01"),
     "high-muon": LearningRow({"optimizer.muon_learning_rate": 0.01}, BEFORE, "Muon at 0.01"),
@@ -827,7 +827,7 @@ def page(result: Mapping[str, Any], picture: str) -> str:
     groups, machine = learning_groups(result["runs"]), result["machine"]
     known = {row.name: row.row for group in groups for row in group.rows}
     recipes = [
-        f"- `{name}`: {row.of and f'{row.of}, changed: '}{row.about}" for name, row in known.items()
+        f"- `{name}`: {row.of and f'`{row.of}` with '}{row.about}" for name, row in known.items()
     ]
     decided = verdicts(groups)
     parts = [
