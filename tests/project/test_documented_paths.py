@@ -37,11 +37,3 @@ def test_every_folder_that_a_page_names_is_there(page: str) -> None:
     named = set(re.findall(r"`([\w./-]+/)`", (_ROOT / page).read_text(encoding="utf-8")))
     assert named
     assert _lost(named) == []
-
-
-def test_architecture_page_has_at_most_4000_words_and_40_per_decision() -> None:
-    text = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 4000
-    decisions = re.findall(r"^- (.*(?:\n  .*)*)", text, re.M)
-    assert len(decisions) > 50
-    assert [decision for decision in decisions if len(decision.split()) > 40] == []
