@@ -11,7 +11,7 @@ _ROOT = Path(__file__).parents[2]
 _FOLDERS = (_ROOT, _ROOT / "src" / "firstlight", _ROOT / "docs")
 _PAGES = ["README.md", *sorted(str(path.relative_to(_ROOT)) for path in _ROOT.glob("docs/**/*.md"))]
 #: Pages that name folders of the repository; others name those of runs, too.
-_WITH_FOLDERS = ["README.md", "docs/architecture.md", "docs/contributing.md"]
+_WITH_FOLDERS = ["docs/architecture.md", "docs/contributing.md"]
 _TESTS = {path.name for path in (_ROOT / "tests").rglob("test_*.py")}
 
 

@@ -18,7 +18,7 @@ _LONGEST = 40
 
 
 def _paragraphs(page: str) -> Iterator[str]:
-    """The paragraphs and list items of a page, without code blocks, tables, headings and pictures."""
+    """The paragraphs and list items of a page, without code blocks, tables, headings, pictures."""
     page = re.sub(r"^```.*?^```|<!--.*?-->", "", page, flags=re.M | re.S)
     block: list[str] = []
     for line in [*page.splitlines(), ""]:
@@ -80,8 +80,6 @@ def test_changelog_has_at_most_60_lines_per_version() -> None:
 def test_architecture_page_has_at_most_4000_words_and_40_per_decision() -> None:
     text = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 4000
-    decisions = re.findall(
-        r"^- (.*(?:\n  .*)*)", text.partition("## Decisions")[2], flags=re.M
-    )
+    decisions = re.findall(r"^- (.*(?:\n  .*)*)", text.partition("## Decisions")[2], flags=re.M)
     assert len(decisions) > 50
     assert [decision for decision in decisions if len(decision.split()) > 40] == []
