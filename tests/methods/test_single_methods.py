@@ -386,7 +386,7 @@ def test_the_chunked_loss_in_bf16_is_as_good_as_the_plain_one() -> None:
 def test_a_changed_head_is_not_chunked() -> None:
     model = small_model()
     model.lm_head = nn.Sequential(model.lm_head)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="leave lm_head out of lora"):
+    with pytest.raises(ConfigError, match="remove lm_head from lora"):
         chunk_loss(model, 8)
 
 

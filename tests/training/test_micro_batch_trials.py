@@ -128,7 +128,7 @@ def test_a_refusal_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_any_other_failure_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, lambda rows: "Failed")
-    with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(give a number"):
+    with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(set a number"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
 
 

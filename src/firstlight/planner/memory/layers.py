@@ -1,14 +1,13 @@
-"""A deep model's memory from that of the same model with few layers.
+"""Predicts the memory of a deep model from that of the same model with few layers.
 
-If all layers are alike, each adds the same: the bytes at a given place of a step are a linear
-function of the number of layers. But with more layers, the peak may be at another place: early in
-the backward pass, when all activations are in memory, or late, when all gradients are. So each
-stretch of the step is extrapolated by itself, and the largest result counts.
+If all layers are alike, each adds the same: the bytes at a given point of a step are a linear
+function of the number of layers. But with more layers, the peak may be at another point: early in
+the backward pass, when all activations are in memory, or late, when all gradients are. Each stretch
+of the step is therefore extrapolated separately, and the largest result counts.
 
 Compiling a model with one more layer costs seconds. But the memory that a layer adds is known
-before inductor fuses operators: the tensors saved for the backward pass, and gradients. So the line
-begins at a shallow model that is compiled completely, and has the slope of the graphs.
-"""
+before inductor fuses operators: the tensors saved for the backward pass, and gradients. The line
+therefore begins at a shallow model that is compiled completely, and has the slope of the graphs."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ from firstlight.planner.memory.prediction import (
 )
 from firstlight.recipe import ResolvedRecipe
 
-#: Layers of the shallower of the two models that are traced; the other has one more.
+#: Layers of the shallower of the two traced models; the other has one more.
 _FEW = 2
 
 #: Layers of a model compiled as a whole that are traced through inductor, by its activation
 #: checkpointing. With "full", the peak is often at a layer that is neither first nor last: with two
 #: layers, up to 4 % was missing. With "selective" and "budget", a layer that is both first and last
-#: keeps tensors that no other does: with one layer, up to 7 % was too much.
+#: keeps tensors that no other layer keeps: with one layer, the prediction was up to 7 % too high.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
-#: The same with blockwise attention, which allocates much memory inside. Inductor does not know of
-#: that memory, and orders the operators around it differently in a layer that is first and last:
-#: with one layer, 3 % were missing.
+#: The same with blockwise attention, which allocates much memory internally. Inductor does not know
+#: of that memory, and orders the operators around it differently in a layer that is both first and
+#: last: with one layer, 3 % were missing.
 _FEW_BLOCKWISE = 2
 
 #: Phases in which nothing compiled runs.
@@ -47,7 +46,7 @@ Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
 
 
 def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]:
-    """Shallow recipes to trace, and the function that makes the recipe's prediction from theirs.
+    """Return shallow recipes to trace, and the function that derives the recipe's prediction.
 
     Args:
         recipe: the resolved recipe; it is traced itself if its layers differ or are few.
@@ -59,7 +58,7 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
-    # Two shallow models give the line: its slope is what one layer adds.
+    # Two shallow models determine the line: its slope is the memory that one layer adds.
     steps = depth - _FEW - 1
     return (
         [with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
@@ -70,13 +69,13 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
 def few_compiled_layers(
     recipe: ResolvedRecipe,
 ) -> tuple[ResolvedRecipe, ResolvedRecipe, int] | None:
-    """The shallow recipes from which `from_graphs` predicts a recipe that is compiled as a whole.
+    """Return the shallow recipes from which `from_graphs` predicts a recipe compiled as a whole.
 
     Args:
         recipe: the resolved recipe.
 
     Returns:
-        The recipe with few layers, the recipe with one layer more, and the number of layers that
+        The recipe with few layers, the recipe with one more layer, and the number of layers that
         the recipe has beyond the few. None if its layers are not alike, or not more than these.
     """
     depth = recipe.model.num_hidden_layers
@@ -96,14 +95,14 @@ def from_graphs(
     *,
     accumulates: bool = False,
 ) -> MemoryPrediction:
-    """The memory of a compiled model from that of a shallow compiled model, and from graphs.
+    """Predict the memory of a compiled model from that of a shallow compiled model and from graphs.
 
     Each prediction has its backward pass in three stretches (see `prediction.predict`).
 
     Args:
         fused: prediction for the shallow model, as inductor compiles it.
         graphs: prediction for the same model, with its graphs run operator by operator.
-        more: prediction for the graphs of the model with one layer more.
+        more: prediction for the graphs of the model with one more layer.
         steps: number of layers to add to the shallow model.
         accumulates: True if gradients of an earlier micro-batch are in memory.
 
@@ -112,7 +111,7 @@ def from_graphs(
     """
     accumulated = _new_gradients(fused, more) if accumulates else 0
     # Late in the backward pass, all gradients are in memory, as after it. With updates in the
-    # backward pass, there are none after it.
+    # backward pass, there are no gradients after it.
     eager = [name for name in ("clipping", "optimizer") if "gradients" in more.phases[name].parts]
     ending = min(eager, key=lambda name: more.phases[name].bytes, default="optimizer")
 
@@ -126,10 +125,10 @@ def from_graphs(
         places[LATE_BACKWARD] = before, _with_more(after, accumulated)
     if MIDDLE_BACKWARD in places:
         early, middle = places["backward"], places[MIDDLE_BACKWARD]
-        # The graphs' peak is in the middle with few layers, and early with one layer more.
+        # The graphs' peak is in the middle with few layers, and early with one more layer.
         if early[0].bytes < middle[0].bytes <= early[1].bytes > middle[1].bytes:
             places["backward"] = middle[0], early[1]
-        # In the middle, layers are added before or behind the layer of the peak: the larger counts.
+        # In the middle, layers are added before or after the layer of the peak: the larger counts.
         ends = (places["backward"], places[LATE_BACKWARD])
         places[MIDDLE_BACKWARD] = max(ends, key=lambda pair: pair[1].bytes - pair[0].bytes)
     phases = {name: _continued(fused.phases[name], *pair, steps) for name, pair in places.items()}
@@ -142,8 +141,8 @@ def from_graphs(
 
 
 def _new_gradients(few: MemoryPrediction, more: MemoryPrediction) -> int:
-    """Bytes of a layer's gradients as the backward pass makes them: for trained parameters only, in
-    the parameters' dtype."""
+    """Return the bytes of a layer's gradients as the backward pass creates them: only for trained
+    parameters, in the parameters' dtype."""
     ends = [found.phases["optimizer"].parts for found in (few, more)]
     return min(ends[1].get(part, 0) - ends[0].get(part, 0) for part in ("weights", "gradients"))
 
@@ -154,7 +153,7 @@ def _with_more(peak: PhasePeak, gradients: int) -> PhasePeak:
 
 
 def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
-    """The peak plus `steps` times the difference between the peaks `more` and `few`."""
+    """Return the peak plus `steps` times the difference between the peaks `more` and `few`."""
     total = peak.bytes + (more.bytes - few.bytes) * steps
     parts = {}
     for name in dict.fromkeys((*peak.parts, *few.parts, *more.parts)):
@@ -171,7 +170,7 @@ def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> 
 
 
 def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:
-    """The prediction for `steps` more layers than in `more`, which has one layer more than
+    """Return the prediction for `steps` more layers than in `more`, which has one more layer than
     `few`."""
     phases = {name: _line(few.phases[name], more.phases[name], steps) for name in more.phases}
     gaps = [found.reserved_bytes - found.peak_bytes for found in (few, more)]
@@ -186,8 +185,8 @@ def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> Memory
 def _with_phases(
     prediction: MemoryPrediction, phases: dict[str, PhasePeak], gap: int
 ) -> MemoryPrediction:
-    """The prediction with the phases of a deep model; its allocator reserves `gap` bytes beyond
-    the peak."""
+    """Return the prediction with the phases of a deep model; its allocator reserves `gap` bytes
+    beyond the peak."""
     phase = max(phases, key=lambda name: phases[name].bytes)
     peak = phases[phase]
     found = replace(
@@ -196,18 +195,19 @@ def _with_phases(
         phase=phase,
         parts=peak.parts,
         phases=phases,
-        # More layers need no larger gap: each reuses the memory that the layer before it freed.
+        # More layers do not need a larger gap: each reuses the memory that the previous layer
+        # freed.
         reserved_bytes=peak.bytes + gap,
     )
     return merged(found)
 
 
 def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
-    """Bytes of the copy of the logits' gradient that a step compiled as a whole makes on a GPU: 0
-    if their rows are multiples of 16 bytes.
+    """Return the bytes of the copy of the logits' gradient that a step compiled as a whole makes on
+    a GPU: 0 if their rows are multiples of 16 bytes.
 
-    Inductor pads the operands of matrix products whose rows are not (its `pad_mm`). On an H100 the
-    step of a GPT-2 with 50,257 logits took just this copy more than predicted without it.
+    Otherwise inductor pads the operands of matrix products (its `pad_mm`). On an H100, the step of
+    a GPT-2 with 50,257 logits took exactly this copy more than predicted without it.
     """
     config = recipe.efficiency
     is_short = config.precision in ("bf16", "fp16")
@@ -220,7 +220,7 @@ def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
 
 
 def with_temporary(prediction: MemoryPrediction, phase: str, size: int) -> MemoryPrediction:
-    """The prediction with a temporary tensor of `size` bytes at the peak of a phase."""
+    """Return the prediction with a temporary tensor of `size` bytes at the peak of a phase."""
     if not size or phase not in prediction.phases:
         return prediction
     peak = prediction.phases[phase]
@@ -230,7 +230,7 @@ def with_temporary(prediction: MemoryPrediction, phase: str, size: int) -> Memor
 
 
 def merged(prediction: MemoryPrediction) -> MemoryPrediction:
-    """The prediction with the backward pass as one phase."""
+    """Return the prediction with the backward pass as one phase."""
     # The stretches are only for extrapolation; a plan shows one backward pass.
     phases = dict(prediction.phases)
     later = [phases.pop(name) for name in (MIDDLE_BACKWARD, LATE_BACKWARD) if name in phases]
@@ -242,7 +242,7 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 
 def are_alike(config: ModelConfig) -> bool:
-    """True if all layers attend to as many tokens, and all or none have experts."""
+    """Return True if all layers attend to as many tokens, and all or none have experts."""
     # GPT-2 may scale the scores of each layer by a different number, which takes no memory.
     kinds = {
         (replace(config.attention_spec(i), scale=None), config.has_experts(i))
@@ -260,18 +260,18 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
 
 
 def with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
-    """The recipe with another number of layers of its model."""
+    """Return the recipe with another number of layers of its model."""
     return recipe.with_keys("model", num_hidden_layers=count)
 
 
 def at_depth(
     few: Sequence[OperatorCount], more: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """The operators of a deep model from those of two shallow ones.
+    """Return the operators of a deep model from those of two shallow models.
 
     Args:
         few: counts of the model with fewer layers.
-        more: counts of the model with one layer more.
+        more: counts of the model with one more layer.
         steps: layers that the deep model has beyond `more`.
     """
     before = {entry.operator: entry.count for entry in few}
@@ -280,7 +280,7 @@ def at_depth(
         each = entry.count - before.get(entry.operator, 0)
         # An operator over lists of all parameters occurs once, with longer lists.
         is_list = not entry.operator.outputs and entry.operator not in before
-        # Operators of both models occur once in the deep one; additional ones once for each layer.
+        # Operators of both models occur once in the deep one; additional ones once per layer.
         count = entry.count if is_list else entry.count + max(each, 0) * steps
         found.append(OperatorCount(entry.operator, count))
         if is_list:
@@ -291,8 +291,8 @@ def at_depth(
 def _longer_lists(
     entry: OperatorCount, few: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """The operators that a list operator of the shallow model adds in a deeper one: on the tensors
-    of one more layer, once for each further layer."""
+    """Return the operators that a list operator of the shallow model adds in a deeper model: on the
+    tensors of one more layer, once for each further layer."""
     one = entry.operator
     like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
     lists = LISTS.get(one.base_name, 1)

@@ -57,18 +57,18 @@ from firstlight.training.starting_model import attach
 #: tokens for each answer.
 _PAIRS_A_ROW = 4
 
-#: Largest number of layers of a model that is traced whole, unless it is compiled.
+#: Maximum number of layers of a model that is traced completely, unless it is compiled.
 _FULLY_TRACED = 8
 
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A prediction that has not been made yet.
+    """A prediction to be made.
 
     Attributes:
         calls: tuples of a function that traces and its arguments; they are independent of each
             other.
-        join: function from the results of all calls to the prediction.
+        join: function that maps the results of all calls to the prediction.
     """
 
     calls: tuple[tuple[Any, ...], ...]
@@ -78,10 +78,10 @@ class TraceJob:
 def run_jobs(
     jobs: Sequence[TraceJob], workers: WorkerProcesses | None = None
 ) -> list[MemoryPrediction]:
-    """Run jobs; returns their predictions in the same order.
+    """Run jobs and return their predictions in the same order.
 
     Args:
-        jobs: the jobs, those that take longest first.
+        jobs: the jobs; those that take longest come first.
         workers: processes that trace; None traces in this process.
     """
     calls = [call for job in jobs for call in job.calls]
@@ -95,10 +95,10 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJob:
-    """A job that predicts the memory of a recipe's training step.
+    """Create a job that predicts the memory of a recipe's training step.
 
-    Two optimizer steps are traced: the first makes the optimizer's state, the second has it from
-    its start. The second step has up to two micro-batches, so that gradients of an earlier
+    Two optimizer steps are traced: the first creates the optimizer's state, which the second has
+    from its start. The second step has up to two micro-batches, so that gradients of an earlier
     micro-batch are in memory.
 
     A deep model is predicted from the same model with few layers: see `layers.py`. If it is
@@ -109,7 +109,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
         target: the device to predict for; None is this machine's CPU.
 
     Raises:
-        ConfigError: a key is not resolved, or the recipe's methods can't work together.
+        ConfigError: a key is not resolved, or the recipe's methods can't be combined.
         MissingDependencyError: a library that the recipe needs is not installed; raised when the
             job runs.
     """
@@ -118,7 +118,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
     config = planned.recipe.efficiency
     if config.compile and not config.compile_regional:
         return _compiled_job(planned, target)
-    # Compiling takes seconds a layer: a compiled model is never traced with all of its layers.
+    # Compiling takes seconds per layer: a compiled model is never traced with all of its layers.
     recipes, join = _in_parts(planned.recipe, 0 if config.compile else _FULLY_TRACED)
     return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
@@ -146,8 +146,8 @@ def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
 def evaluation_job(
     recipe: ResolvedRecipe, target: Target | None = None, *, samples: bool = False
 ) -> TraceJob:
-    """A job that predicts the memory of evaluating one batch of the recipe's micro-batch size and
-    row length between training steps, with the optimizer's state in memory.
+    """Create a job that predicts the memory of evaluating one batch of the recipe's micro-batch
+    size and row length between training steps, with the optimizer's state in memory.
 
     Args:
         recipe, target: see `training_job`.
@@ -166,8 +166,8 @@ def evaluation_job(
 
 
 def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:
-    """The recipes to trace, and the function that joins their predictions; only the recipe itself
-    if its model has at most `limit` layers."""
+    """Return the recipes to trace, and the function that joins their predictions; only the recipe
+    itself if its model has at most `limit` layers."""
     if recipe.model.num_hidden_layers <= limit:
         return [recipe], lambda found: merged(found[0])
     return in_fewer_layers(recipe)
@@ -200,7 +200,7 @@ def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPredi
 def _sample(program: TrainingProgram, tracer: Tracer) -> None:
     """Trace the key-value cache at its full length, the longest prompt, and the last token."""
     config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
-    # A prompt has at most as many tokens as characters; an empty one starts with one end token.
+    # A prompt has at most as many tokens as characters; an empty prompt starts with one end token.
     prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
     longest = min(prompt + config.sample_tokens, context)
     decoder = BatchDecoder(program.model, 1, longest)
@@ -223,13 +223,13 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 
 def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
     """Context for the compiled parts of a step: the model, or the update, which torchao's optimizer
-    compiles itself. A real kernel would read addresses that fake tensors do not have, and crash."""
+    compiles itself. Real kernels would read addresses that fake tensors do not have, and crash."""
     compiles = recipe.efficiency.compile or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
 
 def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, MemoryPrediction]:
-    """Predictions for the compiled training step, and for its graphs before fusion."""
+    """Return predictions for the compiled training step, and for its graphs before fusion."""
     with (
         stubbed_compiler(),
         graphs_kept(fuses=True) as graphs,
@@ -244,7 +244,7 @@ def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, 
 
 
 def cut(trace: Trace, first: int, last: int) -> Trace:
-    """Part of a trace, as a separate trace.
+    """Return a part of a trace, as a separate trace.
 
     Args:
         trace: a finished trace.
@@ -275,19 +275,19 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
 
 
 def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
-    """Prediction for the graphs of a compiled training step, without compiling them further."""
+    """Return the prediction for the graphs of a compiled training step, without compiling them."""
     with graphs_kept(fuses=False):
         return _train(planned, target, stretches=3)
 
 
 def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
-    """Trace two optimizer steps; returns the first tick of the second."""
+    """Trace two optimizer steps; return the first tick of the second."""
     if program.recipe.efficiency.compile:
         with tracer.paused():
             _compile(program, batch)
     watch_program(program, tracer)
     program.step([batch], lr_scale=1.0)
-    # The first step has made the optimizer's state, which the second has from its start.
+    # The first step has created the optimizer's state, which the second has from its start.
     second = tracer.tick + 1
     program.step(_micro_batches(program, batch), lr_scale=1.0)
     return second
@@ -307,9 +307,9 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         fake_tensors(),
         tracer,
         optimizer_phases(tracer),
-        # Deterministic runs have no cuDNN attention either.
+        # Deterministic runs do not use cuDNN attention either.
         varying_lengths() if recipe.run.deterministic else contextlib.nullcontext(),
-        # The tensors here are those of a CPU.
+        # The tensors here are CPU tensors.
         replaced(spec, "list_values", lists),
         replaced(optimizer, "list_values", lists),
         kernels_of(target, planned.kernel),
@@ -318,12 +318,13 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         mark_weights(model, tracer)
         attach(model, recipe, PLANNED)
         if target.kind == "cuda" and recipe.preference is None:
-            # The weights are made on the CPU and then moved, so making them takes no GPU memory.
-            # For preference pairs, the model is on the GPU before, to compute the references.
+            # The weights are created on the CPU and then moved, so this takes no GPU memory. For
+            # preference pairs, the model is already on the GPU, to compute the references.
             tracer.start_again()
             mark_weights(model, tracer)
         if recipe.preference is not None and not recipe.data.document_masking:
-            # The preference loss needs document ids; attention is to make no mask of them.
+            # The preference loss needs document ids, but attention must not derive a mask from
+            # them.
             model.make_mask = _without_documents(model.make_mask)
         program = TrainingProgram(recipe, model, PLANNED)
         if program.preference is not None:

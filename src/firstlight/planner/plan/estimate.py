@@ -26,11 +26,11 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend, open_ways
 
-#: Seconds of timed steps after which an `Estimator` times no further candidates, and after which it
-#: times no further methods of the table.
+#: Seconds of timed steps after which an `Estimator` stops timing candidates, and after which it
+#: stops timing methods of the table.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
-#: Minutes of a run from which tracing its compiled step, which takes ten seconds, is little of it.
+#: Minutes of a run from which the ten seconds for tracing its compiled step are little of its time.
 _TRACED_MINUTES = 10.0
 
 _GIB = 2**30
@@ -47,7 +47,7 @@ class Candidate:
         changes: values of keys of the recipe (`section.key`) that the candidate sets.
         evaluates: True includes the memory of evaluations.
         compiles: True predicts the memory of the compiled step, if the recipe compiles, which takes
-            ten seconds and more; False predicts that of the step without torch.compile.
+            at least ten seconds; False predicts that of the step without torch.compile.
     """
 
     recipe: ResolvedRecipe
@@ -71,10 +71,10 @@ class Estimate:
             known.
         usable_bytes: bytes of a device that a run may take.
         problem: the reason why the candidate is invalid; "" if it is valid.
-        is_bound: True if `training` is the memory of the step without torch.compile, mostly an
+        is_bound: True if `training` is the memory of the step without torch.compile, usually an
             upper bound of the compiled step's.
-        compile_gain: predicted speed of a recipe that compiles, as a multiple of that without
-            torch.compile; 1 if it is not known.
+        compile_gain: predicted speed of a recipe that compiles, as a multiple of the speed without
+            torch.compile; 1 if unknown.
         traced: the prediction with the operators of one process's step, from which `speed` is
             predicted; None once that is done.
     """
@@ -103,8 +103,9 @@ class Estimate:
 
     @property
     def may_fit_compiled(self) -> bool:
-        """True if the candidate could fit with torch.compile, judged by what that does not change:
-        the memory of evaluations, and of weights, gradients and optimizer states in the update."""
+        """True if the candidate could fit with torch.compile, judged by the memory that compiling
+        does not change: that of evaluations, and of weights, gradients and optimizer states in the
+        update."""
         if not self.is_bound or self.training is None:
             return False
         peak = self.training.phases.get("optimizer")
@@ -118,7 +119,8 @@ class Estimate:
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """The estimate as JSON values, without the recipe; without a speed if it does not fit."""
+        """Return the estimate as JSON values, without the recipe; without a speed if it does not
+        fit."""
         return {
             "name": self.name,
             "changes": dict(self.changes),
@@ -134,7 +136,7 @@ class Estimate:
 
 
 class Estimator:
-    """Makes estimates.
+    """Estimates the memory and speed of candidates.
 
     Args:
         workers: processes that trace; None traces in this process.
@@ -152,13 +154,13 @@ class Estimator:
         self._timing_seconds = 0.0
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """The estimate for one candidate, without a speed for a CPU (see `timed`)."""
-        return self._with_speed(_memory_of(candidate, self._workers), candidate)
+        """Return the estimate for one candidate, without a speed for a CPU (see `timed`)."""
+        return self._with_speed(_memory_estimate(candidate, self._workers), candidate)
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
-        """Estimates for several candidates, in their order, each as soon as it is made; `tell` is
-        called with the candidate's name then."""
-        traced = self._workers.map(_memory_of, [(candidate,) for candidate in candidates])
+        """Yield estimates for several candidates, in their order, each as soon as it is available;
+        `tell` is then called with the candidate's name."""
+        traced = self._workers.map(_memory_estimate, [(candidate,) for candidate in candidates])
         for estimate, candidate in zip(traced, candidates, strict=True):
             found = self._with_speed(estimate, candidate)
             self.tell(found.name)
@@ -180,15 +182,15 @@ class Estimator:
                 gain = plain.step_seconds.expected / speed.step_seconds.expected
         except FirstlightError as error:
             return dataclasses.replace(estimate, problem=str(error))
-        # Estimates are kept until the plan is shown: drop the thousands of operators.
+        # Estimates are kept until the plan is shown, so the thousands of operators are dropped.
         return dataclasses.replace(estimate, speed=speed, compile_gain=gain, traced=None)
 
     def timed(
         self, estimate: Estimate, machine: Machine, most_seconds: float = _TIMING_SECONDS
     ) -> Estimate:
-        """The estimate with the speed of steps that are timed, if it fits and is for one device of
-        this machine, and all timings so far took less than `most_seconds`; else the same estimate.
-        Nothing may run in the workers."""
+        """Return the estimate with the speed of steps that are timed, if it fits, is for one device
+        of this machine, and all timings so far took less than `most_seconds`; otherwise the same
+        estimate. Nothing may run in the workers."""
         if not (_is_timed(machine) and estimate.fits) or _is_offloaded(estimate.recipe):
             return estimate
         key = estimate.recipe.model_dump_json()
@@ -213,14 +215,14 @@ def _is_timed(machine: Machine) -> bool:
 
 
 def _is_offloaded(recipe: ResolvedRecipe) -> bool:
-    """True if the state of a run with one process is not where a timed step has it."""
+    """Return True if the state of a run with one process is not where a timed step has it."""
     engine = named_engine(recipe.distributed)
     return engine.updates_itself or recipe.distributed.offload != "none"
 
 
 def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
-    """The estimate for a recipe as it stands, made in this process without timing steps. In a short
-    run that compiles, memory is that of the step without torch.compile, mostly an upper bound.
+    """Estimate a recipe as it is, in this process and without timing steps. For a short run that
+    compiles, memory is that of the step without torch.compile, usually an upper bound.
 
     Args:
         recipe: the resolved recipe.
@@ -233,8 +235,8 @@ def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True
     return Estimator().estimate(Candidate(recipe, machine, evaluates=evaluates, compiles=traces))
 
 
-def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:
-    """The estimate for a candidate, without its speed."""
+def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:
+    """Return the estimate for a candidate, without its speed."""
     machine, recipe = candidate.machine, candidate.recipe
     known = (candidate.name, candidate.changes)
     try:
@@ -262,7 +264,7 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
         if last is not None:
             evaluation = of_one_rank(last, recipe, machine.count, on_cpu=on_cpu)
     except TrainingError:
-        # A worker process failed, which does not make the candidate invalid.
+        # A worker process failed, which does not mean that the candidate is invalid.
         raise
     except FirstlightError as error:
         return Estimate(*known, recipe, usable_bytes=machine.usable_bytes, problem=str(error))
@@ -278,25 +280,26 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
 
 
 def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Sequences of an optimizer step for each group of devices with one copy of the model."""
+    """Return the sequences per optimizer step of each group of devices with one copy of the
+    model."""
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
         return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
     return recipe.batch.micro_batch_size * (recipe.batch.gradient_accumulation_steps or 1)
 
 
-# Each method alone, and the reasons of a choice
+# Each method alone, and the reasons for the settings
 
 
 def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
-    """An estimate for each method that the recipe does not use, added alone to the recipe. The
-    memory is that without torch.compile, unless compiling is the method. On this machine methods
-    are timed for some time, but torch.compile is not.
+    """Return an estimate for each method that the recipe does not use, added alone to the recipe.
+    The memory is that without torch.compile, unless compiling is the method. On this machine,
+    methods are timed for a limited time; torch.compile is never timed.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates.
+        estimator: the estimator to use.
     """
     candidates = [
         Candidate(
@@ -320,7 +323,7 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
 def methods(  # noqa: C901 - a flat list: one independent case per method
     recipe: ResolvedRecipe, machine: Machine
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, {key of the recipe: value}) of each method that would change something."""
+    """Yield (name, {key of the recipe: value}) of each method that would change something."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
         changes: dict[str, Any] = {"batch.micro_batch_size": 1}
@@ -358,7 +361,7 @@ def methods(  # noqa: C901 - a flat list: one independent case per method
 
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
-    """The changes that set another optimizer, and that turn off the options which it refuses."""
+    """Return the changes that set another optimizer and turn off the options that it rejects."""
     off = {"embeddings_in_32_bits": None, "cautious_weight_decay": False, "tuned_width": None}
     own, has = recipe.optimizer, OPTIMIZERS[name].options
     refused = [key for key, value in off.items() if getattr(own, key) != value and key not in has]
@@ -366,12 +369,13 @@ def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
 
 
 def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
-    """The change that turns off the averaging of checkpoints, which LoRA does not support."""
+    """Return the change that turns off averaging of checkpoints, which LoRA does not support."""
     return {"checkpoint.average_last": 0} if recipe.checkpoint.average_last else {}
 
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
-    """Changes that set the precision, and the attention backend if it was chosen by precision."""
+    """Return the changes that set the precision, and the attention backend if it was chosen by
+    precision."""
     config = recipe.efficiency
     seq_len = recipe.data.seq_len
     facts = facts_of(recipe, machine)
@@ -388,12 +392,13 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
 def reasons_for(
     recipe: Recipe, best: Estimate, first: Estimate, machine: Machine
 ) -> dict[str, str]:
-    """The reason for each key that the recipe leaves open, or that the best candidate changes.
+    """Return the reason for each key that the recipe leaves open, or that the best candidate
+    changes.
 
     Args:
         recipe: the recipe as written.
         best: the chosen estimate.
-        first: the estimate for the recipe as it stands.
+        first: the estimate for the recipe as it is.
         machine: the machine that was planned for.
     """
     reasons: dict[str, str] = {}
@@ -439,8 +444,8 @@ _ATTENTION = {
 
 
 def _logits_bytes(recipe: ResolvedRecipe) -> int:
-    """Bytes of a micro-batch's logits in fp32. Not from the trace, because that of a compiled step
-    does not show which bytes are logits."""
+    """Return the bytes of a micro-batch's logits in fp32. They are not taken from the trace,
+    because the trace of a compiled step does not show which bytes are logits."""
     return 4 * recipe.batch.micro_batch_size * recipe.data.seq_len * recipe.model.vocab_size
 
 

@@ -20,8 +20,8 @@ from firstlight.planner.plan.machine import Machine, with_changes
 from firstlight.planner.speed.timed import BUSY_TOKENS
 from firstlight.recipe import ResolvedRecipe
 
-#: Changes that are tried to make a step fit or its micro-batches larger; those that cost least
-#: speed first.
+#: Changes that are tried to make a step fit or its micro-batches larger; those that cost the least
+#: speed come first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as it stands", {}),
     ("chunked loss", {"efficiency.loss_chunk_tokens": 1024}),
@@ -46,7 +46,7 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 
-#: LoRA as it is tried if nothing fits, and the changes with which all such settings are tried.
+#: LoRA as it is tried if nothing fits, and the changes that accompany all such settings.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
 _LEAST: dict[str, Any] = {
     "batch.micro_batch_size": 1,
@@ -60,22 +60,22 @@ def best_estimate(
     estimator: Estimator | None = None,
     known: Estimate | None = None,
 ) -> Estimate | None:
-    """The settings with the most tokens a second among those that fit; None if none does.
+    """Return the settings with the most tokens/s among those that fit; None if none fits.
 
     The recipe's precision and global batch are kept, but not its micro-batch size; AdamW becomes
     8-bit AdamW only if nothing else fits. Methods that save memory are added, the cheapest first,
     only until the micro-batch keeps the device busy.
 
     If the recipe compiles, candidates are searched without torch.compile, which is quicker and
-    mostly takes more memory. The candidate found, and the recipe as it stands, are then estimated
+    usually takes more memory. The selected candidate, and the recipe as it is, are then estimated
     with torch.compile. If neither fits, the search is repeated with it, for all candidates that
     could fit.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates; None makes a new one.
-        known: the estimate for the recipe as it stands, if it was made before.
+        estimator: the estimator to use; None creates one.
+        known: the estimate for the recipe as it is, if it was already made.
     """
     estimator = estimator or Estimator()
     without: dict[str, Estimate] = {}
@@ -83,7 +83,7 @@ def best_estimate(
     if not recipe.efficiency.compile:
         return found
     estimates: list[Estimate] = []
-    # The unchanged recipe first: `max` takes the first of equally fast ones.
+    # The unchanged recipe comes first, because `max` returns the first of equally fast candidates.
     if found is None or found.changes:
         estimates.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
@@ -105,29 +105,30 @@ def _fastest(
     compiles: bool = False,
     hopeless: Container[str] = (),
 ) -> Estimate | None:
-    """The fastest of the candidates of `_SAVINGS` that fits; None if none does.
+    """Return the fastest of the candidates of `_SAVINGS` that fits; None if none fits.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates.
+        estimator: the estimator to use.
         looked_at: receives each candidate's estimate by name, with the largest micro-batch that
             fits.
         compiles: see `Candidate`.
-        hopeless: names of candidates to leave out.
+        hopeless: names of candidates to skip.
     """
     found: list[Estimate] = []
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
-        # Changes that the recipe has already are left out, which may leave an earlier candidate.
+        # Changes that the recipe already has are dropped, which may give an earlier candidate
+        # again.
         if wanted in tried:
             continue
         tried.append(wanted)
         if name in hopeless:
             continue
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
-            # Another optimizer changes the result: only in place of AdamW, if nothing else fits.
+            # Another optimizer changes the result, so it only replaces AdamW if nothing else fits.
             continue
         if "optimizer.name" in wanted:
             wanted |= other_optimizer(recipe, wanted["optimizer.name"])
@@ -153,11 +154,11 @@ def largest_that_fits(
     *,
     compiles: bool,
 ) -> Estimate:
-    """The estimate with the largest micro-batch that fits and divides the step evenly; with the
-    smallest micro-batch if none fits.
+    """Return the estimate with the largest micro-batch that fits and divides the step evenly, or
+    with the smallest micro-batch if none fits.
 
     Memory is about linear in the size of the micro-batch: the two smallest give the slope, and the
-    sizes that should fit by it are estimated themselves, the largest first.
+    sizes that should fit according to it are estimated, the largest first.
     """
     sizes = list(micro_batches(recipe, machine))
 
@@ -190,9 +191,9 @@ def largest_that_fits(
 
 
 def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """The recipe with the same global batch, but an open number of micro-batches.
+    """Return the recipe with the same global batch, but an open number of micro-batches.
 
-    Without `global_batch_tokens`, a step is the micro-batch of the recipe, which stays as it is.
+    Without `global_batch_tokens`, a step is the micro-batch of the recipe, which is not changed.
     """
     if resolved.batch.global_batch_tokens is None:
         return resolved
@@ -200,17 +201,17 @@ def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
-    """Micro-batch sizes that divide a device's part of each step evenly, each at most half of the
-    one before."""
+    """Yield micro-batch sizes that divide a device's part of each step evenly, each at most half of
+    the previous one."""
     total = sequences_per_step(recipe, machine)
     if recipe.batch.ramp_start_tokens is not None:
-        # The first step of a batch-size ramp has to be divided evenly, too.
+        # The first step of a batch-size ramp must also be divided evenly.
         share = recipe.data.seq_len * copies_of(recipe, machine.count)
         total = math.gcd(total, recipe.batch.ramp_start_tokens // share)
     before = 2 * total
     for size in range(total, 0, -1):
         if total % size == 0 and 2 * size <= before:
-            # Sizes in between differ too little in speed to be worth an estimate each.
+            # Sizes in between differ too little in speed to justify an estimate each.
             before = size
             yield size
 
@@ -235,7 +236,7 @@ def _with_micro_batch_size(
 def _has(recipe: ResolvedRecipe, key: str, value: object) -> bool:
     section, _, name = key.partition(".")
     found = getattr(getattr(recipe, section), name)
-    # Any number of tokens makes a chunked loss.
+    # Any nonzero number of tokens means that the loss is computed in chunks.
     return bool(found == value or (name == "loss_chunk_tokens" and found))
 
 
@@ -246,7 +247,7 @@ def _is_busy(one: Estimate, machine: Machine) -> bool:
 
 
 def _rate(one: Estimate) -> float:
-    """Expected tokens a second; if the device's rates are unknown, the micro-batch size."""
+    """Return the expected tokens/s; if the device's rates are unknown, the micro-batch size."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
     return float(one.recipe.batch.micro_batch_size)
@@ -255,21 +256,21 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Alternatives that fit, for a recipe of which no candidate fits: LoRA, LoRA on weights in four
-    bits, offloading to the CPU, more devices; each with a micro-batch of one sequence and full
+    """Return alternatives that fit, for a recipe of which no candidate fits: LoRA, LoRA on 4-bit
+    weights, offloading to the CPU, more devices; each with a micro-batch of one sequence and full
     activation checkpointing.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates; None makes a new one.
+        estimator: the estimator to use; None creates one.
     """
     estimator, candidates = estimator or Estimator(), []
     sequences = sequences_per_step(recipe, machine) * copies_of(recipe, machine.count)
     for name, changes, where in _fallbacks(recipe, machine):
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
-            # The global batch stays the same, also on more devices.
+            # The global batch stays the same, even on more devices.
             cut = with_changes(recipe, {k: v for k, v in changes.items() if "distributed" in k})
             copies = copies_of(cut, where.count)
             least["batch.gradient_accumulation_steps"] = max(sequences // copies, 1)
@@ -307,7 +308,7 @@ def _fallbacks(
         offload: dict[str, Any] = {
             "distributed.engine": "deepspeed",
             "distributed.offload": "cpu",
-            # DeepSpeed can't be combined with it.
+            # DeepSpeed does not support compilation.
             "efficiency.compile": False,
         }
         yield "offloading moments to the CPU (DeepSpeed)", offload, machine

@@ -2,10 +2,10 @@
 
 The model, optimizer and methods of a recipe train for a few steps on random tokens. If that would
 take too long, a micro-batch of fewer sequences is timed, and if it still would, models with fewer
-layers. The time of a whole step follows from these: the passes take time in proportion to the
+layers. The time of a full step follows from these: the passes take time in proportion to the
 sequences, and both passes and update take the same time for each further layer.
 
-torch.compile is left out, because compiling takes longer than all of a plan.
+torch.compile is not timed, because compiling takes longer than an entire plan.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.resolve import USUAL_MFU
 from firstlight.training.micro_batch_trials import trial_program
 
-#: Steps that are timed after a first one, which allocates memory and loads kernels. The faster one
-#: counts: other programs only make a step slower.
+#: Steps that are timed after a first step, which allocates memory and loads kernels. The faster one
+#: counts, because other programs can only make a step slower.
 _STEPS = 2
 
-#: Seconds that the steps of a recipe should take at most. One step of a model of two layers with
-#: one sequence is timed however long it takes.
+#: Maximum seconds that the steps of a recipe should take. One step of a model of two layers with
+#: one sequence is timed in any case.
 SECONDS = 3.0
 
 #: Tokens of a micro-batch, by kind of device, below which a token takes longer.
 BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
-#: Assumed seconds for making a parameter and updating it in all steps, by kind of device.
+#: Assumed seconds for creating a parameter and updating it in all steps, by kind of device.
 _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 
-#: Largest relative error of a whole timed step, and of one that was computed from smaller ones
+#: Maximum relative error of a full timed step, and of a step that was computed from smaller ones
 #: (docs/benchmarks/planner.md).
 _ERROR = 0.15
 _SCALED_ERROR = 0.2
 
-#: `hardware.device.peak_flops`, which takes some time, once for each precision.
+#: `hardware.device.peak_flops`, which takes some time, cached for each precision.
 _peak_flops = functools.cache(peak_flops)
 
 
@@ -70,7 +70,7 @@ class StepTime:
     timed: str = ""
 
     def seconds(self, micro_batches: int) -> float:
-        """Seconds of a step of this number of micro-batches."""
+        """Return the seconds of a step with this number of micro-batches."""
         return micro_batches * self.passes + self.update
 
 
@@ -80,10 +80,10 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
     Args:
         recipe: the resolved recipe of a run with one process.
         hardware: the device to run on.
-        seconds: time that the steps should take at most.
+        seconds: maximum time that the steps should take.
 
     Raises:
-        ConfigError: the recipe's methods can't work together.
+        ConfigError: the recipe's methods can't be combined.
         RuntimeError, MemoryError: the step does not fit into memory.
     """
     recipe = uncompiled(recipe).model_copy(update={"distributed": DistributedConfig()})
@@ -123,10 +123,11 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
 def _timed(
     recipe: ResolvedRecipe, hardware: Hardware, rows: int, most_seconds: float
 ) -> tuple[float, float]:
-    """Seconds of the passes and of the update of a step of one micro-batch of `rows` sequences.
+    """Return the seconds of the passes and of the update of a step of one micro-batch of `rows`
+    sequences.
 
-    No further step is begun after `most_seconds`: some precisions are much slower on a CPU than
-    their matrix products, by which the size of the step was chosen.
+    No further step is begun after `most_seconds`: on a CPU, steps in some precisions are much
+    slower than their matrix products, by which the size of the step was chosen.
     """
     batch: dict[str, Any] = {"micro_batch_size": rows, "gradient_accumulation_steps": 1}
     batch |= {"global_batch_tokens": None, "ramp_start_tokens": None, "ramp_steps": None}
@@ -140,7 +141,7 @@ def _timed(
         passed = time.perf_counter()
         return clip(*args)
 
-    setattr(optimizer, "clip_gradients", clipped)  # noqa: B010  (a method of this object alone)
+    setattr(optimizer, "clip_gradients", clipped)  # noqa: B010  (a method of this object only)
     times: list[tuple[float, float]] = []
     begun = time.perf_counter()
     while len(times) < 1 + _STEPS:
@@ -156,12 +157,12 @@ def _timed(
 
 
 def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> SpeedPrediction:
-    """The speed of a recipe whose step was timed.
+    """Return the speed of a recipe whose step was timed.
 
     Args:
         recipe: the resolved recipe of a run with one process.
         step: result of `time_step`.
-        gain: expected speed with torch.compile as a multiple of that without it.
+        gain: expected speed with torch.compile as a multiple of the speed without it.
     """
     seq_len, frozen = recipe.data.seq_len, recipe.lora is not None
     micro_batches = recipe.batch.accumulation(seq_len)
@@ -183,7 +184,7 @@ def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> Sp
 
 
 def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> SpeedPrediction:
-    """The speed of a recipe whose steps can't be timed, from that of new models of its size.
+    """Return the speed of a recipe whose steps can't be timed, from that of new models of its size.
 
     Args:
         recipe: the resolved recipe.
