@@ -55,7 +55,7 @@ def test_an_error_passes_through_a_group_of_one() -> None:
 def test_a_timeout_is_a_time() -> None:
     for seconds in (0.0, -1.0, float("nan")):
         with (
-            pytest.raises(ConfigError, match="has to be more than 0"),
+            pytest.raises(ConfigError, match="must be more than 0"),
             process_group(TWO, torch.device("cpu"), seconds),
         ):
             pass

@@ -711,7 +711,7 @@ def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> 
 
 @pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])
 def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="has to be more than 0"):
+    with pytest.raises(ConfigError, match="must be more than 0"):
         Budget(**budget)
 
 
@@ -1139,7 +1139,7 @@ _FLASH_ON_T4 = [
     "options, words",
     [
         (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
-        (["--gpu-memory", "lots"], "is no size of memory"),
+        (["--gpu-memory", "lots"], "is not a size of memory"),
         (["--gpu", "T4", "--budget", "soon"], "is not a time"),
         (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),

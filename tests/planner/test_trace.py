@@ -220,7 +220,7 @@ def test_what_libraries_take_inside_of_recurrent_layers_is_said_not_to_count() -
     target = find_machine("RTX 4090").target
     options = {"loss": lambda found: found[0].sum(), "target": target}
     (note,) = plan_module(recurrent, [torch.empty(2, 3, 4)], **options).notes  # type: ignore[arg-type]
-    assert note.startswith("what libraries take inside of gru is")
+    assert note.startswith("memory that libraries allocate inside gru is")
 
 
 _WINDOW = {"sliding_window": 40}
