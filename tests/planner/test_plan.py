@@ -126,7 +126,7 @@ def test_machines_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch
         find_machine("RTX 4091")
     with pytest.raises(ConfigError, match="--gpus is 0"):
         find_machine("RTX 4090", count=0)
-    with pytest.raises(ConfigError, match="--gpus 2 of which kind"):
+    with pytest.raises(ConfigError, match="--gpus 2 needs the kind of GPU"):
         find_machine(count=2)
     with pytest.raises(ConfigError, match="--gpu-memory is 24 bytes"):
         find_machine(memory_bytes=24)
@@ -180,7 +180,7 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     found = list(alignment_warnings(resolved, None))
     assert found == [
         f"model.intermediate_size 67 is not a multiple of 8, and {mlp:.0%} of the matrix "
-        f"products use it: take 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a step",
+        f"products use it: set it to 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a step",
         f"model.vocab_size 101 is not a multiple of 8, and {head:.0%} of the matrix products use "
         "it: efficiency.vocab_multiple 64 pads it to 128, up to "
         f"{1 / (1 - head * 3 / 4):.2f} times the speed of a step",
@@ -195,10 +195,10 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
         recipe(model={**_MODEL, **heads, "hidden_size": 60, "intermediate_size": 67}), t4
     )
     hidden, layer = alignment_warnings(wide, None)  # and none of the keys' width, 10
-    assert ": take 72, up to" in layer
+    assert ": set it to 72, up to" in layer
     # 64 is not a multiple of 6 heads.
     assert "model.hidden_size 60 is not a multiple of 8" in hidden
-    assert ": take 72, up to" in hidden
+    assert ": set it to 72, up to" in hidden
     assert hidden.endswith("times the speed of a step, with the other sizes aligned as well")
     wide = resolve_for(recipe(model={**_MODEL, **heads, "hidden_size": 72}), t4)
     (keys,) = alignment_warnings(wide, None)

@@ -632,12 +632,12 @@ def alignment_warnings(
         advice = {
             "vocab_size": f"efficiency.vocab_multiple {multiple} pads it to {aligned:,}",
             None: f"use head sizes that are multiples of {_PACKET}",
-        }.get(key, f"use {aligned:,}")
+        }.get(key, f"set it to {aligned:,}")
         name = f"a width of {size:,} inside the model" if key is None else f"model.{key} {size:,}"
         misaligned = any(other % _PACKET for shape in own for other in shape if other != size)
         together = ", with the other sizes aligned as well" if misaligned else ""
         yield (
-            f"{name} is not a multiple of {_PACKET}, but {share:.0%} of the matrix products use "
+            f"{name} is not a multiple of {_PACKET}, and {share:.0%} of the matrix products use "
             f"it: {advice}, {origin} {gain:.2f} times the speed of a step{together}"
         )
 
