@@ -176,7 +176,7 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
         ("model", {"model_type": "olmo2"}, "support olmo2 models, where queries and keys are"),
         ("model", {"num_key_value_heads": 2}, "model.num_key_value_heads 2 .* set that to 2"),
         ("model", {"intermediate_size": 54}, "model.intermediate_size 54 .* set that to 3"),
-        ("efficiency", {"precision": "bf16_params"}, "precision bf16_params .* use bf16"),
+        ("efficiency", {"precision": "bf16_params"}, "precision bf16_params: use bf16"),
         (
             "efficiency",
             {"loss_chunk_tokens": 8},

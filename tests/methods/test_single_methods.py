@@ -552,7 +552,7 @@ def test_time_of_compiling_is_recorded_for_the_usual_backend_and_an_empty_cache(
     record(usual, misses=1, hits=0)
     compiler = find_compiler(CPU)
     assert compiler is not None
-    assert compiler.ways((77, 77))[0].seconds == pytest.approx(99.0)  # as slow for all models
+    assert compiler.modes((77, 77))[0].seconds == pytest.approx(99.0)  # as slow for all models
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")

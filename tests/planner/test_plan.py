@@ -180,7 +180,8 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     found = list(alignment_warnings(resolved, None))
     assert found == [
         f"model.intermediate_size 67 is not a multiple of 8, and {mlp:.0%} of the matrix "
-        f"products use it: set it to 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a step",
+        f"products use it: set it to 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a "
+        "step",
         f"model.vocab_size 101 is not a multiple of 8, and {head:.0%} of the matrix products use "
         "it: efficiency.vocab_multiple 64 pads it to 128, up to "
         f"{1 / (1 - head * 3 / 4):.2f} times the speed of a step",

@@ -66,14 +66,16 @@ class Compiling:
 NOT_COMPILED = Compiling(False)
 
 
-def best_way(ways: Iterable[Compiling], seconds: Callable[[Compiling], float]) -> Compiling:
+def best_compile_mode(
+    modes: Iterable[Compiling], seconds: Callable[[Compiling], float]
+) -> Compiling:
     """Return the compilation mode with which a run takes the least time.
 
     Args:
-        ways: the modes to choose from, usually including `NOT_COMPILED`.
+        modes: the modes to choose from, usually including `NOT_COMPILED`.
         seconds: function that maps a mode to the seconds of the run, without those of compiling.
     """
-    return min(ways, key=lambda way: seconds(way) + _MARGIN * way.seconds)
+    return min(modes, key=lambda mode: seconds(mode) + _MARGIN * mode.seconds)
 
 
 @functools.cache
@@ -95,7 +97,7 @@ class Compiler:
     device: str
     cores: int
 
-    def ways(self, size: tuple[int, int], *, is_busy: bool = False) -> list[Compiling]:
+    def modes(self, size: tuple[int, int], *, is_busy: bool = False) -> list[Compiling]:
         """Return the modes of compiling a model; not compiling is not among them.
 
         Args:

@@ -20,7 +20,7 @@ import torch
 from firstlight.data.corpus import Kind
 from firstlight.data.loader import NO_MASKING
 from firstlight.errors import ConfigError
-from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling, best_way
+from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling, best_compile_mode
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.methods import (
     EfficiencyConfig,
@@ -327,15 +327,15 @@ def _resolve_efficiency(
     precision = chosen.get("precision", config.precision)
     if config.compile == "auto":
         size = model.hidden_size, model.num_hidden_layers
-        ways = open_ways(config, recipe.distributed, facts.compiler, size)
-        way = ways[0]
-        if len(ways) > 1 and (before := earlier.get("compile")) is not None:
-            way = Compiling(before is True, earlier.get("compile_regional", False))
-        elif len(ways) > 1:
+        modes = open_compile_modes(config, recipe.distributed, facts.compiler, size)
+        mode = modes[0]
+        if len(modes) > 1 and (before := earlier.get("compile")) is not None:
+            mode = Compiling(before is True, earlier.get("compile_regional", False))
+        elif len(modes) > 1:
             seconds = usual_seconds(recipe, model, seq_len, precision, facts=facts)
-            way = best_way(ways, lambda way: seconds / way.gain)
-        chosen["compile"] = needs_compiling(config) or way.compiles
-        chosen["compile_regional"] = config.compile_regional or way.regional
+            mode = best_compile_mode(modes, lambda mode: seconds / mode.gain)
+        chosen["compile"] = needs_compiling(config) or mode.compiles
+        chosen["compile_regional"] = config.compile_regional or mode.regional
     if config.loss_chunk_tokens is None:
         chunk = _loss_chunk_tokens(recipe, model, facts.device, precision)
         chosen["loss_chunk_tokens"] = earlier.get("loss_chunk_tokens", chunk)
@@ -385,7 +385,7 @@ def _is_whole(parts: DistributedConfig) -> bool:
     return parts.tensor_parallel * parts.pipeline == 1
 
 
-def open_ways(
+def open_compile_modes(
     config: EfficiencyConfig,
     parts: DistributedConfig,
     compiler: Compiler | None,
@@ -407,14 +407,14 @@ def open_ways(
         or named_engine(parts).updates_itself
         or parts.deepspeed_config is not None
     )
-    ways = [] if compiler is None or is_refused else compiler.ways(size, is_busy=is_busy)
+    modes = [] if compiler is None or is_refused else compiler.modes(size, is_busy=is_busy)
     compiles = config.compile is True or needs_compiling(config)
     if compiles or "compile_regional" in config.model_fields_set:
-        ways = [way for way in ways if way.regional == config.compile_regional]
-    if config.compile is False or not ways:
+        modes = [mode for mode in modes if mode.regional == config.compile_regional]
+    if config.compile is False or not modes:
         return [NOT_COMPILED]
     # Without compilation, the casts of fp8 take longer than its products save.
-    return ways if compiles or config.precision == "fp8" else [NOT_COMPILED, *ways]
+    return modes if compiles or config.precision == "fp8" else [NOT_COMPILED, *modes]
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:

@@ -180,14 +180,14 @@ def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
     """Return what to do about a device that computes wrong values, starting with a setting with
     which it passes, if there is one."""
-    ways = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
+    remedies = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
     for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
         other = keys._replace(**{key: value})
         with contextlib.suppress(RuntimeError, FirstlightError):
             if other != keys and _error(hardware, other) <= 1:
-                ways.insert(0, f"efficiency.{key}: {value}")
+                remedies.insert(0, f"efficiency.{key}: {value}")
                 break
-    return f"use {' or '.join([*ways, 'another version of torch'])}"
+    return f"use {' or '.join([*remedies, 'another version of torch'])}"
 
 
 def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:

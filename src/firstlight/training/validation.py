@@ -314,15 +314,15 @@ def _any_attention(program: TrainingProgram) -> Iterator[None]:
     """Context in which attention supports texts of any length, for which cuDNN would make plans
     (`varying_lengths`), and the masks of texts that continue a cached context, which the flash and
     cudnn backends do not support."""
-    way = program.recipe.efficiency.attention
-    if way not in ("flash", "cudnn"):
+    backend = program.recipe.efficiency.attention
+    if backend not in ("flash", "cudnn"):
         yield
         return
     choose_attention(program.model, "sdpa")
     try:
         yield
     finally:
-        choose_attention(program.model, way)
+        choose_attention(program.model, backend)
 
 
 def _loaded(model: Model, tokenizer: Tokenizer, run_folder: Path) -> LoadedModel:

@@ -62,7 +62,7 @@ class MachineFacts:
         return replace(self, rates=rates, steps=steps)
 
     def tokens_per_second(
-        self, flops: float, step_tokens: float = math.inf, way: Compiling = NOT_COMPILED
+        self, flops: float, step_tokens: float = math.inf, mode: Compiling = NOT_COMPILED
     ) -> float:
         """Estimate the training speed of a model in tokens per second.
 
@@ -73,18 +73,18 @@ class MachineFacts:
         Args:
             flops: training FLOPs per token of the model.
             step_tokens: tokens per step; by default enough to keep the device busy.
-            way: the compilation mode of the step.
+            mode: the compilation mode of the step.
         """
         seconds = [(size, 1 / rate) for size, rate in self.rates]
         if len(seconds) == 1:
             rate = seconds[0][0] / seconds[0][1] / flops
         else:
             rate = 1 / max(_on_line(seconds, flops), min(one for _, one in seconds) / 2)
-        rate *= way.gain
+        rate *= mode.gain
         if not self.steps or step_tokens == math.inf:
             return rate
         least = self.steps[0][1] if len(self.steps) == 1 else _on_line(self.steps, flops)
-        return min(rate, way.launch_gain * step_tokens / max(least, self.steps[0][1] / 2))
+        return min(rate, mode.launch_gain * step_tokens / max(least, self.steps[0][1] / 2))
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:

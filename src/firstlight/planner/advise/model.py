@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
-from firstlight.hardware.compiling import NOT_COMPILED, Compiling, best_way
+from firstlight.hardware.compiling import NOT_COMPILED, Compiling, best_compile_mode
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     USUAL_HARDNESS,
@@ -67,7 +67,7 @@ def batch_and_rate(
     rate: Callable[[float, Compiling], float],
     tokens_at: Callable[[float, Compiling], float],
     batch_for: Callable[[float], int],
-    ways: Sequence[Compiling],
+    modes: Sequence[Compiling],
     steps: int | None = None,
 ) -> tuple[int, float, Compiling]:
     """Return the tokens per step and tokens per second of a run, and the compilation mode with
@@ -80,21 +80,21 @@ def batch_and_rate(
         rate: function that maps the tokens per step and the mode to the tokens per second.
         tokens_at: function that maps the tokens per second and the mode to the tokens of the run.
         batch_for: function that maps the tokens of the run to the tokens per step.
-        ways: the compilation modes to choose from, including none.
+        modes: the compilation modes to choose from, including none.
         steps: steps of the run; None if its tokens are known or follow from its time.
     """
 
-    def found(way: Compiling) -> tuple[int, float]:
-        reached = rate(math.inf, way)
+    def found(mode: Compiling) -> tuple[int, float]:
+        reached = rate(math.inf, mode)
         # As the batch grows with the root of the tokens, the second round hardly changes it.
         for _ in range(2):
-            batch = batch_for(tokens_at(reached, way))
-            reached = rate(batch, way)
+            batch = batch_for(tokens_at(reached, mode))
+            reached = rate(batch, mode)
         return batch, reached
 
     batch, plain = found(NOT_COMPILED)
     tokens = steps * batch if steps else tokens_at(plain, NOT_COMPILED)
-    best = best_way(ways, lambda way: tokens / rate(batch, way))
+    best = best_compile_mode(modes, lambda mode: tokens / rate(batch, mode))
     return (*found(best), best)
 
 
@@ -177,7 +177,7 @@ class Suggestion:
         seconds: duration at the expected rate, including compiling.
         bits: expected bits per byte of held-out text at the end.
         epochs: passes over the available text; None if its size is not known.
-        way: the compilation mode of the run.
+        mode: the compilation mode of the run.
     """
 
     config: ModelConfig
@@ -191,7 +191,7 @@ class Suggestion:
     seconds: float
     bits: float
     epochs: float | None
-    way: Compiling = NOT_COMPILED
+    mode: Compiling = NOT_COMPILED
 
     @property
     def bits_per_byte(self) -> tuple[float, float]:
@@ -227,7 +227,7 @@ def suggest(
     seconds: float | None = None,
     tokens: float | None = None,
     epochs: float | None = None,
-    ways: Callable[[ModelConfig], Sequence[Compiling]] = lambda _: (NOT_COMPILED,),
+    modes: Callable[[ModelConfig], Sequence[Compiling]] = lambda _: (NOT_COMPILED,),
 ) -> Suggestion:
     """Return the best model for a budget.
 
@@ -239,7 +239,7 @@ def suggest(
         seconds, tokens: the budget as time or as tokens; exactly one of them.
         epochs: maximum number of passes over the text in a budget of time; None is
             `defaults.MOST_EPOCHS`.
-        ways: function that maps a model to the compilation modes to choose from, including none.
+        modes: function that maps a model to the compilation modes to choose from, including none.
 
     Raises:
         ConfigError: not even the smallest model fits, or not exactly one budget is given.
@@ -260,14 +260,14 @@ def suggest(
         )
 
     def in_time(time: float | None) -> list[Suggestion]:
-        def tokens_at(reached: float, way: Compiling) -> float:
+        def tokens_at(reached: float, mode: Compiling) -> float:
             if time is not None:
-                return tokens_in_time(reached, way.left_of(time), text, epochs)
+                return tokens_in_time(reached, mode.left_of(time), text, epochs)
             assert tokens is not None
             return tokens
 
         return [
-            _with_run(one, rate, tokens_at, text, seq_len=seq_len, ways=ways(one.config))
+            _with_run(one, rate, tokens_at, text, seq_len=seq_len, modes=modes(one.config))
             for one in fitting
         ]
 
@@ -303,21 +303,21 @@ def _with_run(
     text: TextFacts,
     *,
     seq_len: int,
-    ways: Sequence[Compiling],
+    modes: Sequence[Compiling],
 ) -> Suggestion:
     """Return the model with its batch and its number of steps."""
 
-    def rate_of(batch: float, way: Compiling) -> float:
-        found = rate(model, batch, way)
+    def rate_of(batch: float, mode: Compiling) -> float:
+        found = rate(model, batch, mode)
         assert found is not None
         return found
 
-    batch, reached, way = batch_and_rate(
-        rate_of, tokens_at, lambda n: batch_tokens(n, seq_len), ways
+    batch, reached, mode = batch_and_rate(
+        rate_of, tokens_at, lambda n: batch_tokens(n, seq_len), modes
     )
-    steps = max(round(tokens_at(reached, way) / batch), 1)
-    seconds = steps * batch / reached + way.seconds
-    found = replace(model, global_batch_tokens=batch, seconds=seconds, way=way)
+    steps = max(round(tokens_at(reached, mode) / batch), 1)
+    seconds = steps * batch / reached + mode.seconds
+    found = replace(model, global_batch_tokens=batch, seconds=seconds, mode=mode)
     return with_steps(found, steps, text)
 
 

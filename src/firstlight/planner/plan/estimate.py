@@ -24,7 +24,7 @@ from firstlight.planner.speed.throughput import SpeedPrediction, estimate_speed
 from firstlight.planner.speed.timed import StepTime, time_step, timed_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
-from firstlight.recipe.resolve import attention_backend, open_ways
+from firstlight.recipe.resolve import attention_backend, open_compile_modes
 
 #: Seconds of timed steps after which an `Estimator` stops timing candidates, and after which it
 #: stops timing methods of the table.
@@ -172,8 +172,8 @@ class Estimator:
         recipe = estimate.recipe
         machine = candidate.machine
         size = recipe.model.hidden_size, recipe.model.num_hidden_layers
-        ways = open_ways(recipe.efficiency, recipe.distributed, machine.compiler, size)
-        gain = ways[0].gain
+        modes = open_compile_modes(recipe.efficiency, recipe.distributed, machine.compiler, size)
+        gain = modes[0].gain
         try:
             speed = estimate_speed(estimate.traced, recipe, machine)
             if speed is not None and recipe.efficiency.compile and _is_timed(machine):

@@ -56,7 +56,7 @@ from firstlight.planner.plan.search import best_estimate, nearest_estimates, ope
 from firstlight.planner.speed.gpu import DEFAULT_SHARES, PACKET_BYTES
 from firstlight.planner.speed.timed import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
-from firstlight.recipe.resolve import open_ways
+from firstlight.recipe.resolve import open_compile_modes
 
 
 @dataclass(frozen=True)
@@ -351,13 +351,13 @@ def _for_budget(
         def rate(
             model: Suggestion,
             step: float,
-            way: Compiling,
+            mode: Compiling,
             most: float = most_parameters,
             speed: MachineFacts = speed,
         ) -> float | None:
             if model.parameters > most:
                 return None
-            return speed.tokens_per_second(model.flops, step, way)
+            return speed.tokens_per_second(model.flops, step, mode)
 
         found = suggest(
             rate,
@@ -367,7 +367,7 @@ def _for_budget(
             seconds=budget.seconds,
             tokens=budget.tokens,
             epochs=epochs,
-            ways=lambda model: open_ways(
+            modes=lambda model: open_compile_modes(
                 written.efficiency,
                 written.distributed,
                 compiler,
@@ -379,7 +379,7 @@ def _for_budget(
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
         suggestion = _suggested_recipe(plan, found, written)
-        expected = speed.tokens_per_second(found.flops, found.global_batch_tokens, found.way)
+        expected = speed.tokens_per_second(found.flops, found.global_batch_tokens, found.mode)
         estimate = best_estimate(suggestion, machine, estimator)
         of_own = estimate is not None and "optimizer.name" not in estimate.changes
         if estimate is not None and estimate.fits and estimate.tokens_per_second is None:
@@ -461,7 +461,7 @@ def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> Resolve
         schedule["initial_learning_rate"] = ratio * recipe.schedule.initial_learning_rate
     efficiency = recipe.efficiency
     if written.efficiency.compile == "auto" and not needs_compiling(written.efficiency):
-        keys = {"compile": found.way.compiles, "compile_regional": found.way.regional}
+        keys = {"compile": found.mode.compiles, "compile_regional": found.mode.regional}
         efficiency = efficiency.model_copy(update=keys)
     own = {"model": found.config, "optimizer": optimizer, "efficiency": efficiency}
     return with_changes(
@@ -542,12 +542,12 @@ def _in_time(
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
-        tokens = tokens_in_time(speed, found.way.left_of(budget.seconds), text, epochs)
+        tokens = tokens_in_time(speed, found.mode.left_of(budget.seconds), text, epochs)
         steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, text)
         changes = {"schedule.max_steps": steps}
         estimate = dataclasses.replace(estimate, recipe=with_changes(estimate.recipe, changes))
-    found = dataclasses.replace(found, seconds=found.tokens / speed + found.way.seconds)
+    found = dataclasses.replace(found, seconds=found.tokens / speed + found.mode.seconds)
     return {"suggestion": found, "suggested": estimate}
 
 
