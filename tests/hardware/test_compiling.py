@@ -74,7 +74,7 @@ def test_cache_that_cannot_be_written_ends_nothing(cache: Path) -> None:
     assert seconds_of(H100, (768, 12)) == [8.0, 28.0]
 
 
-def test_best_way_saves_more_than_the_time_of_compiling() -> None:
+def test_best_compile_mode_saves_more_than_the_time_of_compiling() -> None:
     way = Compiling(True, seconds=10.0, gain=2.0)
     # Half of the time is saved: with the margin for a run of 24 s and more.
     ways = [NOT_COMPILED, way]
