@@ -558,7 +558,7 @@ def test_data_of_another_tokenizer_is_refused(place: Path, run: Run, texts: list
     prepare(["text.txt"], train_tokenizer(texts, 300), "other", val_fraction=0.5)
     assert "another tokenizer" in failure(run, place, "eval", "run", "--data", "other")
     message = failure(run, place, "train", "r.yaml", "--data.dir", "other", "--init-from", "run")
-    assert "another tokenizer" in message
+    assert "a different tokenizer" in message
 
 
 def test_a_split_that_is_not_there_is_refused(place: Path, run: Run) -> None:

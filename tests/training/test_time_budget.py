@@ -363,10 +363,10 @@ def test_a_decision_falls_when_the_decay_has_to_begin() -> None:
 @pytest.mark.parametrize(
     "keys, says",
     [
-        ({"max_steps": 9, "epochs": 1.0}, "max_steps and epochs both say how long the run is"),
-        ({"decay_steps": 9}, "decay_steps is for a run of known length"),
+        ({"max_steps": 9, "epochs": 1.0}, "max_steps and epochs both set the length of the run"),
+        ({"decay_steps": 9}, "decay_steps requires a known number of steps"),
         ({"resume": True}, "set max_steps, and max_minutes to null"),
-        ({"warmup_ratio": 0.7, "decay_fraction": 0.5}, "are 1.2 of the run together"),
+        ({"warmup_ratio": 0.7, "decay_fraction": 0.5}, "together are 1.2 of the run"),
         ({"max_minutes": 0.0}, "schedule.max_minutes: .*greater than 0"),
     ],
 )
