@@ -80,7 +80,7 @@ _REFUSED = {
     "optimizer.name: paged_adamw8bit",
     "data.pin_memory",
 }
-#: The values of the plain recipe, values that other rows need as well or that `test_methods` trains,
+#: The values of the plain recipe, values that other rows need as well or `test_methods` trains too,
 #: and what a C++ compiler, several processes or fp16 on a CPU take many seconds for.
 _SLOW = (
     "precision: fp32",
