@@ -11,12 +11,13 @@ import torch
 
 from firstlight.data.loader import Batch
 from firstlight.hardware.compiling import Compiler
+from firstlight.hardware.device import find_hardware
 from firstlight.models import build_model
 from firstlight.models.moe import _has_kernel
 from firstlight.optim.eight_bit import quiet_import
 from firstlight.optim.new_model import NEW_MODEL
 from firstlight.recipe import ResolvedRecipe, parse_recipe
-from firstlight.recipe.resolve import Facts, resolve
+from firstlight.recipe.resolve import Facts, facts_here, resolve
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
@@ -49,7 +50,7 @@ ROWS, TOKENS = 2, 128
 GPU = Facts("cuda", "bf16", Compiler("cuda", device="", cores=16), lambda _: 1e15)
 
 
-def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:
+def recipe_of(model: dict[str, Any] = GPT2, facts: Facts = GPU, **keys: Any) -> ResolvedRecipe:
     """A tiny recipe with keys `section__key`."""
     values: dict[str, Any] = {
         "model": model,
@@ -61,7 +62,7 @@ def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:
     for key, value in keys.items():
         section, _, name = key.partition("__")
         values.setdefault(section, {})[name] = value
-    return resolve(parse_recipe(values), GPU)
+    return resolve(parse_recipe(values), facts)
 
 
 def batch_of(recipe: ResolvedRecipe, *, pinned: bool = False) -> Batch:
@@ -452,6 +453,21 @@ def test_weights_of_4_bits_stay_on_the_gpu(model: dict[str, Any], precision: str
         assert {c.outputs[0][1] for c in linear} == {half}
         unpacked = cuda.named("dequantize_4bit")
         assert {c.outputs[0][1] for c in unpacked} == {half}
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_auto_precision_on_a_t4_is_fp16_with_loss_scale_and_efficient_attention(
+    model: dict[str, Any],
+) -> None:
+    with fake_cuda(capability=(7, 5)) as (cuda, _):
+        facts = facts_here(find_hardware("cuda"))
+        recipe = recipe_of(model, facts, efficiency__precision="auto")
+        assert recipe.efficiency.precision == "fp16"
+        program = steps(cuda, recipe)
+        assert program.scaler is not None
+        assert len(cuda.named("_scaled_dot_product_efficient_attention")) == 2
+        assert {d for c in cuda.named("mm", "addmm") for _, d, _ in c.inputs} == {torch.float16}
 
 
 @pytest.mark.everywhere
