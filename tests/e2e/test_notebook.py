@@ -112,7 +112,7 @@ def test_kaggle_notebook_copies_the_run_of_an_earlier_version(
     (tmp_path / "working").mkdir()
     monkeypatch.chdir(tmp_path)
     source = "".join(cell["source"]).replace("/kaggle/", f"{tmp_path}/")
-    exec(source, {})  # noqa: S102: the notebook's own cell
+    exec(source, {})  # noqa: S102 (the notebook's own cell)
     assert (tmp_path / "working" / "runs" / "mine" / "recipe.yaml").exists()
 
 
