@@ -16,7 +16,7 @@ from firstlight.models import build_model
 from firstlight.models.moe import _has_kernel
 from firstlight.optim.eight_bit import quiet_import
 from firstlight.optim.new_model import NEW_MODEL
-from firstlight.recipe import ResolvedRecipe, parse_recipe
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.recipe.resolve import Facts, facts_here, resolve
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
@@ -50,8 +50,8 @@ ROWS, TOKENS = 2, 128
 GPU = Facts("cuda", "bf16", Compiler("cuda", device="", cores=16), lambda _: 1e15)
 
 
-def recipe_of(model: dict[str, Any] = GPT2, facts: Facts = GPU, **keys: Any) -> ResolvedRecipe:
-    """A tiny recipe with keys `section__key`."""
+def open_recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> Recipe:
+    """A tiny recipe with keys `section__key`, not resolved."""
     values: dict[str, Any] = {
         "model": model,
         "data": {"dir": "nowhere", "seq_len": TOKENS},
@@ -62,7 +62,12 @@ def recipe_of(model: dict[str, Any] = GPT2, facts: Facts = GPU, **keys: Any) -> 
     for key, value in keys.items():
         section, _, name = key.partition("__")
         values.setdefault(section, {})[name] = value
-    return resolve(parse_recipe(values), facts)
+    return parse_recipe(values)
+
+
+def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:
+    """A tiny recipe with keys `section__key`, resolved for `GPU`."""
+    return resolve(open_recipe_of(model, **keys), GPU)
 
 
 def batch_of(recipe: ResolvedRecipe, *, pinned: bool = False) -> Batch:
@@ -461,8 +466,8 @@ def test_auto_precision_on_a_t4_is_fp16_with_loss_scale_and_efficient_attention(
     model: dict[str, Any],
 ) -> None:
     with fake_cuda(capability=(7, 5)) as (cuda, _):
-        facts = facts_here(find_hardware("cuda"))
-        recipe = recipe_of(model, facts, efficiency__precision="auto", optimizer__name="muon")
+        written = open_recipe_of(model, efficiency__precision="auto", optimizer__name="muon")
+        recipe = resolve(written, facts_here(find_hardware("cuda")))
         assert recipe.efficiency.precision == "fp16"
         program = steps(cuda, recipe)
         assert program.scaler is not None
