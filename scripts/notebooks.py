@@ -18,7 +18,7 @@ from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 #: Folders of the two services.
-FOLDERS = ("/content/drive", "/kaggle/working", "/kaggle/input")
+FOLDERS = ("/content", "/kaggle/working", "/kaggle/input")
 #: Changes that make a run short, by notebook.
 SHORTER = {
     "colab.ipynb": {
