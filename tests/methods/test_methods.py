@@ -141,10 +141,12 @@ _QUICK, _COMPILED = pairwise_combinations()
 
 
 def _each_value_once() -> list[Combination]:
-    """Of the quick combinations, few that hold each of their values."""
-    missing, rows = set().union(*_QUICK), []
+    """Of the quick combinations that don't compile, which takes longest, few that hold each of
+    their values."""
+    plain = [row for row in _QUICK if ("compile", "regional") not in row]
+    missing, rows = set().union(*plain), []
     while missing:
-        rows.append(max(_QUICK, key=lambda row: len(row & missing)))
+        rows.append(max(plain, key=lambda row: len(row & missing)))
         missing -= rows[-1]
     return rows
 
@@ -236,4 +238,5 @@ def test_the_table_of_the_page_says_what_was_tested(
     wanted = with_table(page, bounds_table([*SWITCHES, *ALONE, *ON_CUDA]))
     if wanted != page:
         write_file(PAGE, wanted)
-    assert wanted.count("equal to the last bit") >= sum(s.kind == "exact" for s in SWITCHES)
+    exact = wanted.partition("\n| exact | 0 | 0 % | ")[2].partition(" |\n")[0].split(", ")
+    assert len(exact) >= sum(s.kind == "exact" for s in SWITCHES) > 5

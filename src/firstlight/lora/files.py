@@ -56,8 +56,8 @@ from firstlight.weights.stored import (
     read_header,
 )
 
-#: Most entries of rank_pattern and alpha_pattern together (the deepest models have 900 linear
-#: layers), and most characters of one.
+#: Maximum number of entries of rank_pattern and alpha_pattern together (the deepest models have 900
+#: linear layers), and maximum number of characters of an entry.
 _MOST_PATTERNS = 3000
 _MOST_PATTERN_CHARS = 500
 #: Seconds of CPU time in which all patterns must have been matched with all layer names. Those of
@@ -66,7 +66,7 @@ _MOST_MATCH_SECONDS = 2.0
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Refuse patterns that may take long to match, by their number, length and repetitions.
+    """Reject patterns that may take long to match, by their number, length and repetitions.
 
     Args:
         path: the settings' file, for error messages.
@@ -96,7 +96,7 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
-    """Refuse patterns that together take long on the layer names, although each match is quick.
+    """Reject patterns that together take long on the layer names, although each match is quick.
 
     Args:
         path: the settings' file, for error messages.
@@ -118,7 +118,7 @@ def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]
 
 
 def short(value: object) -> str:
-    """A value for messages, cut at 100 characters."""
+    """Format a value for messages, cut at 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
@@ -190,7 +190,7 @@ class PeftConfig(BaseModel):
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """The settings in an adapter's folder.
+    """Read the settings in an adapter's folder.
 
     Raises:
         ModelError: the file is missing or damaged, or a setting is not supported.
@@ -224,19 +224,19 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Most adapters in a chain in which each is the base model of the one before.
+#: Maximum length of a chain of adapters in which each is the base model of the previous one.
 _LONGEST_CHAIN = 16
 
 
 def is_adapter(folder: Path) -> bool:
-    """True if a folder holds an adapter and no model of its own."""
+    """Return True if a folder contains an adapter but no model."""
     has_weights = any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
     return (folder / ADAPTER_CONFIG_NAME).is_file() and not has_weights
 
 
 def adapter_chain(folder: Path) -> list[Path]:
-    """An adapter's folder, its base's folder, and so on while the base is an adapter, too; the last
-    is a model folder. [folder] for a model folder.
+    """Return an adapter's folder, its base's folder, and so on while the base is an adapter, too;
+    the last is a model folder. [folder] for a model folder.
 
     The base is `base_model_name_or_path`: a path relative to the adapter's folder, a path, or a
     hub id (downloaded).
@@ -262,8 +262,8 @@ def adapter_chain(folder: Path) -> list[Path]:
 
 
 def config_folder(folder: Path) -> Path:
-    """The folder whose config.json describes a folder's model: for an adapter without one, that of
-    its base.
+    """Return the folder whose config.json describes a folder's model: for an adapter without one,
+    that of its base.
 
     Raises:
         ModelError: see `adapter_chain`.
@@ -288,7 +288,8 @@ def _base_of(folder: Path) -> Path:
         )
     except (ModelError, OSError) as error:  # such as a name that is too long
         raise ModelError(
-            f"{path} names a base model that is not there: {error}; correct base_model_name_or_path"
+            f"{path} names a base model that can't be loaded: {error}; correct "
+            "base_model_name_or_path"
         ) from error
 
 
@@ -302,8 +303,8 @@ def _adapted_layer(name: str) -> tuple[str, str] | None:
 
 
 def adapter_settings(folder: Path) -> str:
-    """The settings on which an adapter's output depends, as JSON text: two adapters with the same
-    tensors and this text compute the same.
+    """Return the settings on which an adapter's output depends, as JSON text: two adapters with the
+    same tensors and this text compute the same.
 
     Raises:
         ModelError: see `read_peft_config`.
@@ -386,7 +387,7 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     for layer in adapted:
         if layer not in layers:
             raise ModelError(
-                f"{path} adapts {layer}, which is no linear layer of the base model"
+                f"{path} adapts {layer}, which is not a linear layer of the base model"
                 f"{nearest(layer, layers)}"
             )
         _require_rank(model, layer, settings, stored, path)
@@ -482,8 +483,8 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Require that a layer's rank in the settings is that of its tensor A in the file, before
-    memory is allocated by the settings.
+    """Check that a layer's rank in the settings is that of its tensor A in the file, before memory
+    is allocated according to the settings.
 
     Raises:
         ModelError: A is missing, or has another shape.
@@ -540,7 +541,7 @@ def _take_base_tables(
             continue
         if own is None or plain not in tables or value.shape != own[:rows].shape:
             raise ModelError(
-                f"{path} has tensor {name}, which is no adapter and not the base model's: an "
+                f"{path} has tensor {name}, which is neither an adapter nor the base model's: an "
                 "adapter that changes other weights is not supported; merge it with PEFT "
                 "(merge_and_unload), and use the merged model"
             )
@@ -558,7 +559,7 @@ def _take_base_tables(
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
-    """The text files that belong to `adapter_tensors`, by name.
+    """Return the text files that belong to `adapter_tensors`, by name.
 
     Args:
         model: a model with adapters.
@@ -606,7 +607,7 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """A message about adapters of the model that PEFT can't load: one line, or none."""
+    """Return a message about adapters of the model that PEFT can't load: one line, or none."""
     names = [name for name, _ in lora_layers(model)]
     tables = (n.rpartition(".")[0] for n in lora_parameters(model))
     head = model.head_file_name.removesuffix(".weight")
@@ -626,8 +627,8 @@ def peft_notes(model: Model) -> list[str]:
 
 
 def base_name(given: str | Path, folder: Path) -> str:
-    """The base model's name for `adapter_files`: the absolute path of a folder or GGUF file; a hub
-    id unchanged.
+    """Return the base model's name for `adapter_files`: the absolute path of a folder or GGUF file;
+    a hub id unchanged.
 
     Args:
         given: folder, GGUF file or hub id as given by the user.

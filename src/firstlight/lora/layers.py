@@ -163,7 +163,7 @@ class LoraLinear(nn.Module):
         self.lora_A.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         y: Tensor = self.base_layer(x)
         inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
         inner = F.linear(inner, self.lora_A.to(x.dtype))
@@ -173,12 +173,13 @@ class LoraLinear(nn.Module):
         scale = self.lora_magnitude_vector / self._norm()
         scaled = y * scale
         if self.base_layer.bias is not None:
-            # y has the bias already, which is not scaled.
+            # y already includes the bias, which is not scaled.
             scaled = scaled + (1 - scale) * self.base_layer.bias
         return scaled.to(y.dtype)
 
     def merged_weight(self) -> Tensor:
-        """The weight [out, in] of the plain layer that computes the same, in at least fp32."""
+        """Return the weight [out, in] of the plain layer that computes the same, in at least
+        fp32."""
         with torch.no_grad():
             weight = self._changed()
             if self.lora_magnitude_vector is not None:
@@ -186,7 +187,7 @@ class LoraLinear(nn.Module):
         return weight
 
     def _norm(self) -> Tensor:
-        # In fp32 also under autocast: m started as a norm in fp32, and m / |W| must start at 1.
+        # In fp32 even under autocast: m started as a norm in fp32, and m / |W| must start at 1.
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
         # Rows of zeros, which pad a vocabulary, have m = 0 and |W| = 0: 0 / 0 would be NaN.
@@ -361,7 +362,7 @@ def add_lora(
         generator: a generator on the CPU, from which each A (an embedding's B) is drawn; None
             leaves them zero, for a file's values.
         frozen_dtype: dtype of the frozen linear layers' weights, except the head's; None leaves
-            them as they are. Under autocast to this dtype the results are the same, and these
+            them unchanged. Under autocast to this dtype the results are the same, and these
             weights take half the memory of fp32.
 
     Raises:
@@ -602,7 +603,8 @@ def merge_lora(model: Model) -> None:
 
 
 def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
-    """A plain linear layer with the weight [out, in] and the base layer's class, dtype and bias."""
+    """Return a plain linear layer with the weight [out, in] and the base layer's class, dtype and
+    bias."""
     is_conv1d = isinstance(base, Conv1D) or (isinstance(base, NF4Linear) and base.is_conv1d)
     dtype = base.dtype if isinstance(base, NF4Linear) else base.weight.dtype
     with torch.device("meta"):
@@ -618,8 +620,8 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 
 
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
-    """The linear layers by name, without the routers of experts: adapting a router could change
-    the output much, and PEFT's files have no routers among their layers."""
+    """Return the linear layers by name, without the routers of experts: adapting a router could
+    change the output much, and PEFT's files have no routers among their layers."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -696,7 +698,7 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
     """
     places = dict(_places(model))
     for name in sorted(places.keys() ^ tensors.keys()):
-        problem = "lacks" if name in places else "has, beside the model's adapters,"
+        problem = "lacks" if name in places else "has, besides the model's adapters,"
         raise ModelError(f"{where} {problem} tensor {name}")
     with torch.no_grad():
         for name, place in places.items():
@@ -709,8 +711,8 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
 
 
 def adapter_tensors(model: Model) -> dict[str, Tensor]:
-    """The tensors of `adapter_model.safetensors` by name, on the CPU and contiguous: A [r, in],
-    B [out, r] and, for DoRA, magnitudes [out] of each adapted layer."""
+    """Return the tensors of `adapter_model.safetensors` by name, on the CPU and contiguous: A [r,
+    in], B [out, r] and, for DoRA, magnitudes [out] of each adapted layer."""
     return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
 
 

@@ -68,7 +68,7 @@ class LoadedModel:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The model's own settings of a `SamplingConfig`; see `sampling_settings`."""
+        """The model's settings for a `SamplingConfig`; see `sampling_settings`."""
         return sampling_settings(self.generation)
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class LoadedModel:
         return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
     def require_unchanged(self) -> None:
-        """Refuse weights whose mapped file has changed. To be called before each use of the model.
+        """Raise an error if a mapped weight file has changed. Call this before using the model.
 
         Raises:
             ModelError: a mapped file was changed in place.
@@ -145,11 +145,11 @@ def load_model(
 
 
 def base_identity(folder: Path) -> str:
-    """SHA-256, in hexadecimal, over a model's weights and config; for an adapter, over its own and
-    its base's.
+    """Return the SHA-256, in hexadecimal, of a model's weights and config; for an adapter, of the
+    adapter's and its base's.
 
-    The checkpoints of a run with `lora` do not hold the base. By this hash a resumed run notices
-    that its base has changed. All weights are read, which takes about a second for each GB.
+    The checkpoints of a run with `lora` do not contain the base. With this hash, a resumed run
+    notices that its base has changed. All weights are read, which takes about a second per GB.
 
     Raises:
         ModelError: a file is missing or damaged.
