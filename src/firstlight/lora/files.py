@@ -366,7 +366,7 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     kinds = {name: found for name in stored if (found := _adapted_layer(name)) is not None}
     adapted = list(dict.fromkeys(layer for layer, kind in kinds.values() if kind != TOKENS))
     if not adapted:
-        raise ModelError(f"{path} holds no adapter")
+        raise ModelError(f"{path} contains no adapter")
     known = [layer for layer in adapted if layer in layers]
     patterns = [*(config.rank_pattern or {}), *(config.alpha_pattern or {})]
     require_quick_matches(folder / ADAPTER_CONFIG_NAME, patterns, known)
