@@ -169,7 +169,7 @@ class PeftConfig(BaseModel):
     ensure_weight_tying: bool = False
 
     def lora(self, *, targets: list[str], modules_to_save: list[str]) -> LoraConfig:
-        """The settings as a recipe's `lora` section.
+        """Return the settings as a recipe's `lora` section.
 
         Args:
             targets, modules_to_save: the names of the layers and modules that the file has.
@@ -294,8 +294,8 @@ def _base_of(folder: Path) -> Path:
 
 
 def _adapted_layer(name: str) -> tuple[str, str] | None:
-    """The layer to which a tensor of an adapter's file belongs, and the layer's parameter; None if
-    the tensor is not one of an adapted layer."""
+    """Return the layer to which a tensor of an adapter's file belongs, and the layer's parameter;
+    None if the tensor is not one of an adapted layer."""
     for kind, suffix in SUFFIXES.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}"), kind
@@ -341,7 +341,7 @@ def load_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> None:
 
 
 def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter:
-    """The adapter in a folder. If it comes with tokens that the model lacks, or with another
+    """Return the adapter in a folder. If it comes with tokens that the model lacks, or with another
     embedding or head that is not trained, the model gets them.
 
     Args:
@@ -402,16 +402,16 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
 
 
 def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The last parts of names if they match no other of the known names, else the names in full.
-    The memory of a run is planned with fewer layers, of which full names may be none."""
+    """Return the last parts of names if they match no other of the known names, else the names in
+    full. The memory of a run is planned with fewer layers, of which full names may be none."""
     wanted, ends = {*names}, dict.fromkeys(name.rpartition(".")[2] for name in names)
     is_exact = {name for name in known if name.rpartition(".")[2] in ends} == wanted
     return list(ends) if is_exact else list(names)
 
 
 def _is_saved(name: str, modules: list[str]) -> bool:
-    """True if a tensor belongs to one of `modules_to_save`, whose names PEFT takes for the ends of
-    names."""
+    """Return True if a tensor belongs to one of `modules_to_save`, whose names PEFT takes for the
+    ends of names."""
     module = name.removeprefix(PREFIX).rpartition(".")[0]
     parts = module.split(".")
     outer = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -421,8 +421,9 @@ def _is_saved(name: str, modules: list[str]) -> bool:
 def _without_doubles(
     model: Model, config: PeftConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """The tensors without those that PEFT writes twice: of a head that shares the embedding's
-    adapter or its trained rows, and the wrappers of tables to which tokens were added."""
+    """Return the tensors without those that PEFT writes twice: of a head that shares the
+    embedding's adapter or its trained rows, and the wrappers of tables to which tokens were
+    added."""
     doubles = [".modules_to_save.", ".original_module."]
     if model.config.tie_word_embeddings:
         given = config.trainable_token_indices
@@ -436,7 +437,7 @@ def _without_doubles(
 
 
 def _ensures_tie(model: Model, config: PeftConfig | LoraConfig) -> bool:
-    """True if PEFT ties an adapted head to the embedding. It looks for one of this name."""
+    """Return True if PEFT ties an adapted head to the embedding. It looks for one of this name."""
     tied = model.config.tie_word_embeddings and config.ensure_weight_tying
     return tied and model.embedding_name.endswith("embed_tokens")
 

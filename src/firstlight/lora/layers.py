@@ -43,13 +43,13 @@ _T = TypeVar("_T", int, float)
 
 @functools.lru_cache(maxsize=6000)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression of an entry of `rank_pattern` or `alpha_pattern`. It matches the end
-    of a layer's name after a dot, or the whole name."""
+    """Return the regular expression of an entry of `rank_pattern` or `alpha_pattern`. It matches
+    the end of a layer's name after a dot, or the whole name."""
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _by_pattern(patterns: Mapping[str, _T], layer: str, otherwise: _T) -> _T:
-    """The value of the first pattern that matches the end of a layer's name, as in PEFT;
+    """Return the value of the first pattern that matches the end of a layer's name, as in PEFT;
     `otherwise` if none matches."""
     found = (value for pattern, value in patterns.items() if compiled(pattern).match(layer))
     return next(found, otherwise)
@@ -94,11 +94,11 @@ class LoraConfig(Section):
     unquantised."""
 
     def rank_of(self, layer: str) -> int:
-        """The rank r of a layer's B A."""
+        """Return the rank r of a layer's B A."""
         return _by_pattern(self.rank_pattern, layer, self.rank)
 
     def scaling_of(self, layer: str) -> float:
-        """The factor of a layer's product B A."""
+        """Return the factor of a layer's product B A."""
         rank = self.rank_of(layer)
         alpha = _by_pattern(self.alpha_pattern, layer, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -221,7 +221,7 @@ class _Table(nn.Module):
         raise NotImplementedError
 
     def merged_weight(self) -> Tensor:
-        """The weight [V, C] of the plain table that computes the same, in at least fp32."""
+        """Return the weight [V, C] of the plain table that computes the same, in at least fp32."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ class TiedHead(nn.Module):
 
 
 def weight_of(layer: LinearLayer | NF4Linear | Embedding) -> Tensor:
-    """A layer's weight as [out, in], or an embedding's [V, C], in at least fp32."""
+    """Return a layer's weight as [out, in], or an embedding's [V, C], in at least fp32."""
     if isinstance(layer, NF4Linear):
         return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
@@ -431,7 +431,7 @@ def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedd
 
 
 def saved_modules(model: Model, config: LoraConfig) -> list[str]:
-    """The names of the modules that `modules_to_save` matches, in the model's order.
+    """Return the names of the modules that `modules_to_save` matches, in the model's order.
 
     Raises:
         ConfigError: a name matches no module.
@@ -448,7 +448,7 @@ def saved_modules(model: Model, config: LoraConfig) -> list[str]:
 
 
 def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
-    """The token ids of `trainable_token_indices` by the name of the embedding or head.
+    """Return the token ids of `trainable_token_indices` by the name of the embedding or head.
 
     Raises:
         ConfigError: a name is not that of the embedding or the head, or an id is impossible.
@@ -474,8 +474,8 @@ def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
 
 
 def with_new_tokens(model: Model, config: LoraConfig, first: int, end: int) -> LoraConfig:
-    """The config with the rows of the tokens from `first` up to `end` trained in the embedding and
-    in the head, unless the config trains these tables already."""
+    """Return the config with the rows of the tokens from `first` up to `end` trained in the
+    embedding and in the head, unless the config trains these tables already."""
     saved, tokens = saved_modules(model, config), token_tables(model, config)
     tables = [model.embedding_name]
     if not model.config.tie_word_embeddings or model.embedding_name in saved:
@@ -493,8 +493,8 @@ def _is_inside(name: str, modules: list[str]) -> bool:
 def _keeps_tie(
     model: Model, config: LoraConfig, saved: list[str], tokens: Mapping[str, list[int]]
 ) -> bool:
-    """True if the head stays tied to the embedding, by PEFT's rules: rows of tokens are shared
-    unless the two tables have different ones, other changes with `ensure_weight_tying`."""
+    """Return True if the head stays tied to the embedding, by PEFT's rules: rows of tokens are
+    shared unless the two tables have different ones, other changes with `ensure_weight_tying`."""
     if not model.config.tie_word_embeddings:
         return False
     # PEFT looks for the embedding by this name. GPT-2's is `wte`.
@@ -552,15 +552,15 @@ def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedding]]:
-    """The layers with low-rank matrices and their names in the plain model."""
+    """Yield the layers with low-rank matrices and their names in the plain model."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear | LoraEmbedding):
             yield name, module
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name, without modules that are trained in full; {} for a model
-    without adapters."""
+    """Return the adapters' parameters by name, without modules that are trained in full; {} for a
+    model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, module in model.named_modules()
@@ -570,7 +570,7 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def modules_in_full(model: nn.Module) -> list[str]:
-    """The names of the modules that are trained in full beside the adapters."""
+    """Return the names of the modules that are trained in full beside the adapters."""
     adapters = lora_parameters(model)
     trained = (n for n, p in model.named_parameters() if p.requires_grad and n not in adapters)
     return list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
@@ -630,8 +630,8 @@ def linear_layers(model: Model) -> dict[str, LinearLayer]:
 
 
 def _target_names(model: Model, config: LoraConfig, layers: dict[str, LinearLayer]) -> list[str]:
-    """The names of the layers that a config's targets match: the embedding, and linear layers in
-    the model's order.
+    """Return the names of the layers that a config's targets match: the embedding, and linear
+    layers in the model's order.
 
     Raises:
         ConfigError: a target matches no layer.
@@ -717,8 +717,8 @@ def adapter_tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' parameters and those of modules that are trained in full, by their names in
-    PEFT's file, without the rows that pad the vocabulary. A tied head's have two names there."""
+    """Yield the adapters' parameters and those of modules that are trained in full, by their names
+    in PEFT's file, without the rows that pad the vocabulary. A tied head's have two names there."""
     count, embedding = model.config.vocab_size, model.embedding
     adapters = lora_parameters(model)
     for name, parameter in adapters.items():

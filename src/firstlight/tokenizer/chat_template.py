@@ -250,7 +250,8 @@ def chat_pieces(
 
 
 def _until_end_of(content: object, text: str) -> str:
-    """A conversation's text up to the end of the last message's content, as transformers cuts it.
+    """Return a conversation's text up to the end of the last message's content, as transformers
+    cuts it.
 
     Raises:
         InputError: the text does not have the content.
