@@ -266,6 +266,8 @@ def test_a_run_is_planned_tried_and_set_beside_its_forecast(
         tmp_path / "run.yaml",
         data={"dir": str(trained / "data")},
         model={"hidden_size": 512},
+        schedule={"max_steps": 2},
+        evaluation={"max_rows": 1, "sample_tokens": 1},
         efficiency={"precision": "fp32", "compile": False},
     )
     answer = run("train", recipe, "--plan", "auto")

@@ -25,7 +25,6 @@ from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.defaults import new_model_rates
-from firstlight.planner.advise.law import MachineFacts
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import estimate as estimating
@@ -43,7 +42,6 @@ from firstlight.planner.plan.estimate import (
     reasons_for,
 )
 from firstlight.planner.plan.machine import (
-    Machine,
     find_machine,
     parse_bytes,
     planned_run,
@@ -61,7 +59,7 @@ from firstlight.planner.plan.text import (
 )
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
-from planner_recipes import FixedEstimator
+from planner_recipes import FixedEstimator, speed_of_h100
 
 _MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -81,14 +79,7 @@ def recipe(**sections: Any) -> Recipe:
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The speed of new models, which takes seconds to predict: that of an H100."""
-
-    def speed(machine: Machine) -> MachineFacts:
-        rates = [(1.8e7, 1.9e6), (1.8e8, 5e5), (1.3e9, 1e5)]
-        steps = [(1.8e7, 0.015), (1.8e8, 0.027), (1.3e9, 0.079)]
-        known = machine.name, "cuda", rates, machine.usable_bytes
-        return MachineFacts(*known, compiler=machine.compiler, steps=steps)
-
-    monkeypatch.setattr(planning, "new_model_speed", speed)
+    monkeypatch.setattr(planning, "new_model_speed", speed_of_h100)
 
 
 @pytest.mark.parametrize(

@@ -634,23 +634,14 @@ def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> Sp
         step: result of `time_step`.
         gain: expected speed with torch.compile as a multiple of the speed without it.
     """
-    seq_len, frozen = recipe.data.seq_len, recipe.lora is not None
-    micro_batches = recipe.batch.accumulation(seq_len)
-    tokens = micro_batches * recipe.batch.rows * seq_len
-    flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
+    micro_batches = recipe.batch.accumulation(recipe.data.seq_len)
     error = _SCALED_ERROR if step.timed else _ERROR
     seconds = Range.around(step.seconds(micro_batches) / gain, error)
-    rates = Range(*(tokens / one for one in seconds))
     source = f"steps timed here{f' ({step.timed})' if step.timed else ''}"
     if recipe.efficiency.compile:
         source += f", without torch.compile; with it usually {gain:.2f} times as fast"
-    return SpeedPrediction(
-        step_seconds=seconds,
-        tokens_per_second=rates,
-        mfu=Range(*(rate * flops / step.peak_flops for rate in rates)),
-        phases={"passes": micro_batches * step.passes / gain, "optimizer": step.update / gain},
-        source=source,
-    )
+    phases = {"passes": micro_batches * step.passes / gain, "optimizer": step.update / gain}
+    return _measured_speed(recipe, seconds, step.peak_flops, source, phases)
 
 
 def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> SpeedPrediction:
@@ -661,16 +652,30 @@ def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> Spee
         rate: tokens per second of a new model of its size on this machine.
         hardware: the device to run on.
     """
-    seq_len = recipe.data.seq_len
-    tokens = recipe.batch.accumulation(seq_len) * recipe.batch.rows * seq_len
-    seconds = Range.around(tokens / rate, _SCALED_ERROR)
-    rates = Range(*(tokens / one for one in seconds))
-    flops = train_flops_per_token(meta_model(recipe.model), seq_len)
+    seconds = Range.around(_step_tokens(recipe) / rate, _SCALED_ERROR)
     peak = _peak_flops(hardware.device, dtype_of(recipe.efficiency.precision))
-    return SpeedPrediction(
-        step_seconds=seconds,
-        tokens_per_second=rates,
-        mfu=Range(*(one * flops / peak for one in rates)),
-        phases={},
-        source="new models of this size timed here, without DeepSpeed and offloading",
-    )
+    source = "new models of this size timed here, without DeepSpeed and offloading"
+    return _measured_speed(recipe, seconds, peak, source, {})
+
+
+def _step_tokens(recipe: ResolvedRecipe) -> int:
+    seq_len = recipe.data.seq_len
+    return recipe.batch.accumulation(seq_len) * recipe.batch.rows * seq_len
+
+
+def _measured_speed(
+    recipe: ResolvedRecipe, seconds: Range, peak: float, source: str, phases: dict[str, float]
+) -> SpeedPrediction:
+    """The speed of a run with one process.
+
+    Args:
+        recipe: the resolved recipe.
+        seconds: seconds of an optimizer step.
+        peak: FLOP/s that `mfu` is relative to.
+        source, phases: see `SpeedPrediction`.
+    """
+    frozen = recipe.lora is not None
+    flops = train_flops_per_token(meta_model(recipe.model), recipe.data.seq_len, frozen=frozen)
+    rates = Range(*(_step_tokens(recipe) / one for one in seconds))
+    mfu = Range(*(rate * flops / peak for rate in rates))
+    return SpeedPrediction(seconds, rates, mfu, phases, source=source)
