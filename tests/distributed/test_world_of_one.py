@@ -89,7 +89,7 @@ def test_cards_of_one_world_pass() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({1: {"size": 4}}, "rank 1 on node1 was started as one of 4 processes, and rank 0 on"),
+        ({1: {"size": 4}}, "rank 1 on node1 was started as one of 4 processes, but rank 0 on"),
         ({2: {"fingerprint": "x"}}, "rank 2 on node2 has a different recipe than rank 0 on node0"),
         (
             {1: {"fingerprint": "x"}, 2: {"fingerprint": "y"}},

@@ -64,7 +64,7 @@ def test_a_recipe_is_planned_before_its_data_are_prepared(
 @pytest.mark.parametrize("name", _FINE_TUNING)
 def test_budget_for_recipe_that_starts_from_weights_is_refused(name: str) -> None:
     recipe = load_recipe(_ROOT / "recipes" / f"{name}.yaml")
-    with pytest.raises(ConfigError, match=r"suggest a new model, and a recipe with.* weights"):
+    with pytest.raises(ConfigError, match=r"suggest a new model, but a recipe with.* weights"):
         make_plan(recipe, find_machine("RTX 4090"), budget=Budget(seconds=60), searches=False)
 
 
