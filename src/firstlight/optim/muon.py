@@ -69,7 +69,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     bf16.
 
     This is the quintic Newton-Schulz iteration of Jordan et al. 2024, for all matrices of a stack
-    at once.
+    at once. It computes in bf16, or in fp16 on a GPU that would emulate bf16 (V100, T4).
 
     Args:
         matrices: [F, C] or [E, F, C].
@@ -79,18 +79,28 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     is_stack = matrices.dim() == 3
     # x x^T is smallest if the short side of x comes first.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.to(torch.bfloat16, copy=True)
+    dtype = _product_dtype(matrices.device)
+    # Gradients are too small for fp16 before they are divided by their norm.
+    x = matrices.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, copy=True)
     if is_tall:
         x = x.mT
     # The iteration needs singular values of at most one, and the Frobenius norm bounds them.
     norm = x.flatten(1).norm(dim=1)[:, None, None] if is_stack else x.norm()
-    x.div_((norm * divisor if divisor != 1 else norm).clamp(min=_EPS))
+    x = x.div_((norm * divisor if divisor != 1 else norm).clamp(min=_EPS)).to(dtype)
     add_product = torch.baddbmm if is_stack else torch.addmm
     for a, b, c in steps:
         gram = x @ x.mT
         update = add_product(gram, gram, gram, beta=b, alpha=c)
         x = add_product(x, update, x, beta=a)
+    x = x.bfloat16()
     return x.mT if is_tall else x
+
+
+def _product_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of the matrix products of `orthogonalised` on a device."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.bfloat16
 
 
 def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
