@@ -75,7 +75,7 @@ _FORMAT = 3
 
 
 def random_settings(number: int) -> dict[str, Any]:
-    """The settings of a random draw, by `section.key`.
+    """Return the settings of a random draw, by `section.key`.
 
     Args:
         number: number of the draw, its seed: the same number has the same settings.
@@ -89,8 +89,8 @@ def random_settings(number: int) -> dict[str, Any]:
 
 
 def is_same_run(run: Mapping[str, Any], budget: str, chosen: Curve) -> bool:
-    """True if a random run would be the same with another budget: its passes over the text end
-    before both budgets.
+    """Return True if a random run would be the same with another budget: its passes over the text
+    end before both budgets.
 
     Args:
         run: the run's line of results.jsonl.
@@ -207,7 +207,8 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
 def _same_run(
     case: BudgetCase, budgets: Sequence[str], lines: Mapping[str, dict[str, Any]], chosen: Curve
 ) -> dict[str, Any] | None:
-    """The line of a case, made from that of the same run with another budget; None without one.
+    """Return the line of a case, made from that of the same run with another budget; None without
+    one.
 
     Args:
         case: the run.
@@ -224,7 +225,7 @@ def _same_run(
 
 
 def _said(run: Mapping[str, Any]) -> str:
-    """The bits per byte of a run, for a message."""
+    """Return the bits per byte of a run, for a message."""
     if run["bits_per_byte"] is not None:
         return f"{run['bits_per_byte']:.4f} bits per byte"
     share, bits = run["curve"][-1]
@@ -278,7 +279,7 @@ Curve = Sequence[Sequence[float]]
 
 
 def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
-    """True if a run is so far above the run of the chosen settings that it is ended.
+    """Return True if a run is so far above the run of the chosen settings that it is ended.
 
     Args:
         share: share of the run's steps that are done.
@@ -292,7 +293,7 @@ def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
 
 
 def share_of_steps(record: Mapping[str, Any], length: Mapping[str, Any]) -> float:
-    """Share of a run's steps that are done; an estimate until their number is decided.
+    """Return the share of a run's steps that are done; an estimate until their number is decided.
 
     Args:
         record: metrics of the last step.
@@ -394,7 +395,7 @@ class _Watch:
             raise _Hopeless
 
     def _early_bits(self, loss: float) -> float | None:
-        """The bits per byte of the training loss at `_EARLY`; None before."""
+        """Return the bits per byte of the training loss at `_EARLY`; None before."""
         start, end = _EARLY
         if self._share >= start:
             self._early.append(loss)
@@ -410,7 +411,7 @@ class _Watch:
         return self._points[-1][0]
 
     def curve(self, steps: int | None = None) -> Curve:
-        """The curve of the run.
+        """Return the curve of the run.
 
         Args:
             steps: steps of the run; None if it was ended early, and has an estimated share.
@@ -427,7 +428,8 @@ class _Hopeless(Exception):  # noqa: N818 - no error
 
 
 def budget_groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The runs by text and budget ("TEXT, BUDGET"), each group in the order of its trials."""
+    """Return the runs by text and budget ("TEXT, BUDGET"), each group in the order of its
+    trials."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["trial"]):
         groups.setdefault(f"{run['text']}, {run['budget']}", []).append(run)
@@ -450,7 +452,8 @@ HEADER = (
 
 
 def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A row of the table (see HEADER): the run of the chosen settings, and the random draws."""
+    """Return a row of the table (see HEADER): the run of the chosen settings, and the random
+    draws."""
     chosen, ended = runs[0], [run for run in runs if run["bits_per_byte"] is None]
     draws = [run["bits_per_byte"] for run in runs[1:] if run not in ended]
     low, high = chosen["expected"]
@@ -470,8 +473,8 @@ def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of every run's bits per byte: a dot for a random draw, a circle for one that was ended
-    early, a line for chosen settings."""
+    """Return a PNG of every run's bits per byte: a dot for a random draw, a circle for one that was
+    ended early, a line for chosen settings."""
     groups = budget_groups(result["runs"])
     figure = new_figure(10, 0.8 * len(groups) + 1.5)
     axes = figure.subplots()
@@ -497,7 +500,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def page(result: Mapping[str, Any], picture: str) -> str:
-    """The page of the results, in Markdown.
+    """Return the page of the results, in Markdown.
 
     Args:
         result: result of `bench_budget`.

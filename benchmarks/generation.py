@@ -88,7 +88,7 @@ _GGUF_DTYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
 
 
 def decided(bench: GenerationBench) -> GenerationBench:
-    """The options, with defaults for those that are open.
+    """Return the options, with defaults for those that are open.
 
     Raises:
         ConfigError: a value is out of range, or a name is unknown.
@@ -176,7 +176,7 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
 
 
 def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelConfig]:
-    """The model's folder and its config.
+    """Return the model's folder and its config.
 
     If the option is a name rather than a path, a model with random weights is made in `temporary`.
 
@@ -205,7 +205,7 @@ def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelC
 
 
 def _gguf_folder(folder: Path, temporary: Path, dtype: str) -> Path:
-    """The folder of a model's GGUF file, which the first turn writes."""
+    """Return the folder of a model's GGUF file, which the first turn writes."""
     found = temporary / f"gguf-{dtype}"
     if not found.exists():
         convert(folder, found, to="gguf", dtype=_GGUF_DTYPES[dtype])
@@ -213,9 +213,9 @@ def _gguf_folder(folder: Path, temporary: Path, dtype: str) -> Path:
 
 
 def bytes_per_token(config: ModelConfig, dtype: str) -> int | None:
-    """Bytes of weights that one step of decoding reads: all but the embedding tables of tokens and
-    positions, of which only single rows are read. None for mixture-of-experts models, where the
-    bytes depend on the experts to which tokens are routed.
+    """Return the bytes of weights that one step of decoding reads: all but the embedding tables of
+    tokens and positions, of which only single rows are read. None for mixture-of-experts models,
+    where the bytes depend on the experts to which tokens are routed.
 
     Args:
         config: the model's config.
@@ -242,7 +242,7 @@ def summarize(
     copy_bytes_per_second: float,
     config: ModelConfig,
 ) -> list[dict[str, Any]]:
-    """The medians of each row.
+    """Return the medians of each row.
 
     Returns:
         For each row the fields of `GenerationRow`, "reason" (the error message, or ""),
@@ -290,7 +290,8 @@ def _is_plain(row: GenerationRow) -> bool:
 def _cache_ratios(
     number: int, runs: Sequence[Mapping[str, Any]], cached: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """Tokens per second with the cache divided by those without, for each turn that has both.
+    """Return the tokens per second with the cache divided by those without, for each turn that has
+    both.
 
     Raises:
         ModelError: decoding with the cache chose other tokens than decoding without it.
@@ -339,7 +340,7 @@ def _batch_summary(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of a result: tokens per second of each row, one panel per batch size."""
+    """Return a PNG of a result: tokens per second of each row, one panel per batch size."""
     rows = [row for row in result["rows"] if row["batches"]]
     names = [row["name"] for row in rows]
     colors = ["tab:blue" if row["program"] == "firstlight" else "tab:gray" for row in rows]
@@ -428,7 +429,7 @@ def _firstlight(request: dict[str, Any]) -> Continue:
 
 
 def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) -> Continue:
-    """A function that continues prompts greedily, as `firstlight generate` does.
+    """Return a function that continues prompts greedily, as `firstlight generate` does.
 
     Args:
         decoder: decoder without texts, with room for all prompts.
@@ -455,8 +456,8 @@ def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) ->
 
 
 def _without_cache(model: Model, request: Mapping[str, Any]) -> Continue:
-    """A function that continues prompts greedily without a cache: the model computes the whole text
-    again for each new token."""
+    """Return a function that continues prompts greedily without a cache: the model computes the
+    whole text again for each new token."""
     device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -487,7 +488,7 @@ def _transformers(request: dict[str, Any]) -> Continue:
 def continue_with_generate(
     model: Any, device: torch.device, request: Mapping[str, Any]
 ) -> Continue:
-    """A function that continues prompts with transformers' `generate`, greedily."""
+    """Return a function that continues prompts with transformers' `generate`, greedily."""
 
     def seconds(prompts: list[list[int]], new: int) -> tuple[float, list[int]]:
         ids = torch.tensor(prompts, device=device)
@@ -513,7 +514,7 @@ def continue_with_generate(
 
 
 def _llama_cpp(request: dict[str, Any]) -> Continue:
-    """A function that continues prompts with llama.cpp, greedily, all in one context."""
+    """Return a function that continues prompts with llama.cpp, greedily, all in one context."""
     from llama_cpp import llama_cpp as library
 
     (path,) = Path(request["folder"]).iterdir()
@@ -539,7 +540,7 @@ def _llama_cpp(request: dict[str, Any]) -> Continue:
     batch = library.llama_batch_init(options.n_batch, 0, 1)
 
     def next_tokens(parts: list[list[int]], position: int) -> list[int]:
-        """The greedy tokens after one part of each text, all of one length."""
+        """Return the greedy tokens after one part of each text, all of one length."""
         batch.n_tokens = 0
         for number, part in enumerate(parts):
             for place, token in enumerate(part):

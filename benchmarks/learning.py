@@ -226,7 +226,7 @@ _VARIABLE = ("data", "model", "init", "batch", "schedule", "optimizer", "loss", 
 
 
 def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, LearningRow]:
-    """The named rows in their order, then the variants; by name.
+    """Return the named rows in their order, then the variants; by name.
 
     Args:
         names: names of `ROWS`, or `CHANGES` for all single changes and the row that they change;
@@ -244,7 +244,7 @@ def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, Lear
 
 
 def find_row(name: str) -> LearningRow:
-    """The row of a name, or a variant of a row.
+    """Return the row of a name, or a variant of a row.
 
     Args:
         name: name in `ROWS`, or "NAME:section.key=value,section.key=value" for a variant of NAME.
@@ -267,7 +267,8 @@ def find_row(name: str) -> LearningRow:
 
 
 def recipe_values(row: LearningRow, size: str) -> dict[str, Any]:
-    """Values of the recipe of a row at a size, without the corpus and the number of steps."""
+    """Return the values of the recipe of a row at a size, without the corpus and the number of
+    steps."""
     chain = [row]
     while chain[0].of:
         chain.insert(0, ROWS[chain[0].of])
@@ -360,7 +361,7 @@ class LearningCase:
         return f"{length}, {self.held_out_tokens:,} held-out tokens"
 
     def recipe(self, max_steps: int, seed: int) -> dict[str, Any]:
-        """Values of the recipe of a run, without its folder."""
+        """Return the values of the recipe of a run, without its folder."""
         values = self.values
         seq_len = values["data"]["seq_len"]
         # All points together are then evaluated on little more tokens than the final figure.
@@ -384,7 +385,7 @@ class LearningCase:
         return rows * recipe.data.seq_len
 
     def parsed(self, max_steps: int) -> Recipe:
-        """The validated recipe.
+        """Return the validated recipe.
 
         Raises:
             ConfigError: the values are not a valid recipe.
@@ -492,7 +493,8 @@ def bench_learning(bench: LearningBench, on_run: Keep) -> Result:
 
 
 def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
-    """The case of a line of results.jsonl; None if the recipe of its row has changed since."""
+    """Return the case of a line of results.jsonl; None if the recipe of its row has changed
+    since."""
     corpus = LearningCorpus(line["corpus"], line["corpus_sha256"])
     budget = (line["budget_tokens"], line["budget_minutes"], line.get("held_out_tokens"))
     try:
@@ -503,13 +505,14 @@ def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
 
 
 def _in_order(lines: list[dict[str, Any]], cases: Sequence[LearningCase]) -> list[dict[str, Any]]:
-    """The lines in the order of the cases, and of the seeds; then those of other calls' cases."""
+    """Return the lines in the order of the cases, and of the seeds; then those of other calls'
+    cases."""
     places = {case.digest: place for place, case in enumerate(cases)}
     return sorted(lines, key=lambda line: (places.get(line["digest"], len(places)), line["seed"]))
 
 
 def _outcome(case: LearningCase, lines: Sequence[dict[str, Any]], seeds: int) -> RowOutcome:
-    """The finished runs of a case, from the first seed to the last one before a gap."""
+    """Return the finished runs of a case, from the first seed to the last one before a gap."""
     done = {line["seed"]: line for line in lines if line["digest"] == case.digest}
     outcome = RowOutcome()
     for seed in range(_FIRST_SEED, _FIRST_SEED + seeds):
@@ -684,15 +687,15 @@ class RowFigures:
         return statistics.mean(seconds)
 
     def curve(self) -> list[tuple[float, float, list[float]]]:
-        """(tokens, mean seconds, bits per byte of each seed) at each point."""
+        """Return (tokens, mean seconds, bits per byte of each seed) at each point."""
         return [
             (points[0][0], statistics.mean(p[1] for p in points), [p[2] for p in points])
             for points in zip(*(run["curve"] for run in self.runs), strict=False)
         ]
 
     def to_goal(self) -> tuple[float, float] | None:
-        """(tokens, seconds) at which the mean curve reaches the goal, interpolated linearly between
-        points; None if it never does."""
+        """Return (tokens, seconds) at which the mean curve reaches the goal, interpolated linearly
+        between points; None if it never does."""
         points = [(t, s, statistics.mean(bits)) for t, s, bits in self.curve()]
         before = None
         for tokens, seconds, bits in points:
@@ -728,7 +731,7 @@ class LearningGroup:
 
 
 def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
-    """The runs by group and row, both in the order of their first runs."""
+    """Return the runs by group and row, both in the order of their first runs."""
     groups: dict[tuple[str, str, str], dict[str, list[Mapping[str, Any]]]] = {}
     for run in runs:
         key = (run["corpus"], run["size"], run["budget"])
@@ -748,8 +751,8 @@ def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
 
 
 def verdicts(groups: Sequence[LearningGroup]) -> dict[str, str]:
-    """The verdict on each single change, and on each recipe that replaced another as the default,
-    by name of the row.
+    """Return the verdict on each single change, and on each recipe that replaced another as the
+    default, by name of the row.
 
     A change is kept if its gain exceeds two standard deviations on two corpora and at two sizes,
     and no group has a loss of that size.
@@ -789,7 +792,7 @@ HEADER = (
 
 
 def row_cells(row: RowFigures) -> tuple[str, ...]:
-    """A row of a group's table; see HEADER."""
+    """Return a row of a group's table; see HEADER."""
     spread = "" if row.spread is None else f" ± {row.spread:.4f}"
     goal = row.to_goal()
     return (
@@ -811,8 +814,8 @@ def _gain_cell(gains: Sequence[float]) -> str:
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the held-out bits per byte by tokens and by seconds, with bands over the seeds, for
-    the baseline, the best rows and the rows with which they are compared."""
+    """Return a PNG of the held-out bits per byte by tokens and by seconds, with bands over the
+    seeds, for the baseline, the best rows and the rows with which they are compared."""
     groups = learning_groups(result["runs"])
     figure = new_figure(13, 3.6 * max(len(groups), 1))
     axes = figure.subplots(max(len(groups), 1), 2, squeeze=False)
@@ -843,7 +846,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def page(result: Mapping[str, Any], picture: str) -> str:
-    """The page of the results, in Markdown.
+    """Return the page of the results, in Markdown.
 
     Args:
         picture: address of the picture.

@@ -82,7 +82,7 @@ ROWS = (
 
 
 def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
-    """The rows that the options choose.
+    """Return the rows that the options choose.
 
     Raises:
         ConfigError: a value is out of range, a name is unknown, or no row is left.
@@ -199,7 +199,7 @@ def compare(
     runs: Mapping[str, Sequence[Mapping[str, float | None]]],
     file_bytes: int,
 ) -> list[dict[str, Any]]:
-    """The medians of each row and its ratios.
+    """Return the medians of each row and its ratios.
 
     Args:
         rows: the rows.
@@ -244,14 +244,14 @@ def compare(
 
 
 def _median(values: Sequence[float | None]) -> Any:
-    """The median of the numbers; None without numbers, such as for GPU memory on a CPU."""
+    """Return the median of the numbers; None without numbers, such as for GPU memory on a CPU."""
     numbers = [value for value in values if value is not None]
     return statistics.median(numbers) if numbers else None
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the result of `bench_loading`: time to the first logits and peak host memory of each
-    row, and peak GPU memory if it was measured."""
+    """Return a PNG of the result of `bench_loading`: time to the first logits and peak host memory
+    of each row, and peak GPU memory if it was measured."""
     rows = result["rows"]
     names = [row["name"] + (" (default)" if row["default"] else "") for row in rows]
     colors = ["tab:blue" if row["program"] == "firstlight" else "tab:orange" for row in rows]
@@ -273,7 +273,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def parse_count(text: str) -> int:
-    """The number in a text such as '0.5B' (500000000); K, M and B are 10^3, 10^6 and 10^9.
+    """Return the number in a text such as '0.5B' (500000000); K, M and B are 10^3, 10^6 and 10^9.
 
     Raises:
         ConfigError: the text has another form.
@@ -286,7 +286,7 @@ def parse_count(text: str) -> int:
 
 
 def model_config(parameters: int) -> LlamaConfig:
-    """Config of a Qwen2 model with about this number of parameters.
+    """Return the config of a Qwen2 model with about this number of parameters.
 
     For half a billion, the hidden size is 896, that of Qwen2.5-0.5B. Hidden sizes are multiples of
     128, two heads of 64; the vocabulary size is adjusted to reach the number of parameters.
@@ -309,14 +309,14 @@ def model_config(parameters: int) -> LlamaConfig:
 
 
 def _proportions(width: int) -> tuple[int, int, int]:
-    """(layers, intermediate size, vocabulary size) for a hidden size, in proportion to
+    """Return (layers, intermediate size, vocabulary size) for a hidden size, in proportion to
     Qwen2.5-0.5B, which has 24, 4864 and 151936 with a hidden size of 896."""
     intermediate = round(width / 896 * 4864 / 64) * 64
     return min(28, round(width / 896 * 24)), intermediate, min(151_936, 170 * width)
 
 
 def _size(width: int) -> int:
-    """Number of parameters of a model with the sizes of `_proportions`."""
+    """Return the number of parameters of a model with the sizes of `_proportions`."""
     layers, intermediate, vocabulary = _proportions(width)
     attention = 2 * width * width + width + 2 * (128 * width + 128)
     return layers * (attention + 3 * width * intermediate + 2 * width) + (1 + vocabulary) * width
@@ -369,7 +369,7 @@ def make_checkpoints(
 
 
 def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
-    """True if the folder has the checkpoint whose config.json is `content`.
+    """Return True if the folder has the checkpoint whose config.json is `content`.
 
     Raises:
         InputError: the folder exists, but has something else.

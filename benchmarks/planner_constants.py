@@ -49,7 +49,8 @@ class TimedStep:
 def relative_errors(
     steps: Sequence[TimedStep], gpu: GPU, constants: Mapping[str, float] | None
 ) -> list[float]:
-    """The relative error of each step's predicted time; positive if the prediction is too long.
+    """Return the relative error of each step's predicted time; positive if the prediction is too
+    long.
 
     Args:
         steps: measured steps.
@@ -64,7 +65,7 @@ def relative_errors(
 
 
 def fit_constants(steps: Sequence[TimedStep], gpu: GPU) -> dict[str, float]:
-    """The constants that fit measured steps best.
+    """Return the constants that fit measured steps best.
 
     Coordinate descent: each constant in turn is set to the minimum of the mean squared logarithm of
     predicted over measured seconds (golden-section search on a logarithmic scale), for `_ROUNDS`
@@ -99,7 +100,7 @@ def _expected(name: str) -> float:
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """The argument and the value of a function's approximate minimum between two bounds, by
+    """Return the argument and the value of a function's approximate minimum between two bounds, by
     golden-section search."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)

@@ -95,7 +95,7 @@ _TOGETHER = (
 
 
 def memory_grid(*, quick: bool = False) -> list[PlannerCase]:
-    """The configurations, or every eighth of them if `quick`.
+    """Return the configurations, or every eighth of them if `quick`.
 
     They are each method alone for GPT-2 and Llama, each shape, random combinations of methods,
     compiled steps of several lengths, blockwise attention, evaluations and generations.
@@ -194,7 +194,7 @@ def _row(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The errors of all results together.
+    """Return the errors of all results together.
 
     Returns:
         - "count": number of results with an error; "failed": number of the others
@@ -218,7 +218,8 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG: predicted against measured peaks, and the cumulative distribution of the errors."""
+    """Return a PNG: predicted against measured peaks, and the cumulative distribution of the
+    errors."""
     good = [one for one in results if not one["reason"]]
     figure = new_figure(11, 4.6)
     draw_peaks(figure.add_subplot(1, 2, 1), good)
@@ -288,8 +289,8 @@ def measure_on_cpu(
 
 
 def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
-    """The peak of three steps, including the model; of an evaluation after one uncounted step; or,
-    if the recipe compiles, of two steps after the uncounted step that compiles."""
+    """Return the peak of three steps, including the model; of an evaluation after one uncounted
+    step; or, if the recipe compiles, of two steps after the uncounted step that compiles."""
     hardware = find_hardware("cpu")
     compiles = recipe.efficiency.compile is True
     with measured_memory() as whole:
@@ -333,7 +334,7 @@ def _held(program: TrainingProgram) -> list[torch.Tensor]:
 
 
 def random_batch(recipe: ResolvedRecipe) -> Batch:
-    """One micro-batch of random tokens on the CPU, int64 [rows, seq_len].
+    """Return one micro-batch of random tokens on the CPU, int64 [rows, seq_len].
 
     With document masking, each row has several documents; for preference pairs, they are answers
     with references.
@@ -383,7 +384,7 @@ def predict_memory(
     generation: Mapping[str, Any] | None,
     target: Target | None = None,
 ) -> MemoryPrediction:
-    """The predicted memory of a recipe.
+    """Return the predicted memory of a recipe.
 
     Args:
         recipe: recipe with its model.

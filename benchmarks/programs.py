@@ -84,7 +84,8 @@ class PlainGPT2(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Mean cross-entropy (nats) of input ids and labels [batch, seq_len], both int64."""
+        """Return the mean cross-entropy (nats) of input ids and labels [batch, seq_len], both
+        int64."""
         positions_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         x_BTC = self.tokens(input_ids_BT) + self.positions(positions_T)
         for layer in self.layers:
@@ -96,7 +97,7 @@ class PlainGPT2(nn.Module):
 def autocast_loop(
     config: GPT2Config, device: torch.device, *, bf16: bool, compile_model: bool
 ) -> LoopStep:
-    """A function that trains one step of the program "reference", or of "reference-fp32".
+    """Return a function that trains one step of the program "reference", or of "reference-fp32".
 
     Args:
         config: shape of the model.
@@ -131,7 +132,7 @@ def autocast_loop(
 
 
 def pure_bf16_loop(config: GPT2Config, device: torch.device, *, compile_model: bool) -> LoopStep:
-    """A function that trains one step of the program "pure-bf16"; see `autocast_loop`."""
+    """Return a function that trains one step of the program "pure-bf16"; see `autocast_loop`."""
     model = PlainGPT2(config).to(device, torch.bfloat16)
     forward = torch.compile(model) if compile_model else model
     optimizer = torch.optim.AdamW(

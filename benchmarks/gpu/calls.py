@@ -30,7 +30,7 @@ _ATTENTION = re.compile(r"flash|sdpa|fmha|attention|flex", re.IGNORECASE)
 
 
 def milliseconds(call: Call, device: torch.device, *, rounds: int = 5, calls: int = 5) -> float:
-    """Milliseconds of a call, the median over rounds.
+    """Return the milliseconds of a call, the median over rounds.
 
     The device is waited for before and after each round only, so that a call which itself waits for
     nothing is measured without waiting.
@@ -54,7 +54,7 @@ def milliseconds(call: Call, device: torch.device, *, rounds: int = 5, calls: in
 
 
 def kernels(call: Call, device: torch.device) -> dict[str, Any]:
-    """The kernels of one call.
+    """Return the kernels of one call.
 
     Returns:
         - "kernels_ms": time in which at least one kernel ran
@@ -112,7 +112,7 @@ def _summary(spans: list[tuple[str, float, float]]) -> dict[str, Any]:
 
 
 def recorded(call: Call, device: torch.device) -> Call:
-    """A function that replays a call as a CUDA graph; on a CPU, the call itself.
+    """Return a function that replays a call as a CUDA graph; on a CPU, the call itself.
 
     Args:
         call: a call that reads nothing on the host. Its tensors must keep their addresses.

@@ -67,7 +67,7 @@ class Bench:
         return self.hardware.device
 
     def pick(self, real: Any, tiny: Any) -> Any:
-        """A size, or that of a dry run."""
+        """Return a size, or that of a dry run."""
         return tiny if self.dry else real
 
     def ms(self, call: Call, *, rounds: int = 5, calls: int = 5) -> float:
@@ -77,13 +77,14 @@ class Bench:
         return round(milliseconds(call, self.device, rounds=rounds, calls=calls), 4)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function through torch.compile, for one shape; in a dry run without code of its own."""
+        """Return a function through torch.compile, for one shape; in a dry run without code of its
+        own."""
         backend = "eager" if self.dry else "inductor"
         compiled: Callable[..., Any] = torch.compile(function, dynamic=False, backend=backend)
         return compiled
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """A random tensor on the device."""
+        """Return a random tensor on the device."""
         return torch.randn(*shape, dtype=dtype, device=self.device)
 
 
@@ -108,7 +109,7 @@ class Item:
 
 
 def attempt(name: str, measure: Callable[[], Mapping[str, Any]]) -> Row:
-    """A row, with "error" in place of figures if `measure` fails."""
+    """Return a row, with "error" in place of figures if `measure` fails."""
     try:
         return {"row": name, **measure()}
     except Exception as error:  # noqa: BLE001  (one row's failure is none of the others')
@@ -116,7 +117,7 @@ def attempt(name: str, measure: Callable[[], Mapping[str, Any]]) -> Row:
 
 
 def in_words(error: BaseException) -> str:
-    """An error as one short line."""
+    """Return an error as one short line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -280,7 +281,7 @@ def _token_times(
 
 @contextlib.contextmanager
 def _cudnn(enabled: bool) -> Iterator[None]:
-    """A context with or without cuDNN's attention."""
+    """Context manager with or without cuDNN's attention."""
     before: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     try:
@@ -290,7 +291,7 @@ def _cudnn(enabled: bool) -> Iterator[None]:
 
 
 def random_bf16_model(bench: Bench, name: str) -> Model:
-    """A model in bf16 for generation, with random weights."""
+    """Return a model in bf16 for generation, with random weights."""
     tiny = "tiny-gpt2" if name.startswith("gpt2") else "tiny-llama"
     config = config_of(model_values(bench.pick(name, tiny)))
     return random_model(config, bench.device).to(torch.bfloat16).eval()
@@ -302,7 +303,8 @@ def _prompt(bench: Bench, tokens: int) -> list[int]:
 
 @torch.inference_mode()
 def new_lengths(bench: Bench) -> Iterator[Row]:
-    """Tokens and prompts of lengths that occur for the first time, with cuDNN and without."""
+    """Yield the tokens and prompts of lengths that occur for the first time, with cuDNN and
+    without."""
     model, new = random_bf16_model(bench, "gpt2-124m"), bench.pick(64, 3)
     decoder = BatchDecoder(model, 1, bench.pick(512, 64))
     warm_up = _prompt(bench, 300)
@@ -350,8 +352,8 @@ def _prompts(bench: Bench, decoder: BatchDecoder) -> Row:
 
 
 def decoding(bench: Bench, name: str) -> Iterator[Row]:
-    """Steps of decoding as they are and as CUDA graphs of the same operators, and prompts one by
-    one and in one pass, without cuDNN's attention."""
+    """Yield the steps of decoding as they are and as CUDA graphs of the same operators, and prompts
+    one by one and in one pass, without cuDNN's attention."""
     model = random_bf16_model(bench, name)
     for texts in bench.pick((1, 8, 64), (1, 2)):
         with _cudnn(False):
@@ -382,7 +384,7 @@ class _Decoding:
         self.chosen_B = torch.zeros_like(self.lengths_B)
 
     def logits(self) -> Tensor:
-        """The logits [B, V] after the tokens `ids_B1`; reads nothing on the host."""
+        """Return the logits [B, V] after the tokens `ids_B1`; reads nothing on the host."""
         cache = self.decoder.cache.ragged(self.lengths_B, self.reach)
         found: Tensor = self.model(self.ids_B1, cache=cache)[:, -1]
         return found
@@ -476,7 +478,7 @@ def _prompts_row(bench: Bench, call: Call) -> Row:
 
 
 def _step_row(bench: Bench, step: Call, *, tokens: int) -> Row:
-    """The time of a step of decoding, its memory and its kernels."""
+    """Return the time of a step of decoding, its memory and its kernels."""
     with peak_memory(bench.device) as peaks:
         # Fewer steps than the cache has room for.
         ms = bench.ms(step, rounds=3, calls=12)
@@ -539,7 +541,7 @@ class _Training:
         self._unread: tuple[Tensor, Any] | None = None
 
     def row(self, step: Call | None = None, *, calls: int = 3) -> Row:
-        """The figures of a step, see `training_row`."""
+        """Return the figures of a step, see `training_row`."""
         tokens = self.batch.input_ids.numel()
         return training_row(self.bench, step or self.step, tokens, self.flops * tokens, calls=calls)
 
@@ -548,7 +550,7 @@ class _Training:
         self.program.step([self.batch], lr_scale=1.0)
 
     def step_without_reading(self, *, clips: bool = True) -> Tensor:
-        """A step whose loss, [], is not read, with clipped gradients or without."""
+        """Return a step whose loss, [], is not read, with clipped gradients or without."""
         optimizer = self.program.optimizer
         with self.program.stepping(1.0):
             optimizer.zero_grad()
@@ -576,7 +578,7 @@ class _Training:
 
 
 def training_row(bench: Bench, step: Call, tokens: int, flops: float, *, calls: int = 3) -> Row:
-    """The first step's seconds, and time, memory and kernels of the later ones.
+    """Return the first step's seconds, and time, memory and kernels of the later ones.
 
     Args:
         bench: the device.
@@ -606,7 +608,7 @@ def training_row(bench: Bench, step: Call, tokens: int, flops: float, *, calls: 
 
 
 def training_124m(bench: Bench) -> Iterator[Row]:
-    """Steps of GPT-2 124M, compiled: as they are, and with less waiting and clipping."""
+    """Yield the steps of GPT-2 124M, compiled: as they are, and with less waiting and clipping."""
     training = _Training(bench, "gpt2-124m", 32, 1024, _PADDED)
     yield attempt("as it is", training.row)
     yield attempt("loss read a step late", lambda: training.row(training.step_read_late))
@@ -615,7 +617,7 @@ def training_124m(bench: Bench) -> Iterator[Row]:
 
 
 def bf16_stream(bench: Bench) -> Iterator[Row]:
-    """The same in bf16 between the layers."""
+    """Yield the same in bf16 between the layers."""
     changes = {**_PADDED, "efficiency.bf16_residual": True}
     training = _Training(bench, "gpt2-124m", 32, 1024, changes)
     yield attempt("bf16 between layers", training.row)
@@ -635,14 +637,14 @@ _MUON = {
 
 
 def small_run(bench: Bench, changes: Mapping[str, Any]) -> Iterator[Row]:
-    """Steps of the model of `firstlight train stdlib --budget 3m`."""
+    """Yield the steps of the model of `firstlight train stdlib --budget 3m`."""
     training = _Training(bench, "stdlib-44m", 8, 512, {**_MUON, **changes})
     yield attempt("as it is", lambda: training.row(calls=10))
     yield attempt("loss read a step late", lambda: training.row(training.step_read_late, calls=10))
 
 
 def training_1b(bench: Bench, precision: str) -> Iterator[Row]:
-    """Steps of a Llama of 1.2B parameters, compiled."""
+    """Yield the steps of a Llama of 1.2B parameters, compiled."""
     chosen = {"efficiency.precision": bench.pick(precision, "bf16")}
     training = _Training(bench, "llama-1b", 4, 2048, {**_COMPILED, **chosen})
     yield attempt("as it is", training.row)
@@ -660,7 +662,7 @@ QLORA: dict[str, Any] = {
 
 
 def qlora_8b(bench: Bench) -> Iterator[Row]:
-    """Steps of QLoRA for a Llama of 8B parameters, compiled, one sequence."""
+    """Yield the steps of QLoRA for a Llama of 8B parameters, compiled, one sequence."""
     changes = bench.pick(QLORA, {**QLORA, "lora": {"rank": 8}})
     training = _Training(bench, "llama-8b", 1, 2048, changes)
     yield attempt("as it is", training.row)
@@ -670,7 +672,7 @@ def qlora_8b(bench: Bench) -> Iterator[Row]:
 
 
 def loss_in_chunks(bench: Bench) -> Iterator[Row]:
-    """Head and loss, forward and backward: all logits at once, and chunks of tokens."""
+    """Yield the head and loss, forward and backward: all logits at once, and chunks of tokens."""
     for model, sizes in {"124M": (32768, 768, 50304), "3B": (8192, 3072, 128256)}.items():
         head = _Head(bench, *bench.pick(sizes, (32, 16, 64)))
         yield attempt(f"{model}: all logits, compiled", head.whole)
@@ -701,7 +703,7 @@ class _Head:
         self.labels_N = torch.randint(V, (N,), device=bench.device)
 
     def whole(self) -> Row:
-        """All logits at once, compiled."""
+        """Return all logits at once, compiled."""
         loss = self.bench.compiled(_whole_loss)
         return self._row(lambda: self._gradients(loss(self.x_NC, self.linear, self.labels_N)))
 
@@ -752,7 +754,7 @@ def _whole_loss(x_NC: Tensor, head: nn.Linear, labels_N: Tensor) -> Tensor:
 def _chunk_gradient(
     x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss [], and its gradients for the logits [n, V] and for `x_nC` [n, C]."""
+    """Return the summed loss [], and its gradients for the logits [n, V] and for `x_nC` [n, C]."""
     logits_nV = (x_nC @ weight_VC.T).float()
     loss = F.cross_entropy(logits_nV, labels_n, reduction="sum")
     columns_V = torch.arange(weight_VC.shape[0], device=x_nC.device)
@@ -763,7 +765,8 @@ def _chunk_gradient(
 def _chunk(
     x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, grad_VC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss [] and the gradient of `x_nC` [n, C]; that of the weight is added to `grad_VC`."""
+    """Return the loss [] and the gradient of `x_nC` [n, C]; that of the weight is added to
+    `grad_VC`."""
     loss, grad_nV, grad_x_nC = _chunk_gradient(x_nC, weight_VC, labels_n)
     grad_VC += grad_nV.T @ x_nC
     return loss, grad_x_nC
@@ -772,7 +775,7 @@ def _chunk(
 def _chunk_addmm(
     x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, grad_VC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`_chunk`, whose product is added in fp32 without being rounded to bf16 before."""
+    """Return `_chunk`, whose product is added in fp32 without being rounded to bf16 before."""
     loss, grad_nV, grad_x_nC = _chunk_gradient(x_nC, weight_VC, labels_n)
     if x_nC.is_cuda:
         grad_VC.copy_(torch.addmm(grad_VC, grad_nV.T, x_nC, out_dtype=torch.float32))
@@ -796,8 +799,8 @@ _ADAFACTOR_3B = {
 
 
 def expandable_segments(bench: Bench) -> Iterator[Row]:
-    """Allocated and reserved memory of three configurations that reserve much more than they use,
-    in processes with and without `expandable_segments`."""
+    """Yield the allocated and reserved memory of three configurations that reserve much more than
+    they use, in processes with and without `expandable_segments`."""
     cases = [
         PlannerCase("llama-110m", 8, 2048, {"efficiency.precision": "bf16_params"}),
         PlannerCase(
@@ -826,14 +829,14 @@ def expandable_segments(bench: Bench) -> Iterator[Row]:
 
 
 def steps_request(bench: Bench, cases: Sequence[PlannerCase]) -> dict[str, Any]:
-    """A request for `planner_steps`."""
+    """Return a request for `planner_steps`."""
     device = bench.device.type
     requests = [case.request(device) for case in cases]
     return {"cases": requests, "device": device, "steps": bench.pick(12, 1), "seconds": 1.2}
 
 
 def case_row(case: Mapping[str, Any], prefix: str = "") -> Row:
-    """The row of a configuration that `planner_steps` has measured."""
+    """Return the row of a configuration that `planner_steps` has measured."""
     row: Row = {"row": prefix + case["name"]}
     if case["reason"]:
         return {**row, "error": case["reason"]}
@@ -851,7 +854,8 @@ def case_row(case: Mapping[str, Any], prefix: str = "") -> Row:
 
 @torch.no_grad()
 def int8(bench: Bench) -> Iterator[Row]:
-    """Products of 1, 8 and 64 rows with 8 weights [8192, 2048], more than the GPU's cache holds."""
+    """Yield products of 1, 8 and 64 rows with 8 weights [8192, 2048], more than the GPU's cache
+    holds."""
     layers, out, inner = bench.pick((8, 8192, 2048), (2, 64, 32))
     weights = [bench.tensor(out, inner) for _ in range(layers)]
     quantized = [rounded(weight) for weight in weights]
@@ -914,7 +918,7 @@ def planner(bench: Bench, start: int, *, rest: bool = False) -> Iterator[Row]:
 def make_item(
     name: str, title: str, seconds: float, rows: Any, *arguments: Any, **named: Any
 ) -> Item:
-    """An item whose function gets further arguments."""
+    """Return an item whose function gets further arguments."""
     return Item(name, title, seconds, lambda bench: rows(bench, *arguments, **named))
 
 

@@ -69,7 +69,7 @@ from firstlight.run_log.reader import read_json_lines
 
 
 def ceilings(bench: Bench) -> Iterator[Row]:
-    """Rates of matrix products, squares and those of GPT-2 124M's head, and of copies."""
+    """Yield the rates of matrix products, squares and those of GPT-2 124M's head, and of copies."""
     sizes = bench.pick((2048, 4096, 8192, 16384), (16,))
     squares = [GemmProduct("size", "", n, f"{n} x {n} x {n}", m=n, n=n, k=n) for n in sizes]
     head = layer_products("head", *bench.pick((16384, 768, 50304), (16, 16, 64)))
@@ -122,7 +122,7 @@ def _copies(bench: Bench) -> Iterator[Row]:
 
 
 def bare_loop(bench: Bench) -> Iterator[Row]:
-    """Steps of the program "reference" of `programs` with the batch of item E."""
+    """Yield the steps of the program "reference" of `programs` with the batch of item E."""
     rows, tokens = bench.pick((32, 1024), (1, 16))
     config = config_of(model_values(bench.pick("gpt2-124m", "tiny-gpt2")))
     assert isinstance(config, GPT2Config)
@@ -300,7 +300,7 @@ _MEMORY: Sequence[_Rung] = (
 
 
 def _cases(model: str, rows: int, tokens: int, rungs: Sequence[_Rung]) -> list[PlannerCase]:
-    """The configurations of a ladder."""
+    """Return the configurations of a ladder."""
     found, changes = list[PlannerCase](), dict[str, Any]()
     for name, added in rungs:
         changes = {**changes, **added}
@@ -314,7 +314,7 @@ MEMORY_CASES = _cases("llama-3b", 2, 4096, _MEMORY)
 
 
 def ladder(bench: Bench, cases: Sequence[PlannerCase]) -> Iterator[Row]:
-    """Time and memory of a step on each rung."""
+    """Yield the time and memory of a step on each rung."""
     tiny = "tiny-gpt2" if cases[0].model.startswith("gpt2") else "tiny-llama"
     dry = [replace(case, model=tiny, rows=1, tokens=32) for case in cases[:1]]
     for case in bench.pick(cases, dry):

@@ -68,7 +68,7 @@ class OutOfTimeError(BaseException):
 
 
 def source_digest() -> str:
-    """Hash of the package's source: figures of another source are other figures."""
+    """Return the hash of the package's source: figures of another source are other figures."""
     found = hashlib.sha256()
     for path in sorted((ROOT / "src" / "firstlight").rglob("*.py")):
         found.update(str(path.relative_to(ROOT)).encode())
@@ -77,7 +77,7 @@ def source_digest() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """The output of git; "" without git or a repository."""
+    """Return the output of git; "" without git or a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -85,7 +85,7 @@ def _git(*arguments: str) -> str:
 
 
 def facts(bench: Bench, commit: str) -> dict[str, Any]:
-    """The keys that all lines of a call share.
+    """Return the keys that all lines of a call share.
 
     Args:
         bench: the device.
@@ -107,7 +107,7 @@ def facts(bench: Bench, commit: str) -> dict[str, Any]:
 
 
 def _software() -> Iterator[str]:
-    """The versions of what figures depend on, beside torch."""
+    """Yield the versions of what figures depend on, beside torch."""
     yield f"Python {platform.python_version()}"
     for name in ("triton", "transformers", "bitsandbytes", "torchao"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -115,7 +115,7 @@ def _software() -> Iterator[str]:
 
 
 def driver_version() -> str:
-    """The driver's version from NVML, or from nvidia-smi if NVML fails; "" if both fail."""
+    """Return the driver's version from NVML, or from nvidia-smi if NVML fails; "" if both fail."""
     try:
         pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
@@ -185,7 +185,8 @@ def measure(
 
 
 def _is_of(item: Item, line: dict[str, Any], shared: dict[str, Any]) -> bool:
-    """True if a line has the figures of an item on this machine, of this source or of any."""
+    """Return True if a line has the figures of an item on this machine, of this source or of
+    any."""
     keys = ["device", "torch", "dry", "driver" if item.of_machine else "source"]
     is_same = all(line.get(key) == shared[key] for key in keys)
     return line["item"] == item.name and is_same and "error" not in line
@@ -193,7 +194,7 @@ def _is_of(item: Item, line: dict[str, Any], shared: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """A context that raises `OutOfTimeError` after some seconds, in the main thread only."""
+    """Context manager that raises `OutOfTimeError` after some seconds, in the main thread only."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise OutOfTimeError(f"stopped after {seconds:.0f} s")
@@ -208,7 +209,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; [] without it. A line that a killed process cut off is left out."""
+    """Return the lines of a file; [] without it. A line that a killed process cut off is left
+    out."""
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
@@ -267,8 +269,8 @@ def _say(item: Item, line: dict[str, Any]) -> None:
 
 
 def report(folders: Sequence[Path]) -> str:
-    """The tables of all lines in some folders, in Markdown. Each row is shown for each commit that
-    measured it, with the medians of its runs.
+    """Return the tables of all lines in some folders, in Markdown. Each row is shown for each
+    commit that measured it, with the medians of its runs.
 
     Raises:
         InputError: a folder has no lines.
@@ -288,7 +290,7 @@ def _machines(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _machine(line: dict[str, Any]) -> str:
-    """The commit, the machine and the day of a line."""
+    """Return the commit, the machine and the day of a line."""
     dry = "; a dry run, whose figures mean nothing" if line["dry"] else ""
     return (
         f"- {line['describe'] or line['source']}: {line['device']}, driver "
@@ -302,7 +304,7 @@ _Key = tuple[str, str]
 
 
 def _runs(lines: Sequence[dict[str, Any]]) -> dict[_Key, list[Row]]:
-    """All runs of each row by commit; the commits of a row stand beside each other."""
+    """Return all runs of each row by commit; the commits of a row stand beside each other."""
     names = dict.fromkeys(row["row"] for line in lines for row in line["rows"])
     commits = dict.fromkeys(line["describe"] or line["source"] for line in lines)
     found: dict[_Key, list[Row]] = {(name, commit): [] for name in names for commit in commits}
@@ -328,7 +330,7 @@ def _table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(rows: Sequence[Row], key: str) -> str:
-    """The median of a figure over the runs of a row, or the text of its last run."""
+    """Return the median of a figure over the runs of a row, or the text of its last run."""
     found = [row[key] for row in rows if row.get(key) is not None]
     if not found:
         return ""
@@ -339,7 +341,7 @@ def _cell(rows: Sequence[Row], key: str) -> str:
 
 
 def _profiles(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The kernels of each row's last run."""
+    """Yield the kernels of each row's last run."""
     for (name, commit), rows in _runs(lines).items():
         if rows[-1].get("kernels"):
             table = [(kernel, f"{ms:.3f}", calls) for kernel, ms, calls in rows[-1]["kernels"]]
@@ -384,7 +386,7 @@ def bench_gpu(bench: GPUBench) -> Result:
 
 
 def known_lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a folder.
+    """Return the lines of a folder.
 
     Raises:
         InputError: it has none.

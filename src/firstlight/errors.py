@@ -127,7 +127,7 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
 
 
 def describe_os_error(error: OSError) -> str:
-    """One line for the user: what failed, the path, and for frequent errors (a full disk, no
+    """Return one line for the user: what failed, the path, and for frequent errors (a full disk, no
     permission) what to do."""
     # Name the final file instead of the temporary one (files/atomic.py), which users don't know. Of
     # a copy, `filename2` is the target.
@@ -150,7 +150,8 @@ def describe_os_error(error: OSError) -> str:
 
 
 def describe_read_error(error: OSError) -> str:
-    """`describe_os_error` for an input: without permission, the advice is about reading it."""
+    """Return `describe_os_error` for an input: without permission, the advice is about reading
+    it."""
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""
         return f"permission denied{where}: make it readable (chmod u+rX), or leave it out"
@@ -172,8 +173,8 @@ _LACK_OF_MEMORY = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True if an error says that there was not enough memory, on any device. torch is not imported
-    for it."""
+    """Return True if an error says that there was not enough memory, on any device. torch is not
+    imported for it."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
@@ -186,5 +187,5 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error, or the name of its class if it has no text."""
+    """Return the first line of a library's error, or the name of its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -41,7 +41,8 @@ class _Formatter(string.Formatter):
 
 
 def cell(template: str, row: Mapping[str, Any]) -> str:
-    """A cell of a row; "" if the row lacks one of the template's values, or has None for it."""
+    """Return a cell of a row; "" if the row lacks one of the template's values, or has None for
+    it."""
     try:
         return _Formatter().vformat(template, (), row)
     except (KeyError, TypeError):  # None has no format and no items
@@ -49,7 +50,7 @@ def cell(template: str, row: Mapping[str, Any]) -> str:
 
 
 def cells(templates: str, row: Mapping[str, Any]) -> list[str]:
-    """The cells of a row, from templates that are separated by " | "."""
+    """Return the cells of a row, from templates that are separated by " | "."""
     return [cell(template, row) for template in templates.split(" | ")]
 
 
@@ -81,7 +82,7 @@ class Panel:
 
 
 def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
-    """A PNG of panels.
+    """Return a PNG of panels.
 
     Args:
         title: heading of the picture.
@@ -136,7 +137,7 @@ def _draw(axes: Any, panel: Panel) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of a size in inches.
+    """Return an empty matplotlib figure of a size in inches.
 
     It is made without pyplot, which would look for a window system and keep global state.
     """
@@ -146,7 +147,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def png_of(figure: Any) -> bytes:
-    """A matplotlib figure as PNG."""
+    """Return a matplotlib figure as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()

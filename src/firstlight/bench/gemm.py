@@ -151,7 +151,8 @@ _QUICK_STEPS = tuple(sorted({*range(192, 321, 32), *_EDGES}))
 
 
 def plan_for(device_type: str, quick: bool) -> GemmPlan:
-    """The plan for the device type "cuda", or for any other, which is assumed to be slower."""
+    """Return the plan for the device type "cuda", or for any other, which is assumed to be
+    slower."""
     sizes = tuple(1 << power for power in range(7, 15))
     if device_type == "cuda":
         plan = GemmPlan(sizes, 4096, STEP_TOKENS, _STEPS, measure_seconds=0.05, budget_seconds=150)
@@ -182,12 +183,13 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
 
 
 def paddings(size: int) -> dict[int, int]:
-    """`size` padded to each of MULTIPLES, by multiple; several may have the same padded size."""
+    """Return `size` padded to each of MULTIPLES, by multiple; several may have the same padded
+    size."""
     return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
 
 def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
-    """The sizes whose padding is measured, by group."""
+    """Return the sizes whose padding is measured, by group."""
     return {
         "M": base + 1,
         "N": base + 1,
@@ -200,7 +202,7 @@ def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
 def layer_products(
     name: str, tokens: int, inputs: int, outputs: int, *, conv1d: bool = False
 ) -> list[tuple[str, int, int, int, Layout]]:
-    """The three products of a linear layer in a training step: name, M, N, K, layout.
+    """Return the three products of a linear layer in a training step: name, M, N, K, layout.
 
     The weight is stored as [inputs, outputs] if `conv1d`, otherwise as [outputs, inputs].
     """
@@ -215,8 +217,8 @@ def layer_products(
 
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
-    """The products of one training step, without those inside attention: the layers as Conv1D and
-    as linear layers, the head for each vocabulary size."""
+    """Return the products of one training step, without those inside attention: the layers as
+    Conv1D and as linear layers, the head for each vocabulary size."""
     C = shape.hidden_size
     layers = {
         "qkv": (C, 3 * C),
@@ -245,7 +247,8 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Aligned and unaligned sizes of each dimension alone, and of a model's hidden size in its MLP.
+    """Return the aligned and unaligned sizes of each dimension alone, and of a model's hidden size
+    in its MLP.
 
     In the layout "nt", K is the contiguous dimension of A and B in memory, and N that of C.
     """
@@ -271,12 +274,12 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmPro
 
 
 def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
-    """Products [base, N, base], with N in steps around a tile's edge."""
+    """Return products [base, N, base], with N in steps around a tile's edge."""
     return [GemmProduct("tile", "N", n, f"N = {n}", m=base, n=n, k=base) for n in sizes]
 
 
 def wave_products(multiprocessors: int) -> list[GemmProduct]:
-    """Products of n, n - 1, n + 1, 2 n and 2 n + 1 tiles of 128 x 256, for a GPU with n
+    """Return products of n, n - 1, n + 1, 2 n and 2 n + 1 tiles of 128 x 256, for a GPU with n
     multiprocessors (SMs)."""
     one, two = multiprocessors, 2 * multiprocessors
     return [
@@ -286,7 +289,8 @@ def wave_products(multiprocessors: int) -> list[GemmProduct]:
 
 
 def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> list[GemmProduct]:
-    """All products of a plan, in the order of measurement; waves only with `multiprocessors`."""
+    """Return all products of a plan, in the order of measurement; waves only with
+    `multiprocessors`."""
     squares = [
         GemmProduct("size", "", size, str(size), m=size, n=size, k=size) for size in plan.sizes
     ]
@@ -350,8 +354,8 @@ def make_operands(
 
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """A function that multiplies once, in the product's layout, into C. In fp8, where only the
-    layout "nt" works, it allocates the result."""
+    """Return a function that multiplies once, in the product's layout, into C. In fp8, where only
+    the layout "nt" works, it allocates the result."""
     m = product.m
     n = product.n
     k = product.k
@@ -368,7 +372,7 @@ def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], obje
 
 
 def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Mean seconds of one product over `repeats` products."""
+    """Return the mean seconds of one product over `repeats` products."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -389,14 +393,15 @@ def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
 
 
 def repeats_of(product_seconds: float, measure_seconds: float) -> int:
-    """Number of products of `product_seconds` in a measurement of `measure_seconds`."""
+    """Return the number of products of `product_seconds` in a measurement of `measure_seconds`."""
     return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
 
 
 def measure_product(
     product: GemmProduct, operands: Operands, repeats: int, device: torch.device
 ) -> float:
-    """Mean seconds of one product over `repeats`; if there are several, one more runs before."""
+    """Return the mean seconds of one product over `repeats`; if there are several, one more runs
+    before."""
     multiply = make_multiply(product, operands)
     if repeats > 1:
         multiply()
@@ -417,7 +422,8 @@ _WAVE_REPEATS = 15
 
 
 def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
-    """The bytes of each data cache, such as {"L1": 32768}; empty if the system lists no cache."""
+    """Return the bytes of each data cache, such as {"L1": 32768}; empty if the system lists no
+    cache."""
     found = {}
     for index in sorted(folder.glob("index*")):
         try:
@@ -433,8 +439,8 @@ def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
 
 
 def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
-    """A function that sums up the array `data` [numbers] in several passes and returns the sum of
-    each pass [passes]; and the number of passes, which together read about `_CALL_BYTES`."""
+    """Return a function that sums up the array `data` [numbers] in several passes and returns the
+    sum of each pass [passes]; and the number of passes, which together read about `_CALL_BYTES`."""
     passes = max(1, _CALL_BYTES // data.nbytes)
     repeated, sums = data.expand(passes, -1), torch.empty(passes)
     return lambda: torch.sum(repeated, 1, out=sums), passes
@@ -552,7 +558,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _rates(call: Callable[[], object], work: int, measure_seconds: float) -> list[float]:
-    """Work per second in each of `_REPEATS` measurements, after one uncounted call.
+    """Return the work per second in each of `_REPEATS` measurements, after one uncounted call.
 
     Args:
         call: function to measure.
@@ -635,7 +641,8 @@ def _draw_medians(
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:
-    """The names of DTYPES that the device multiplies in hardware; "fp32" is always among them."""
+    """Return the names of DTYPES that the device multiplies in hardware; "fp32" is always among
+    them."""
     names = ["fp32"]
     if hardware.device.type == "cuda":
         capability = torch.cuda.get_device_capability(hardware.device)
@@ -728,7 +735,7 @@ class GemmRun:
     def _warm_up(
         self, progress: Progress
     ) -> tuple[dict[str, Operands], dict[tuple[int, str], tuple[int, float]]]:
-        """Operands by number format; repeats and seconds by (product's index, format).
+        """Return the operands by number format; repeats and seconds by (product's index, format).
 
         The formats of one product follow each other, since they are compared, too.
         """
@@ -747,7 +754,7 @@ class GemmRun:
         return operands, costs
 
     def result(self) -> dict[str, Any]:
-        """The result so far.
+        """Return the result so far.
 
         Returns:
             "complete" (False while measurements are missing), "machine", "model", "quick",
@@ -785,7 +792,8 @@ def summarize(
     shape: GPT2Shape,
     plan: GemmPlan,
 ) -> dict[str, Any]:
-    """Rates and ratios of the measured products; products without a measurement are left out.
+    """Return the rates and ratios of the measured products; products without a measurement are left
+    out.
 
     Args:
         products: all products.
@@ -836,7 +844,7 @@ def _row(product: GemmProduct, times: Sequence[float], ceiling: float) -> dict[s
 def step_times(
     products: Sequence[GemmProduct], times: Times, tokens: int, ceiling: float
 ) -> list[dict[str, Any]]:
-    """The time of all matrix products of a training step of STEP_TOKENS.
+    """Return the time of all matrix products of a training step of STEP_TOKENS.
 
     Products were measured with `tokens` rows; their time is assumed proportional to the rows.
 
@@ -932,7 +940,8 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of a result: rates by size, the model's products, padding, tiles, caches and waves."""
+    """Return a PNG of a result: rates by size, the model's products, padding, tiles, caches and
+    waves."""
     loops = result.get("loops")
     figure = upper = new_figure(14, 16 if loops else 11)
     if loops:

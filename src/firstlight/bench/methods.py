@@ -109,7 +109,7 @@ PROCESSES = "bench.processes"
 def plain_recipe(
     model: ModelConfig, device: str, seq_len: int, micro_batch_size: int
 ) -> dict[str, Any]:
-    """Values of the recipe without any method, to which every row adds its changes.
+    """Return the values of the recipe without any method, to which every row adds its changes.
 
     Gradients are not clipped: an optimizer that updates inside the backward pass never has all of
     them at once, and all rows must compute the same.
@@ -135,8 +135,8 @@ def plain_recipe(
 
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
-    """Keys for a step of the same number of sequences in four micro-batches, or in micro-batches of
-    one sequence if the number is not divisible by four."""
+    """Return the keys for a step of the same number of sequences in four micro-batches, or in
+    micro-batches of one sequence if the number is not divisible by four."""
     micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
     return {
         "batch.micro_batch_size": micro,
@@ -145,12 +145,13 @@ def accumulation(micro_batch_size: int) -> dict[str, Any]:
 
 
 def larger_batch(micro_batch_size: int) -> dict[str, Any]:
-    """Keys for a step of twice the plain run's sequences, in one micro-batch."""
+    """Return the keys for a step of twice the plain run's sequences, in one micro-batch."""
     return {"batch.micro_batch_size": 2 * micro_batch_size, "batch.gradient_accumulation_steps": 1}
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
-    """Half the tokens of the smallest micro-batch of all rows: each then has two chunks or more."""
+    """Return half the tokens of the smallest micro-batch of all rows: each then has two chunks or
+    more."""
     smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
     return max(1, smallest * seq_len // 2)
 
@@ -159,7 +160,7 @@ _IS_CPU = "needs a GPU: "
 
 
 def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[MethodRow]:
-    """Each method alone, the plain run first."""
+    """Return each method alone, the plain run first."""
     compiled = {"efficiency.compile": True}
     return [
         PLAIN,
@@ -256,7 +257,7 @@ def _attention_rows(hardware: Hardware) -> list[MethodRow]:
 def ladder_rows(
     micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True, processes: int = 1
 ) -> list[MethodRow]:
-    """The rows of the ladder in the guide's order, each added to those before it.
+    """Return the rows of the ladder in the guide's order, each added to those before it.
 
     Mixed precision is bf16 if the hardware multiplies it, fp16 on other GPUs. The rows that replace
     a written out mask and written out layers are skipped for models other than GPT-2.
@@ -296,7 +297,8 @@ def ladder_rows(
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """The changes of row `rung` and of all rows before it, except the rows named in `left_out`."""
+    """Return the changes of row `rung` and of all rows before it, except the rows named in
+    `left_out`."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:
@@ -305,7 +307,7 @@ def changes_up_to(
 
 
 def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
-    """The reason why a row is skipped on this machine; "" if it is measured."""
+    """Return the reason why a row is skipped on this machine; "" if it is measured."""
     if row.not_here:
         return row.not_here
     if row.needs_gpu and hardware.device.type != "cuda":
@@ -329,7 +331,7 @@ def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick
 def summarize(
     rows: Sequence[tuple[MethodRow, MethodOutcome | None]], head: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The medians of a table's rows and their ratios to its first row.
+    """Return the medians of a table's rows and their ratios to its first row.
 
     Args:
         rows: rows with their outcomes; None if a row has no outcome yet.
@@ -405,7 +407,8 @@ def _summary(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the result of `bench_methods`: a row of panels (tokens/s, peak memory) per table.
+    """Return a PNG of the result of `bench_methods`: a row of panels (tokens/s, peak memory) per
+    table.
 
     Rows that failed are listed without a bar; skipped rows are left out.
     """
@@ -418,7 +421,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Panels of speed and memory, with the first row's bars in another colour."""
+    """Return panels of speed and memory, with the first row's bars in another colour."""
     names = [row["name"] for row in rows]
     colors = ["tab:orange", *["tab:blue"] * (len(rows) - 1)]
     rates = [row.get("tokens_per_second", 0.0) for row in rows]
@@ -468,12 +471,12 @@ Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those changes of a row whose keys are keys of a recipe."""
+    """Return those changes of a row whose keys are keys of a recipe."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
 def processes_here(hardware: Hardware) -> int:
-    """The number of processes of the row `+ddp`: one for each GPU, two on a CPU with several
+    """Return the number of processes of the row `+ddp`: one for each GPU, two on a CPU with several
     threads, otherwise 1."""
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
@@ -481,7 +484,7 @@ def processes_here(hardware: Hardware) -> int:
 
 
 def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:
-    """The chosen rows of both tables; see `choose_rows`."""
+    """Return the chosen rows of both tables; see `choose_rows`."""
     size = (plan.micro_batch_size, plan.seq_len, plan.hardware)
     is_gpt2 = isinstance(plan.model, GPT2Config)
     processes = processes_here(plan.hardware)
@@ -492,7 +495,8 @@ def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]
 def choose_rows(
     tables: dict[str, list[MethodRow]], names: Sequence[str]
 ) -> dict[str, list[MethodRow]]:
-    """The rows that are chosen by their names or by the name of their table; all without names.
+    """Return the rows that are chosen by their names or by the name of their table; all without
+    names.
 
     A named row of the table "alone" brings the plain run, with which it is compared. A named row of
     the ladder brings the rows before it, whose methods it includes.
@@ -578,7 +582,8 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
 
 def _ceiling(hardware: Hardware) -> dict[str, Any]:
-    """The base of MFU: "matmul_flops", FLOP/s of matrix products, and their "matmul_dtype"."""
+    """Return the base of MFU: "matmul_flops", FLOP/s of matrix products, and their
+    "matmul_dtype"."""
     dtypes = [torch.bfloat16] if hardware.bf16 else []
     tries = 1
     if hardware.device.type == "cpu":
@@ -651,7 +656,8 @@ class MethodsWork:
 
 
 def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
-    """Environment variables of `firstlight train`, with the compiler's cache and huge pages set.
+    """Return the environment variables of `firstlight train`, with the compiler's cache and huge
+    pages set.
 
     Args:
         huge_pages: True lets torch take huge pages for large tensors.
@@ -689,8 +695,9 @@ class MethodRuns:
         )
 
     def _order(self) -> list[str]:
-        """The labels in the order of measurement: first those that don't compile, then those that
-        do, in both cases the ladder first. If the time runs out, the last ones are not measured."""
+        """Return the labels in the order of measurement: first those that don't compile, then those
+        that do, in both cases the ladder first. If the time runs out, the last ones are not
+        measured."""
         ladder = [label for label, (table, _) in self.rows.items() if table == LADDER]
         alone = [label for label in self.rows if label not in ladder]
         compiling = [label for label in self.rows if "efficiency.compile" in self._changes(label)]
@@ -706,7 +713,7 @@ class MethodRuns:
         return self.rows[label][1].changes
 
     def _outcome(self, label: str) -> MethodOutcome:
-        """The row's outcome so far.
+        """Return the row's outcome so far.
 
         The changes of a row of the ladder are determined when the row is measured for the first
         time, since they leave out the rows before it that failed.
@@ -730,7 +737,7 @@ class MethodRuns:
         return outcome
 
     def summaries(self, head: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-        """Each table's rows; see `summarize`."""
+        """Return each table's rows; see `summarize`."""
         return {
             table: summarize(
                 [(row, self.outcomes.get(f"{table}: {row.name}")) for row in rows], head

@@ -16,7 +16,7 @@ SMALL = "small"
 def gpt2(
     hidden_size: int, num_hidden_layers: int, num_attention_heads: int, vocab_size: int = 50257
 ) -> dict[str, Any]:
-    """The `model` section of a recipe for a GPT-2."""
+    """Return the `model` section of a recipe for a GPT-2."""
     return {
         "model_type": "gpt2",
         "vocab_size": vocab_size,
@@ -34,7 +34,8 @@ def llama(
     num_key_value_heads: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """The `model` section of a recipe for a Llama; `more` adds or replaces keys of the section."""
+    """Return the `model` section of a recipe for a Llama; `more` adds or replaces keys of the
+    section."""
     return {
         "model_type": "llama",
         "vocab_size": 32768,
@@ -77,7 +78,7 @@ _VOCAB_SIZE = 50257
 
 
 def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
-    """The config of the model that a recipe's `model` section describes.
+    """Return the config of the model that a recipe's `model` section describes.
 
     Args:
         values: values of the section.
@@ -92,7 +93,7 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
 
 def find_model(name: str) -> ModelConfig:
-    """The config of a model by its name in `MODELS`, or by the path of a recipe (.yaml).
+    """Return the config of a model by its name in `MODELS`, or by the path of a recipe (.yaml).
 
     Raises:
         ConfigError: the name is unknown, or the recipe is invalid or has no model.

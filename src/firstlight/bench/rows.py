@@ -145,7 +145,7 @@ class RowOutcome:
         return bool(self.runs or self.problem)
 
     def values(self, key: str) -> list[float]:
-        """The values of a key over all turns; lists of values are joined."""
+        """Return the values of a key over all turns; lists of values are joined."""
         found: list[float] = []
         for run in self.runs:
             if (value := run.get(key)) is not None:
@@ -153,7 +153,7 @@ class RowOutcome:
         return found
 
     def median(self, key: str) -> float | None:
-        """The median of `values`; None without values."""
+        """Return the median of `values`; None without values."""
         found = self.values(key)
         return statistics.median(found) if found else None
 

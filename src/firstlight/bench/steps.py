@@ -108,7 +108,7 @@ class StepsPlan:
     repeats: int
 
     def head(self, warmup_steps: int) -> dict[str, Any]:
-        """The part of a result that is known before anything is measured."""
+        """Return the part of a result that is known before anything is measured."""
         model = meta_model(self.model)
         return {
             "model": self.name,
@@ -151,7 +151,7 @@ def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
 
 
 def steps_title(result: Mapping[str, Any]) -> str:
-    """Heading of the picture of a result of a benchmark that trains for some steps."""
+    """Return the heading of the picture of a result of a benchmark that trains for some steps."""
     size = f"{result['micro_batch_size']} x {result['seq_len']} tokens a step"
     end = "" if result["complete"] else " (not complete)"
     return f"{result['model']}, {size}; {result['machine']['name']}{end}"
@@ -208,7 +208,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe(request: Mapping[str, Any]) -> Recipe:
-    """The recipe of a request.
+    """Return the recipe of a request.
 
     Raises:
         ConfigError: the recipe is invalid.
@@ -250,7 +250,7 @@ def use_threads(
 
 
 def resolved(recipe: Recipe, hardware: Hardware) -> ResolvedRecipe:
-    """The recipe with its open keys resolved, as for a run on many tokens."""
+    """Return the recipe with its open keys resolved, as for a run on many tokens."""
     if isinstance(recipe, ResolvedRecipe):
         return recipe
     facts = facts_here(
@@ -268,7 +268,7 @@ def step_figures(
     chosen: Mapping[str, Any],
     peak_bytes: tuple[int, int],
 ) -> dict[str, Any]:
-    """The result of `measure`; steps after the timed ones are left out.
+    """Return the result of `measure`; steps after the timed ones are left out.
 
     Args:
         request: the request.
@@ -291,7 +291,7 @@ def step_figures(
 
 
 def lr_scale(step: int) -> float:
-    """The learning rate of a step as a fraction of the recipe's."""
+    """Return the learning rate of a step as a fraction of the recipe's."""
     return min(1.0, (step + 1) / _RISE_STEPS)
 
 
@@ -410,7 +410,7 @@ class Tokens:
         self.seq_len = seq_len
 
     def batch(self, first: int, rows: int, documents: bool) -> Batch:
-        """`rows` rows from row `first` on as one batch.
+        """Return `rows` rows from row `first` on as one batch.
 
         Args:
             documents: True adds the document numbers, for masking. The token that ends a document
@@ -464,8 +464,8 @@ class WrittenOutMLP(GPT2MLP):
 def _attend_with(
     stored: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """`plain_attention` with a stored mask, fp32 [context, context], 1 where a query [row] must not
-    attend to a key [column]; a mask in `options` replaces it."""
+    """Return `plain_attention` with a stored mask, fp32 [context, context], 1 where a query [row]
+    must not attend to a key [column]; a mask in `options` replaces it."""
     if options.mask is None:
         mask = ~stored.bool()[: q_BHTD.shape[-2], : k_BKSD.shape[-2]]
         options = options._replace(mask=mask)

@@ -140,7 +140,8 @@ def save_checkpoint(
 
 
 def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
-    """The text files of a checkpoint by name: those of the model folder, and trainer_state.json.
+    """Return the text files of a checkpoint by name: those of the model folder, and
+    trainer_state.json.
 
     Raises:
         CheckpointError: a number of the state is not finite.
@@ -155,8 +156,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
 
 
 def _state_text(step: int, state: Mapping[str, Any]) -> str:
-    """The text of trainer_state.json. In ASCII, because paths with undecodable bytes (surrogate
-    escapes) can't be encoded as UTF-8."""
+    """Return the text of trainer_state.json. In ASCII, because paths with undecodable bytes
+    (surrogate escapes) can't be encoded as UTF-8."""
     try:
         return json.dumps(state, indent=2, allow_nan=False) + "\n"
     except ValueError as error:
@@ -178,7 +179,7 @@ def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
 
 
 def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
-    """The approximate size of a checkpoint in bytes: fp32 weights and optimizer state.
+    """Return the approximate size of a checkpoint in bytes: fp32 weights and optimizer state.
 
     Args:
         model_parameters: number of the model's parameters.
@@ -257,8 +258,8 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """The name of a checkpoint's file of weights: that of an adapter if `names` has an adapter's
-    config, else that of a full model."""
+    """Return the name of a checkpoint's file of weights: that of an adapter if `names` has an
+    adapter's config, else that of a full model."""
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
 
@@ -293,12 +294,13 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
-    """True if the checkpoint was written with `checkpoint.sharded`, and has files of shards."""
+    """Return True if the checkpoint was written with `checkpoint.sharded`, and has files of
+    shards."""
     return bool(shard_names(path.name for path in folder.iterdir()))
 
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
-    """The JSON object of trainer_state.json of a verified checkpoint.
+    """Return the JSON object of trainer_state.json of a verified checkpoint.
 
     Raises:
         CheckpointError: trainer_state.json can't be read, or is not a JSON object.
@@ -310,7 +312,8 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """The multiple to which the vocabulary of a checkpoint's model is padded (1 is no padding).
+    """Return the multiple to which the vocabulary of a checkpoint's model is padded (1 is no
+    padding).
 
     Args:
         folder: the checkpoint's folder, for the error message.

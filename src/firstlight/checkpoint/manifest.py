@@ -76,20 +76,20 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """True if this checkpoint makes `other` part of a dead branch: `other` was saved earlier,
-        but the run then continued from a checkpoint before it."""
+        """Return True if this checkpoint makes `other` part of a dead branch: `other` was saved
+        earlier, but the run then continued from a checkpoint before it."""
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
         )
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
+    """Return the folder of the checkpoint of a step."""
     return run_folder / CHECKPOINTS / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name; None if it is not the name of a checkpoint."""
+    """Return the step in a checkpoint folder's name; None if it is not the name of a checkpoint."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -111,7 +111,7 @@ def require_kept(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """A context for reading a checkpoint of another run, which may delete it meanwhile.
+    """Context manager for reading a checkpoint of another run, which may delete it meanwhile.
 
     Raises:
         CheckpointError: the checkpoint was deleted; replaces the error of reading it.
@@ -124,14 +124,14 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def step_folders(run_folder: Path) -> list[Path]:
-    """The folders with the name of a checkpoint, complete or not, sorted by name."""
+    """Return the folders with the name of a checkpoint, complete or not, sorted by name."""
     folder = run_folder / CHECKPOINTS
     found = folder.iterdir() if folder.is_dir() else iter(())
     return sorted(path for path in found if step_of(path) is not None and path.is_dir())
 
 
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
-    """The complete checkpoints of a run in the order in which they were saved.
+    """Return the complete checkpoints of a run in the order in which they were saved.
 
     A checkpoint with a damaged manifest comes after the checkpoints of lower steps.
     Checkpoints of other runs in the folder (see `foreign_checkpoints`) are left out.
@@ -148,7 +148,7 @@ def saved_checkpoints(run_folder: Path) -> list[Saved]:
 
 
 def foreign_checkpoints(run_folder: Path) -> list[str]:
-    """A message for each checkpoint in a run folder that another run has saved."""
+    """Return a message for each checkpoint in a run folder that another run has saved."""
     found = _complete(run_folder)
     run_id = _run_id(run_folder, found)
     return [
@@ -159,7 +159,7 @@ def foreign_checkpoints(run_folder: Path) -> list[str]:
 
 
 def _complete(run_folder: Path) -> list[Saved]:
-    """The complete checkpoints of all runs in a run folder, sorted by name."""
+    """Return the complete checkpoints of all runs in a run folder, sorted by name."""
     found: list[Saved] = []
     for folder in step_folders(run_folder):
         step = step_of(folder)
@@ -179,8 +179,8 @@ def _complete(run_folder: Path) -> list[Saved]:
 
 
 def names_run(saved: Saved, run_id: str | None) -> bool:
-    """True if the text of a checkpoint's manifest, which may be damaged, contains `run_id`, or if
-    `run_id` is None."""
+    """Return True if the text of a checkpoint's manifest, which may be damaged, contains `run_id`,
+    or if `run_id` is None."""
     if run_id is None:
         return True
     with contextlib.suppress(InputError):
@@ -189,12 +189,14 @@ def names_run(saved: Saved, run_id: str | None) -> bool:
 
 
 def run_id_of(run_folder: Path) -> str | None:
-    """The id of the run in a run folder; None if neither run.json nor a checkpoint has an id."""
+    """Return the id of the run in a run folder; None if neither run.json nor a checkpoint has an
+    id."""
     return _run_id(run_folder, _complete(run_folder))
 
 
 def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
-    """The id in run.json; if the file is missing or damaged, the id of the last save with one."""
+    """Return the id in run.json; if the file is missing or damaged, the id of the last save with
+    one."""
     with contextlib.suppress(InputError):
         content = read_json(run_folder / RUN_NAME)
         if isinstance(content, dict) and isinstance(content.get("run_id"), str):
@@ -204,7 +206,8 @@ def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
-    """The `sequence` of the checkpoint saved last among those up to a step; 0 if there is none.
+    """Return the `sequence` of the checkpoint saved last among those up to a step; 0 if there is
+    none.
 
     Args:
         saved: the checkpoints of a run.
@@ -214,7 +217,8 @@ def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """A manifest's text: its content as JSON, with the SHA-256 of that JSON as the last key."""
+    """Return a manifest's text: its content as JSON, with the SHA-256 of that JSON as the last
+    key."""
     return _seal(json_text(content))
 
 
@@ -224,12 +228,12 @@ def _seal(text: str) -> str:
 
 
 def _is_sealed(text: str) -> bool:
-    """True if the SHA-256 in a manifest's text is that of its other characters."""
+    """Return True if the SHA-256 in a manifest's text is that of its other characters."""
     return text == _seal(text[: -len(_seal(_END))] + _END)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, verified by its own SHA-256.
+    """Return the manifest of a checkpoint, verified by its own SHA-256.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, or of another format or version.
@@ -349,7 +353,8 @@ def write_manifest(
 
 
 def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
-    """The manifest's entries for files: file name -> {"bytes": size, "sha256": hex digest}."""
+    """Return the manifest's entries for files: file name -> {"bytes": size, "sha256": hex
+    digest}."""
     return {file.path.name: {"bytes": file.size, "sha256": file.sha256} for file in files}
 
 
@@ -369,8 +374,8 @@ def _write_text(path: Path, content: str) -> HashedFile:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints that have an undamaged manifest and are not of a dead branch, in the given
-    order.
+    """Return the checkpoints that have an undamaged manifest and are not of a dead branch, in the
+    given order.
 
     A checkpoint of the same or a later step than one saved after it is of a dead branch, too.
     """
@@ -381,20 +386,22 @@ def own_past(found: Sequence[Saved]) -> list[Saved]:
 
 
 def best_first(past: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints with a validation loss, the lowest loss first; among equal losses the one
-    saved last first."""
+    """Return the checkpoints with a validation loss, the lowest loss first; among equal losses the
+    one saved last first."""
     measured = [(one.val_loss, -one.sequence, one) for one in past if one.val_loss is not None]
     return [one for _, _, one in sorted(measured, key=lambda entry: entry[:2])]
 
 
 def best_saved(run_folder: Path) -> list[Saved]:
-    """`best_first` of a run's `own_past`, from the manifests alone, without verifying files."""
+    """Return `best_first` of a run's `own_past`, from the manifests alone, without verifying
+    files."""
     return best_first(own_past(saved_checkpoints(run_folder)))
 
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints that led to the newest one by `parent`, newest first. Only these decide which
-    checkpoints are of a dead branch; one that was replaced at the same step is among them."""
+    """Return the checkpoints that led to the newest one by `parent`, newest first. Only these
+    decide which checkpoints are of a dead branch; one that was replaced at the same step is among
+    them."""
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):
         if one.sequence and (not line or one.sequence <= line[-1].parent):

@@ -68,8 +68,8 @@ class CheckpointConfig(Section):
 
 
 def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
-    """The checkpoints to average at the end of a run: the newest of `past`, and before it only
-    those whose step is a multiple of `every_steps`.
+    """Return the checkpoints to average at the end of a run: the newest of `past`, and before it
+    only those whose step is a multiple of `every_steps`.
 
     A stopped run saves one more checkpoint at another step. It is left out, so that a run that was
     stopped and resumed has the same average as a run that was not.
@@ -132,8 +132,8 @@ def prune_checkpoints(
 def kept_checkpoints(
     past: Sequence[Saved], keep_last: int, keep_every: int, keep_best: int
 ) -> set[Saved]:
-    """The checkpoints among `past` (those of `own_past`, oldest first) that these three keys of the
-    `checkpoint` section keep."""
+    """Return the checkpoints among `past` (those of `own_past`, oldest first) that these three keys
+    of the `checkpoint` section keep."""
     kept = set(past[-keep_last:])
     if keep_every:
         kept |= {one for one in past if one.step % keep_every == 0}

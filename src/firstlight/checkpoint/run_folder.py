@@ -93,8 +93,8 @@ class HeldFolder:
 
 @contextlib.contextmanager
 def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
-    """A context in which this process has the run folder locked, because two processes that write
-    into one run folder would destroy the run. The folder is created if it does not exist.
+    """Context manager in which this process has the run folder locked, because two processes that
+    write into one run folder would destroy the run. The folder is created if it does not exist.
 
     The operating system releases the lock when the process ends, however it ends. If nothing was
     written into the folder, the exit deletes a lock file and folders that were created here.
@@ -133,7 +133,7 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
 
 
 def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
-    """True if a process has locked the run folder: a run is active there.
+    """Return True if a process has locked the run folder: a run is active there.
 
     Args:
         folder: the run folder.

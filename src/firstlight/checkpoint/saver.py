@@ -150,9 +150,9 @@ class BackgroundSaver(Saver):
 
     @contextlib.contextmanager
     def _in_own_folder(self) -> Iterator[None]:
-        """A context that checks the run folder after an error, and if the folder no longer belongs
-        to this run, raises that error instead. If the folder was moved, an error about missing
-        files would not show the reason."""
+        """Context manager that checks the run folder after an error, and if the folder no longer
+        belongs to this run, raises that error instead. If the folder was moved, an error about
+        missing files would not show the reason."""
         try:
             yield
         except FirstlightError:
@@ -160,8 +160,8 @@ class BackgroundSaver(Saver):
             raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
-        """True if `processes` processes of this machine have free memory for copies of tensors of
-        this size each."""
+        """Return True if `processes` processes of this machine have free memory for copies of
+        tensors of this size each."""
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
 
@@ -235,7 +235,7 @@ class CheckpointSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
-        """A copy of a checkpoint that the next steps do not change."""
+        """Return a copy of a checkpoint that the next steps do not change."""
         model, optimizer = checkpoint.model, checkpoint.optimizer
         if not checkpoint.is_copy:
             copies = self._copies.take(dict(_tensors(checkpoint)))
@@ -260,7 +260,7 @@ class CheckpointSaver(BackgroundSaver):
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """All tensors of a checkpoint with unique names: "model NAME" or "optimizer NAME"."""
+    """Return all tensors of a checkpoint with unique names: "model NAME" or "optimizer NAME"."""
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
@@ -275,7 +275,8 @@ class Snapshot:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of tensors on the CPU, by the same names; they are valid until the next call.
+        """Return copies of tensors on the CPU, by the same names; they are valid until the next
+        call.
 
         Args:
             tensors: tensors on any device, in any layout; they may share memory. Tensors on a GPU
@@ -420,15 +421,15 @@ class ShardedSaver(BackgroundSaver):
             deleting.result()
 
     def _is_asynchronous(self, shards: _Shards) -> bool:
-        """True if every process has memory for its copies; all processes decide it together at the
-        first save."""
+        """Return True if every process has memory for its copies; all processes decide it together
+        at the first save."""
         if self._asynchronous is None:
             tensors = (p.tensor for part in shards.values() for p in part.values())
             self._asynchronous = not agree(not self._have_room(tensors, self._world.local_size))
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Copies of shards that the next steps do not change."""
+        """Return copies of shards that the next steps do not change."""
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )
@@ -438,7 +439,7 @@ class ShardedSaver(BackgroundSaver):
         }
 
     def _new_folder(self, step: int) -> Path:
-        """The temporary folder, made by the main process, into which all processes write."""
+        """Return the temporary folder, made by the main process, into which all processes write."""
         name = None
         if self._is_main:
             self._require_folder()

@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """The complete checkpoints of a run in the order in which they were saved."""
+    """Return the complete checkpoints of a run in the order in which they were saved."""
     return [saved.folder for saved in saved_checkpoints(run_folder)]
 
 
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a run that passes `verify_checkpoint`.
+    """Return the newest checkpoint of a run that passes `verify_checkpoint`.
 
     A checkpoint of a dead branch (see manifest.py) is used only if all others are damaged.
 
@@ -74,8 +74,8 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
-    """The folder of the first candidate that passes `verify_checkpoint`, or None, and the error
-    messages of the candidates before it.
+    """Return the folder of the first candidate that passes `verify_checkpoint`, or None, and the
+    error messages of the candidates before it.
 
     If the run deletes a candidate meanwhile, it has saved a newer checkpoint: the search is
     repeated with new candidates.
@@ -129,8 +129,8 @@ def read_model_folder(
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint with the lowest validation loss that passes `verify_checkpoint`, and messages
-    about damaged checkpoints with lower losses.
+    """Return the checkpoint with the lowest validation loss that passes `verify_checkpoint`, and
+    messages about damaged checkpoints with lower losses.
 
     Raises:
         CheckpointError: no checkpoint has a validation loss, or all that have one are damaged.
@@ -145,7 +145,7 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
-    """The model folder for the argument CHECKPOINT of a command. A checkpoint is verified.
+    """Return the model folder for the argument CHECKPOINT of a command. A checkpoint is verified.
 
     Args:
         name: a run folder (its newest checkpoint is used), a checkpoint folder, any Hugging Face
@@ -181,7 +181,7 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
 
 def resolve_tokenizer(name: str | Path) -> Path:
-    """The file or folder of a tokenizer.
+    """Return the file or folder of a tokenizer.
 
     Args:
         name: a tokenizer's file or folder, or a model as for `resolve_model_folder`, whose
@@ -207,8 +207,8 @@ def resolve_tokenizer(name: str | Path) -> Path:
 
 
 def trained_on(folder: Path) -> dict[str, Any]:
-    """The entry `data` of a checkpoint's state: `dir`, `seq_len` and `document_masking` of its
-    training data; {} for a folder that is no checkpoint."""
+    """Return the entry `data` of a checkpoint's state: `dir`, `seq_len` and `document_masking` of
+    its training data; {} for a folder that is no checkpoint."""
     if not (folder / STATE_NAME).is_file():
         require_kept(folder)
         return {}
@@ -219,8 +219,8 @@ def trained_on(folder: Path) -> dict[str, Any]:
 def checkpoint_before(
     run_folder: Path, step: int, saved_step: int, every_steps: int
 ) -> Path | None:
-    """The folder of the checkpoint to which a run rolls back: the newest one before `step` that
-    passes `verify_checkpoint`; None if there is none.
+    """Return the folder of the checkpoint to which a run rolls back: the newest one before `step`
+    that passes `verify_checkpoint`; None if there is none.
 
     Checkpoints at regular steps (multiples of `every_steps`) and from before the first skipped step
     are preferred. So a run that was stopped and resumed in between, which leaves one more

@@ -85,7 +85,7 @@ class StoredShape:
 
 
 def shard_name(kind: str, rank: int, size: int) -> str:
-    """The name of the file of a rank's shards.
+    """Return the name of the file of a rank's shards.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -96,8 +96,8 @@ def shard_name(kind: str, rank: int, size: int) -> str:
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """The names of all files of shards that a checkpoint must have, derived from the names of the
-    files that it has; [] if it is not sharded."""
+    """Return the names of all files of shards that a checkpoint must have, derived from the names
+    of the files that it has; [] if it is not sharded."""
     counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
     return [
         shard_name(kind, rank, size)
@@ -108,7 +108,8 @@ def shard_names(names: Iterable[str]) -> list[str]:
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    """The shards of tensors that this process has to write, so that each element is written once.
+    """Return the shards of tensors that this process has to write, so that each element is written
+    once.
 
     If several processes have a copy of a shard (hybrid sharding), one writes it; which one depends
     on the tensor's name. Tensors that are not sharded must be passed by one process only.
@@ -137,7 +138,8 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """True if this process is the one that writes its shard; other processes may have copies."""
+    """Return True if this process is the one that writes its shard; other processes may have
+    copies."""
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
@@ -264,7 +266,7 @@ def read_full_tensors(
 
 
 def sharded_model(folder: Path, vocab_multiple: int) -> Model:
-    """The full model on the CPU, from a sharded checkpoint.
+    """Return the full model on the CPU, from a sharded checkpoint.
 
     Args:
         folder: the checkpoint's folder.
@@ -281,7 +283,7 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
 
 def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Model:
-    """The model of a config on the meta device, checked against the shards in a folder.
+    """Return the model of a config on the meta device, checked against the shards in a folder.
 
     Raises:
         ModelError: the config's model has a very different number of tensors than the shards.
@@ -378,7 +380,7 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
 
 
 def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
-    """The shape of the tensor that boxes fill without gap or overlap; None if they don't."""
+    """Return the shape of the tensor that boxes fill without gap or overlap; None if they don't."""
     if len({len(begins) for begins, _ in boxes}) != 1:
         return None
     shape = tuple(max(sizes) for sizes in zip(*(ends for _, ends in boxes), strict=True))

@@ -72,8 +72,8 @@ _ROWS = 4096
 
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
-    """Token ids on which source and result are compared, int64 [1, T]; T is 64, or the context if
-    that is shorter.
+    """Return the token ids on which source and result are compared, int64 [1, T]; T is 64, or the
+    context if that is shorter.
 
     The ids are those of `PROMPT`, followed by a fixed sequence from the whole vocabulary. Without a
     tokenizer, all ids are from that sequence.
@@ -90,8 +90,8 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
 
 
 def check_dtype(config: ModelConfig) -> torch.dtype:
-    """Dtype in which the logits of source and result are computed: fp32, or bf16 if less than 8
-    bytes of memory per parameter are available."""
+    """Return the dtype in which the logits of source and result are computed: fp32, or bf16 if less
+    than 8 bytes of memory per parameter are available."""
     # Two fp32 copies of the weights: the model's, and the tensors read from a GGUF file.
     needed = 8 * count_parameters(meta_model(config)).total
     return torch.float32 if needed < psutil.virtual_memory().available else torch.bfloat16
@@ -173,8 +173,8 @@ def require_same_tensors(
 
 
 def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
-    """The largest absolute value in `source`, and the greatest absolute difference between `source`
-    and `result`; 0 and infinity if their shapes differ."""
+    """Return the largest absolute value in `source`, and the greatest absolute difference between
+    `source` and `result`; 0 and infinity if their shapes differ."""
     if source.shape != result.shape:
         return 0.0, float("inf")
     # As a tensor: torch's maximum keeps a NaN, Python's may lose it.
@@ -255,7 +255,8 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:
-    """`CONVERSATION` as text, or the text of the template's error; None without a template."""
+    """Return `CONVERSATION` as text, or the text of the template's error; None without a
+    template."""
     if tokenizer.chat_template is None:
         return None
     try:

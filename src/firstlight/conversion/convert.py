@@ -279,7 +279,8 @@ def _converted(
 
 
 def _notes(model: Source, to: str) -> list[str]:
-    """Notes on the source, on differences of the target program, and on a missing tokenizer."""
+    """Return notes on the source, on differences of the target program, and on a missing
+    tokenizer."""
     if to == "hf":
         notes = export_notes(model.config, model.tokenizer)
     else:
@@ -289,8 +290,8 @@ def _notes(model: Source, to: str) -> list[str]:
 
 
 def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
-    """The dtype of the result ("mixed" for several), and the format that its numbers are rounded to
-    ("f32" if they are not rounded)."""
+    """Return the dtype of the result ("mixed" for several), and the format that its numbers are
+    rounded to ("f32" if they are not rounded)."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
     chosen = own if dtype == "auto" else dtype
@@ -331,7 +332,8 @@ def _checked_options(
 
 
 def _free_place(out: str | Path, source: str | Path) -> Path:
-    """The path of `out`, after a check that it is missing or empty, and outside the source."""
+    """Return the path of `out`, after a check that it is missing or empty, and outside the
+    source."""
     out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
@@ -395,15 +397,15 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
 
 
 def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, str]:
-    """config.json's entries for the tensors' dtype, under the keys of transformers 5 and 4; none if
-    there are several dtypes."""
+    """Return config.json's entries for the tensors' dtype, under the keys of transformers 5 and 4;
+    none if there are several dtypes."""
     kinds = {_TORCH_DTYPES[dtype]} if dtype else {tensor.dtype for tensor in tensors.values()}
     names = [str(kind).removeprefix("torch.") for kind in kinds]
     return {"dtype": names[0], "torch_dtype": names[0]} if len(names) == 1 else {}
 
 
 def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
-    """The tensors converted to `dtype` ("f32", "f16" or "bf16"); unchanged if it is None.
+    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"); unchanged if it is None.
 
     Raises:
         ModelError: a number is too large for `dtype`.
@@ -529,8 +531,8 @@ def read_source(
 
 
 def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """The model of a Hugging Face folder or an adapter. The tokenizer `given`, if any, replaces the
-    model's own."""
+    """Return the model of a Hugging Face folder or an adapter. The tokenizer `given`, if any,
+    replaces the model's own."""
     if is_adapter(folder):
         return _read_adapter(folder, name, given)
     content, tensors = read_folder(folder)
@@ -549,16 +551,16 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
 def _generation(
     content: Mapping[str, Any], ends: Sequence[int], given: Tokenizer | None
 ) -> dict[str, Any]:
-    """The content of a generation_config.json with all end tokens of the model, but without token
-    ids if the tokenizer `given` replaces the model's."""
+    """Return the content of a generation_config.json with all end tokens of the model, but without
+    token ids if the tokenizer `given` replaces the model's."""
     if given is not None:
         return {key: value for key, value in content.items() if not key.endswith("_token_id")}
     return {**content, "eos_token_id": [*ends]} if ends else dict(content)
 
 
 def with_qkv_biases(model: Source) -> Source:
-    """The model; if it is a GPT-2 without biases of queries, keys and values, with biases of zeros,
-    since GPT-2 has these biases in other programs."""
+    """Return the model; if it is a GPT-2 without biases of queries, keys and values, with biases of
+    zeros, since GPT-2 has these biases in other programs."""
     if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model
     tensors = dict(model.tensors)
@@ -574,8 +576,8 @@ def with_qkv_biases(model: Source) -> Source:
 
 
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """An adapter merged into its base. The base's other files are copied, unless there is another
-    tokenizer (given, or the adapter's) or the adapter unties the head."""
+    """Return an adapter merged into its base. The base's other files are copied, unless there is
+    another tokenizer (given, or the adapter's) or the adapter unties the head."""
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
     content: dict[str, Any] = read_json(base / CONFIG_NAME)
@@ -598,7 +600,8 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json of a model folder as an object, and its tensors by their Hugging Face names.
+    """Return config.json of a model folder as an object, and its tensors by their Hugging Face
+    names.
 
     Tensors are memory-mapped, except those of a sharded checkpoint, which are assembled in memory,
     and experts in MXFP4, which are unpacked. Stacked experts are split into views of each.
@@ -621,7 +624,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _name_of(source: str | Path) -> str:
-    """A model's name, from its file, folder or run folder, or from its name on the hub."""
+    """Return a model's name, from its file, folder or run folder, or from its name on the hub."""
     path = Path(source).expanduser()
     if path.is_file():
         name = path.stem
@@ -641,7 +644,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
-    """The model in another program's file or folder; arguments as in `read_source`."""
+    """Return the model in another program's file or folder; arguments as in `read_source`."""
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
         raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
@@ -682,8 +685,8 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
 
 
 def _tokenizer_beside(folder: Path) -> Tokenizer | None:
-    """The tokenizer in the folder of another program's model, or `tokenizer.model` in its parent
-    folder, where Meta's downloads have it; None if there is none."""
+    """Return the tokenizer in the folder of another program's model, or `tokenizer.model` in its
+    parent folder, where Meta's downloads have it; None if there is none."""
     for place in (folder, folder.parent / "tokenizer.model"):
         names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
         if place.is_file() or any((place / name).is_file() for name in names):
@@ -692,7 +695,7 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
-    """The model without the rows of embedding and head that pad its vocabulary beyond the
+    """Return the model without the rows of embedding and head that pad its vocabulary beyond the
     tokenizer's: their ids are not tokens, and must never be predicted. `_MAX_PADDING` rows or more
     are not taken for padding, and stay with a note."""
     size = model.config["vocab_size"]

@@ -64,8 +64,8 @@ class _DamagedError(Exception):
 
 
 def read_pickle(path: Path) -> Any:
-    """The content of a file of `torch.save`. Its tensors are memory-mapped, except those of a file
-    from before PyTorch 1.6.
+    """Return the content of a file of `torch.save`. Its tensors are memory-mapped, except those of
+    a file from before PyTorch 1.6.
 
     Raises:
         ModelError: the file can't be read, or holds objects other than weights.
@@ -108,7 +108,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
-    """The names, as "module name", that the pickles in a file of `torch.save` refer to."""
+    """Yield the names, as "module name", that the pickles in a file of `torch.save` refer to."""
     if not is_zip:
         with open(path, "rb") as file:
             for _ in range(_PICKLES_BEFORE_1_6):
@@ -129,7 +129,7 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
 
 
 def _names_of(file: IO[bytes]) -> Iterator[str]:
-    """The names, as "module name", that one pickle refers to.
+    """Yield the names, as "module name", that one pickle refers to.
 
     Raises:
         _DamagedError: the pickle has tuples of too many elements, or is too long.
@@ -201,7 +201,7 @@ def _os_error(path: Path, error: OSError) -> str:
 
 
 def named_weights(path: Path, content: Any) -> dict[str, Any]:
-    """The state_dict in a checkpoint, without the name prefixes of torch.compile and
+    """Return the state_dict in a checkpoint, without the name prefixes of torch.compile and
     DistributedDataParallel.
 
     Args:
@@ -247,8 +247,8 @@ class _PickledTensor:
 
 
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights of a model folder with `pytorch_model.bin`, or with several such files and an
-    index, by their names in model.safetensors. Stacked experts are split into views of each.
+    """Return the weights of a model folder with `pytorch_model.bin`, or with several such files and
+    an index, by their names in model.safetensors. Stacked experts are split into views of each.
 
     Raises:
         ModelError: a file is missing, damaged or holds more than weights; the index does not
@@ -269,7 +269,7 @@ def _all_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
-    """The state_dict of a `pytorch_model.bin`, each value a whole tensor.
+    """Return the state_dict of a `pytorch_model.bin`, each value a whole tensor.
 
     Raises:
         ModelError: the file can't be read, or is not a state_dict.
@@ -284,8 +284,8 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """True if a tensor is dense and its storage has as many bytes as its shape needs. With strides
-    of 0, a storage of a few bytes can have a shape of any size."""
+    """Return True if a tensor is dense and its storage has as many bytes as its shape needs. With
+    strides of 0, a storage of a few bytes can have a shape of any size."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.nbytes <= tensor.untyped_storage().nbytes()

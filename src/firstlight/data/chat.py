@@ -220,7 +220,7 @@ class _ChatPreparation:
     def _encoded(
         self, records: Iterable[Record]
     ) -> Iterator[tuple[Record, list[Conversation], list[LabelledChat]]]:
-        """Each record that is taken, with its conversations and their examples."""
+        """Yield each record that is taken, with its conversations and their examples."""
         for record in records:
             try:
                 conversations = self._conversations(record)
@@ -236,7 +236,7 @@ class _ChatPreparation:
                 self._writer.reject(record, error)
 
     def _conversations(self, record: Record) -> list[Conversation]:
-        """The conversation of a record, or the two of a pair."""
+        """Return the conversation of a record, or the two of a pair."""
         if record.error is not None:
             raise record.error
         if self._options.kind == "preference":
@@ -245,7 +245,7 @@ class _ChatPreparation:
         return [self._with_tools(to_conversation(record.value, self._options.form), record)]
 
     def _with_tools(self, conversation: Conversation, record: Record) -> Conversation:
-        """A record's conversation with its tools, and with tool calls in one spelling.
+        """Return a record's conversation with its tools, and with tool calls in one spelling.
 
         Raises:
             BadRecordError: tools or calls are not valid.
@@ -305,7 +305,7 @@ class _ChatPreparation:
             raise BadRecordError("template", str(error)) from error
 
     def _split_of(self, question: str, given: str) -> str:
-        """The split of a record's examples: the same for all records with the same question.
+        """Return the split of a record's examples: the same for all records with the same question.
 
         Args:
             question: see `Conversation.question`.
@@ -384,9 +384,9 @@ def cached_chat(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """The cached folder of the prepared conversations, which are prepared first if they are not in
-    the cache. Several processes may call this at the same time: one of them prepares, the others
-    wait.
+    """Return the cached folder of the prepared conversations, which are prepared first if they are
+    not in the cache. Several processes may call this at the same time: one of them prepares, the
+    others wait.
 
     Args:
         files: the `inputs` of `prepare_chat`.
@@ -440,7 +440,8 @@ def _key(sources: Splits, tokenizer: Tokenizer, options: ChatOptions) -> str:
 
 
 def _fingerprint(source: DataSource) -> str:
-    """Fingerprint of a source's current content: SHA-256 of a file, commit hash of a dataset."""
+    """Return the fingerprint of a source's current content: SHA-256 of a file, commit hash of a
+    dataset."""
     if source.path is not None:
         try:
             return sha256_of(source.path)

@@ -102,7 +102,7 @@ def split_documents(
     is_code: bool = False,
     is_whole: bool = False,
 ) -> Iterator[DocumentPart]:
-    """The documents of a text, which end at separators; the whole text without any.
+    """Yield the documents of a text, which end at separators; the whole text without any.
 
     A separator is alone on its line, or between the end of a text and the beginning of another. One
     that is quoted, or mentioned within a sentence, is part of the text. White space around
@@ -174,7 +174,7 @@ class _Document:
             self._parts.append(part)
 
     def end(self, separator: str, *, even_empty: bool = False) -> Iterator[DocumentPart]:
-        """The document, if it is not empty or with `even_empty`. The next one begins.
+        """Yield the document, if it is not empty or with `even_empty`. The next one begins.
 
         Args:
             separator: the separator after the document; "" at the end of the text.
@@ -197,7 +197,7 @@ class _Document:
 
 
 def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bool:
-    """True if a spelling separates documents.
+    """Return True if a spelling separates documents.
 
     Args:
         mark: the spelling.
@@ -223,16 +223,17 @@ def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bo
 
 
 def _is_long(mark: bytes) -> bool:
-    """True for a spelling such as <|endoftext|>, which no text has for another reason."""
+    """Return True for a spelling such as <|endoftext
+    , which no text has for another reason."""
     return mark[1:2] in (b"|", b"\xef")
 
 
 def cleaned(
     text: str, *, is_code: bool = False, is_subtitles: bool = False
 ) -> tuple[str, tuple[str, ...]]:
-    """The text with LF in place of CRLF and, unless it is code, without Project Gutenberg's header
-    and licence, and the keys of these changes. Subtitles are without their numbers and times. "" if
-    there is no text beside what is left out."""
+    """Return the text with LF in place of CRLF and, unless it is code, without Project Gutenberg's
+    header and licence, and the keys of these changes. Subtitles are without their numbers and
+    times. "" if there is no text beside what is left out."""
     changes: tuple[str, ...] = ()
     if "\r\n" in text:
         text, changes = text.replace("\r\n", "\n"), (CRLF,)
@@ -247,7 +248,7 @@ def cleaned(
 
 
 def without_gutenberg(text: str) -> str:
-    """The text without Project Gutenberg's header, credits and licence (see `_MARKS`).
+    """Return the text without Project Gutenberg's header, credits and licence (see `_MARKS`).
 
     Of a file with several books, every book is kept. A text in which no line begins with such a
     mark is returned unchanged; "" is returned if there is no text between the marks.
@@ -278,7 +279,7 @@ def without_gutenberg(text: str) -> str:
 
 
 def is_separator(change: str) -> bool:
-    """True if the key of a change is the spelling of a separator."""
+    """Return True if the key of a change is the spelling of a separator."""
     return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith((_KEPT, CHAT))
 
 
@@ -304,19 +305,19 @@ class ChangeCounts:
                 self._last[change] = origin
 
     def record(self) -> dict[str, dict[str, int]]:
-        """Numbers of documents and files for each change, as a JSON object."""
+        """Return the numbers of documents and files for each change, as a JSON object."""
         counts = self._documents.items()
         return {key: {"documents": n, "files": self._files[key]} for key, n in sorted(counts)}
 
     def names(self) -> dict[str, str]:
-        """Name of the file for each change that only one file had."""
+        """Return the name of the file for each change that only one file had."""
         return {key: name for key, name in self._last.items() if self._files[key] == 1}
 
 
 def change_lines(
     record: Mapping[str, Mapping[str, int]], names: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[str]:
-    """A message for the user about each kind of change.
+    """Yield a message for the user about each kind of change.
 
     Args:
         record, names: see `ChangeCounts`.

@@ -172,7 +172,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
 
 
 def _learned_fields(record: object) -> dict[str, Any]:
-    """The fields of a record; a list is one of messages.
+    """Return the fields of a record; a list is one of messages.
 
     Raises:
         BadRecordError: the record is not an object, or marked as one that is not learned.
@@ -191,8 +191,8 @@ def _learned_fields(record: object) -> dict[str, Any]:
 
 
 def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """The fields of a record that are neither null nor NaN, by their names and by their names in
-    lower case. Those beside the messages within a field are the record's, too."""
+    """Return the fields of a record that are neither null nor NaN, by their names and by their
+    names in lower case. Those beside the messages within a field are the record's, too."""
     inner = [one for one in record.values() if isinstance(one, Mapping) and "messages" in one]
     beside = {key: one[key] for one in inner for key in one if key != "messages"}
     items = (beside | dict(record)).items()
@@ -201,12 +201,12 @@ def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The first of the names that a record has, or else the first name."""
+    """Return the first of the names that a record has, or else the first name."""
     return next((name for name in names if name in fields), names[0])
 
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
-    """The error about a record of no known form, or of another kind."""
+    """Return the error about a record of no known form, or of another kind."""
     names = ", ".join(map(str, list(record)[:8])) or "none"
     problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
@@ -219,7 +219,7 @@ def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
 
 
 def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages after the record's system message, if they don't have it themselves."""
+    """Return the messages after the record's system message, if they don't have it themselves."""
     name = _first(fields, SYSTEM_FIELDS)
     text = _content(fields.get(name, ""), f"`{name}`")
     has_it = any(one["role"] == "system" and one["content"] == text for one in messages)
@@ -227,18 +227,18 @@ def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> l
 
 
 def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a question and its answer."""
+    """Return the messages of a question and its answer."""
     answer = _side(fields, _first(fields, ANSWER_FIELDS), "assistant")
     return [*_question(fields), *answer[:-1], answer[-1] | _thoughts(fields)]
 
 
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The reasoning that a record has beside its answer."""
+    """Return the reasoning that a record has beside its answer."""
     return {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
 
 
 def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a record before its answer."""
+    """Return the messages of a record before its answer."""
     name = _first(fields, QUESTION_FIELDS)
     messages: list[dict[str, Any]] = []
     history = parsed_json(fields.get("history")) or ()
@@ -261,7 +261,8 @@ def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any]]:
-    """The messages of a record's field: a list of messages, one message, or a text of a role."""
+    """Return the messages of a record's field: a list of messages, one message, or a text of a
+    role."""
     value = _listed(fields.get(name))
     if isinstance(value, str):
         if (markup := _markup_of(value) or _transcript_of(value)) is not None:
@@ -281,8 +282,8 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """The list of messages in a text, as tables have it: in JSON, or as Python writes it; any other
-    value unchanged."""
+    """Return the list of messages in a text, as tables have it: in JSON, or as Python writes it;
+    any other value unchanged."""
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{\s*['\"]\w+['\"]\s*:", value):
         return value
     found = parsed_json(value)
@@ -290,7 +291,7 @@ def _listed(value: Any) -> Any:
 
 
 def is_messages(value: object) -> bool:
-    """True for a list of objects with roles."""
+    """Return True for a list of objects with roles."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -301,7 +302,7 @@ def is_messages(value: object) -> bool:
 
 
 def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]]:
-    """The messages of a list of objects: each a message, or a question and its answer.
+    """Return the messages of a list of objects: each a message, or a question and its answer.
 
     Args:
         entries: the list.
@@ -340,7 +341,7 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
 
 
 def _role(name: str, where: str) -> str:
-    """The role with a name that a record may use."""
+    """Return the role with a name that a record may use."""
     if (role := _ROLES.get(field_name(name))) is None:
         known = ", ".join(_ROLES)
         raise BadRecordError("unknown_role", f"{where} has the role '{name[:40]}' (known: {known})")
@@ -369,7 +370,7 @@ def _wrong_type(where: str, value: object, wanted: str) -> BadRecordError:
 
 
 def _kind(value: object) -> str:
-    """The JSON type of a value with its article, for messages."""
+    """Return the JSON type of a value with its article, for messages."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
     if value is None:
         return "null"
@@ -378,7 +379,7 @@ def _kind(value: object) -> str:
 
 
 def _checked(messages: list[dict[str, Any]]) -> Conversation:
-    """The conversation of messages, without blank system messages.
+    """Return the conversation of messages, without blank system messages.
 
     Raises:
         BadRecordError: the answer is missing, a message is blank, too long or not plain JSON,
@@ -414,8 +415,8 @@ _LEARNED = ("weight", "train", "training", "loss")
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """The conversation of messages without the keys `_LEARNED`: an answer is masked if one of them
-    is 0 or false."""
+    """Return the conversation of messages without the keys `_LEARNED`: an answer is masked if one
+    of them is 0 or false."""
     masked = set()
     for index, message in enumerate(messages):
         for key in _LEARNED:
@@ -491,7 +492,7 @@ _END = re.compile(
 
 
 def control_tokens(text: str) -> list[str]:
-    """The control tokens of chat templates in a text, where they are only characters."""
+    """Return the control tokens of chat templates in a text, where they are only characters."""
     # Few parts are looked for in each text, because each search takes as long as reading it.
     if not any(part in text for part in _CONTROL_PARTS):
         return []
@@ -500,12 +501,12 @@ def control_tokens(text: str) -> list[str]:
 
 
 def is_written(text: object) -> bool:
-    """True if a text begins as a chat template begins a conversation."""
+    """Return True if a text begins as a chat template begins a conversation."""
     return isinstance(text, str) and _markup_of(text) is not None
 
 
 def _markup_of(text: str) -> _Markup | None:
-    """The control tokens with which a text begins."""
+    """Return the control tokens with which a text begins."""
     begin = text[:200].lstrip()
     while edge := _EDGES.match(begin):
         begin = begin[edge.end() :].lstrip()
@@ -513,19 +514,19 @@ def _markup_of(text: str) -> _Markup | None:
 
 
 def _without_end(text: str) -> str:
-    """A text without the end tokens at its end."""
+    """Return a text without the end tokens at its end."""
     # Only the end is searched, since the search may take the square of its length.
     return text[:-200] + _END.sub("", text[-200:])
 
 
 def _transcript_of(text: str) -> _Markup | None:
-    """The marks of a text with "Human:" and "Assistant:" before its turns."""
+    """Return the marks of a text with "Human:" and "Assistant:" before its turns."""
     is_transcript = re.match(r"\s*Human:", text) and "\n\nAssistant:" in text
     return _TRANSCRIPT if is_transcript else None
 
 
 def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
-    """The messages of a conversation that is written out as one text.
+    """Return the messages of a conversation that is written out as one text.
 
     Raises:
         BadRecordError: a part of the text is in no turn, or a role is not known.
@@ -600,7 +601,8 @@ def to_pair(record: object) -> Pair:
 
 
 def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages before both answers; only a system message if the record has no prompt."""
+    """Return the messages before both answers; only a system message if the record has no
+    prompt."""
     name = _first(fields, [name for name in QUESTION_FIELDS if name in fields] or MESSAGE_FIELDS)
     if name not in fields:
         return _with_system(fields, [])

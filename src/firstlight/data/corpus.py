@@ -56,20 +56,21 @@ Kind = Literal["text", "chat", "preference", "mix"]
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
-    """Number of rows of `seq_len` positions in a stream of `num_tokens` tokens."""
+    """Return the number of rows of `seq_len` positions in a stream of `num_tokens` tokens."""
     return -(-max(num_tokens - 1, 0) // seq_len)
 
 
 def row_span(row: int, seq_len: int) -> slice:
-    """The span of a row's tokens in the stream: `seq_len` inputs and the last label after them. It
-    may reach beyond the end of the stream."""
+    """Return the span of a row's tokens in the stream: `seq_len` inputs and the last label after
+    them. It may reach beyond the end of the stream."""
     return slice(row * seq_len, row * seq_len + seq_len + 1)
 
 
 def separate_documents(
     starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Number the documents of a row's inputs, and find labels in another document than their input.
+    """Return the number the documents of a row's inputs, and find labels in another document than
+    their input.
 
     Args:
         starts: positions of documents' first tokens among the row's num_inputs + 1 tokens,
@@ -91,7 +92,7 @@ def separate_documents(
 
 
 def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
-    """Element `position` of a random permutation of `range(length)`, in O(1) memory.
+    """Return the element `position` of a random permutation of `range(length)`, in O(1) memory.
 
     Each (seed, epoch) gives another permutation. A 4-round Feistel network permutes all numbers of
     the smallest even bit width that holds every index. It is applied repeatedly until the result
@@ -118,8 +119,8 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """The finalizer of splitmix64 (Steele et al. 2014) on 64 bits: every bit of the result depends
-    on every bit of `value`."""
+    """Return the finalizer of splitmix64 (Steele et al. 2014) on 64 bits: every bit of the result
+    depends on every bit of `value`."""
     value &= 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -174,7 +175,8 @@ class Corpus(Protocol):
         return None
 
     def num_rows(self, seq_len: int) -> int:
-        """Number of rows of an epoch; a DataError if a conversation doesn't fit into a row."""
+        """Return the number of rows of an epoch; a DataError if a conversation doesn't fit into a
+        row."""
         ...
 
     def require_row(self, seq_len: int) -> None:
@@ -182,33 +184,37 @@ class Corpus(Protocol):
         ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
-        """(split, number of the row in it) of the row that comes after `position` other rows in the
-        order of a run with this seed, counted over all epochs."""
+        """Return (split, number of the row in it) of the row that comes after `position` other rows
+        in the order of a run with this seed, counted over all epochs."""
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """Share of the rows' positions that have a label: 1 for text as a stream; prompts and
-        padding have no label."""
+        """Return the share of the rows' positions that have a label: 1 for text as a stream;
+        prompts and padding have no label."""
         return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """Lines of output about a split's rows: how full they are, and what is left out."""
+        """Return the lines of output about a split's rows: how full they are, and what is left
+        out."""
         return iter(())
 
     def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
-        """Lines of output about the first `rows` rows of a mix: the share of each corpus."""
+        """Return the lines of output about the first `rows` rows of a mix: the share of each
+        corpus."""
         return iter(())
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
-        """Entries for the run log, a dict for each corpus of conversations."""
+        """Return the entries for the run log, a dict for each corpus of conversations."""
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Settings that, together with the manifest, identify the data of a run, by name."""
+        """Return the settings that, together with the manifest, identify the data of a run, by
+        name."""
         return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """Epochs of each corpus in the first `rows_seen` rows of a mix, by the corpus's name."""
+        """Return the epochs of each corpus in the first `rows_seen` rows of a mix, by the corpus's
+        name."""
         return {}
 
 
@@ -269,7 +275,8 @@ class TokenDataset(Corpus):
             raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
 
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
-        """Token ids `start:stop`, int64 [stop - start] (fewer at the end, as for any slice).
+        """Return the token ids `start:stop`, int64 [stop - start] (fewer at the end, as for any
+        slice).
 
         Raises:
             DataError: a shard was changed or truncated since it was opened, or holds an id beyond
@@ -290,8 +297,9 @@ class TokenDataset(Corpus):
         return result
 
     def document_starts(self, span: slice) -> npt.NDArray[np.int64]:
-        """Positions at which documents begin among the tokens `start:stop`, counted from `start`,
-        ascending, int64 [documents]. An empty document has the same position as the next one.
+        """Return the positions at which documents begin among the tokens `start:stop`, counted from
+        `start`, ascending, int64 [documents]. An empty document has the same position as the next
+        one.
 
         Raises:
             DataError: a shard was changed or truncated since it was opened.
@@ -370,22 +378,22 @@ class TokenDataset(Corpus):
         labels[:length][loss_mask] = tokens[1:][loss_mask]
 
     def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64] | None:
-        """`loader.Batch.references` of the given rows, fp64 [rows, documents]; None for data other
-        than preference pairs."""
+        """Return `loader.Batch.references` of the given rows, fp64 [rows, documents]; None for data
+        other than preference pairs."""
         return None
 
     def predicts_first(self, first_id: int | None) -> bool:
-        """True if the very first token of the split is predicted from `first_id`. A leading bos is
-        not predicted, because it has no text; nor is the first token of a conversation."""
+        """Return True if the very first token of the split is predicted from `first_id`. A leading
+        bos is not predicted, because it has no text; nor is the first token of a conversation."""
         return first_id is not None and int(self[0:1][0]) != first_id
 
     def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
-        """The factor that turns a loss in nats per token into bits per byte of the text."""
+        """Return the factor that turns a loss in nats per token into bits per byte of the text."""
         predicted = self._num_predicted(document_masking=document_masking, first_id=first_id)
         return predicted / self.text_bytes / math.log(2)
 
     def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
-        """Number of tokens that are predicted in an epoch."""
+        """Return the number of tokens that are predicted in an epoch."""
         if document_masking and self.documents_begin_with_bos:
             return self.num_tokens - self.num_documents
         return self.num_tokens - (not self.predicts_first(first_id))

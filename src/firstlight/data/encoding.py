@@ -80,8 +80,8 @@ _NO_CLIENT = (
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
-    """The pieces in their order, in lists of at least `characters` characters (the last list may
-    have fewer)."""
+    """Yield the pieces in their order, in lists of at least `characters` characters (the last list
+    may have fewer)."""
     batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
@@ -100,7 +100,7 @@ def encode_in_order(
     workers: int,
     max_tokens: int | None = None,
 ) -> Encoded:
-    """Each piece with its tokens, in the order of the pieces, with any number of processes.
+    """Yield each piece with its tokens, in the order of the pieces, with any number of processes.
 
     Args:
         pieces: the pieces; they are read ahead of the encoding by a bounded number of batches.
@@ -133,7 +133,7 @@ def encode_in_order(
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
-    """The token ids of each text, in the dtype of the shards (`token_dtype`), in one thread.
+    """Return the token ids of each text, in the dtype of the shards (`token_dtype`), in one thread.
 
     Raises:
         DataError: an id is beyond the tokenizer's vocabulary.
@@ -144,7 +144,8 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
 
 
 def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
-    """The ids in the dtype of the shards, which could silently truncate ids beyond the vocabulary.
+    """Return the ids in the dtype of the shards, which could silently truncate ids beyond the
+    vocabulary.
 
     Raises:
         DataError: there is such an id.
@@ -175,7 +176,7 @@ class _Worker:
         self._unsent: list[str] = [tokenizer_json]
 
     def encode(self, texts: list[str]) -> list[TokenArray]:
-        """The tokens of each text.
+        """Return the tokens of each text.
 
         Raises:
             EOFError, OSError: the process has ended.
@@ -241,7 +242,8 @@ class _Processes:
         self._threads.shutdown(cancel_futures=True)
 
     def _encode(self, texts: list[str]) -> list[TokenArray]:
-        """The tokens of each text, from this thread's process or, if it is killed, a new one."""
+        """Return the tokens of each text, from this thread's process or, if it is killed, a new
+        one."""
         code = 0
         for attempt in range(1, _ATTEMPTS + 1):
             worker = self._own_worker()
@@ -288,7 +290,7 @@ def _work(end: Connection) -> None:
 
 
 def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArray] | DataError]:
-    """(True, tokens of each text), or (False, the error to raise in the parent process)."""
+    """Return (True, tokens of each text), or (False, the error to raise in the parent process)."""
     try:
         return True, encode(texts, tokenizer)
     except DataError as error:
@@ -303,8 +305,8 @@ def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArr
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer_from_json(content: str) -> Tokenizer:
-    """A tokenizer for encoding texts, from `Tokenizer.backend.to_str()`: without bos, eos and chat
-    template."""
+    """Return a tokenizer for encoding texts, from `Tokenizer.backend.to_str()`: without bos, eos
+    and chat template."""
     return Tokenizer(tokenizers.Tokenizer.from_str(content))
 
 
@@ -410,7 +412,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) -> Encoded:
-    """Each piece with its tokens, in the order of the pieces."""
+    """Yield each piece with its tokens, in the order of the pieces."""
     reference = ray.put(tokenizer.backend.to_str())
     task = ray.remote(_encode_block)
     #: The blocks that are being encoded, each with the reference to its result.
@@ -469,8 +471,8 @@ def _encode_block(
 
 
 def _reason(error: Exception) -> str:
-    """One line with the cause of an error. Ray's errors are tracebacks of another process, in which
-    the original exception comes first."""
+    """Return one line with the cause of an error. Ray's errors are tracebacks of another process,
+    in which the original exception comes first."""
     first = str(error).partition("The above exception was the direct cause")[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

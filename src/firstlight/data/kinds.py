@@ -39,7 +39,7 @@ class FileKind(NamedTuple):
     first_bytes: bytes = b""
 
     def advice(self, path: Path) -> str:
-        """The remedy for the file `path`, with paths quoted for a shell."""
+        """Return the remedy for the file `path`, with paths quoted for a shell."""
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
         # The command must not write over the file that it reads.
@@ -203,7 +203,8 @@ START_FROM = {
 
 
 def kind_by_bytes(head: bytes) -> FileKind | None:
-    """The kind of a file by the signature in its first bytes; None if it has no known one."""
+    """Return the kind of a file by the signature in its first bytes; None if it has no known
+    one."""
     if head.startswith(b"%PDF-"):
         return _PDF
     # A text may begin with the letters of a signature; it has no control characters.
@@ -214,7 +215,7 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
 
 
 def is_binary(head: bytes) -> bool:
-    """True if the first bytes of a file have more control characters than a text has."""
+    """Return True if the first bytes of a file have more control characters than a text has."""
     controls = _control_characters(head)
     return controls >= _LEAST_CONTROLS and controls >= _LEAST_CONTROL_SHARE * len(head)
 
@@ -224,17 +225,17 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """The message about a file that is not text, although its ending is that of a text."""
+    """Return the message about a file that is not text, although its ending is that of a text."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
 def kind_by_ending(ending: str) -> FileKind | None:
-    """The kind of files with an ending such as .tar.gz; None if the ending is unknown."""
+    """Return the kind of files with an ending such as .tar.gz; None if the ending is unknown."""
     return _BY_ENDING.get(ending) or _BY_ENDING.get(f".{ending.rpartition('.')[2]}")
 
 
 def kind_of(path: Path, ending: str) -> FileKind:
-    """The kind of a file whose ending is not supported.
+    """Return the kind of a file whose ending is not supported.
 
     Raises:
         OSError: the file can't be read.
@@ -253,8 +254,8 @@ def kind_of(path: Path, ending: str) -> FileKind:
 
 
 def exported_chats(head: bytes) -> FileKind | None:
-    """The kind of a JSON file that another program exported its chats to, by its first bytes; None
-    if it is not known to be one."""
+    """Return the kind of a JSON file that another program exported its chats to, by its first
+    bytes; None if it is not known to be one."""
     return next((kind for sign, kind in _EXPORTS if re.search(sign, head)), None)
 
 
@@ -270,14 +271,14 @@ def _json_kind(head: bytes) -> FileKind:
 
 
 def field_name(field: object) -> str:
-    """The name of a record's field in lower case, with underscores."""
+    """Return the name of a record's field in lower case, with underscores."""
     return re.sub(r"[\s-]+", "_", str(field).strip().lower())
 
 
 def conversation_kind(
     fields: Collection[str], text_key: str = "text"
 ) -> Literal["chat", "preference"] | None:
-    """The value of `prepare --kind` that reads records with these fields; None for texts.
+    """Return the value of `prepare --kind` that reads records with these fields; None for texts.
 
     Args:
         fields: names of the fields.
@@ -297,7 +298,8 @@ def conversation_kind(
 
 
 def conversation_text(fields: Collection[str]) -> str | None:
-    """The message about records with these fields in place of texts; None if they may be texts."""
+    """Return the message about records with these fields in place of texts; None if they may be
+    texts."""
     if (kind := conversation_kind(fields)) is None:
         return None
     names = ", ".join(list(fields)[:8])

@@ -70,11 +70,12 @@ class Batch:
         return self.input_ids, self.labels, self.document_ids, *further
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on `device`; the copy from pinned memory to a GPU is asynchronous."""
+        """Return a copy on `device`; the copy from pinned memory to a GPU is asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def uncounted(self) -> Batch:
-        """A batch of the same tokens that adds nothing to the loss: no labels and no pairs."""
+        """Return a batch of the same tokens that adds nothing to the loss: no labels and no
+        pairs."""
         references = self.references
         return replace(
             self,
@@ -84,7 +85,8 @@ class Batch:
         )
 
     def split(self, rows: int) -> list[Batch]:
-        """The batch as micro-batches of `rows` rows, in their order; B is a multiple of `rows`."""
+        """Return the batch as micro-batches of `rows` rows, in their order; B is a multiple of
+        `rows`."""
         count = len(self.input_ids)
         assert count % rows == 0
         return [self] if count == rows else [self._part(i, rows) for i in range(0, count, rows)]
@@ -94,7 +96,7 @@ class Batch:
         return replace(part, num_valid=int((part.labels != IGNORE_INDEX).sum()))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory."""
+        """Return the batch in page-locked memory."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -115,7 +117,7 @@ def rows_to_batch(
     *,
     document_masking: bool = False,
 ) -> Batch:
-    """The given rows of a split as one batch.
+    """Return the given rows of a split as one batch.
 
     A short row is padded with `fill_id` and labels of -100; the padding is a document of its own.
     Rows of conversations need document masking.
@@ -236,8 +238,8 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """{"rows_seen": rows read by all ranks together}, the same on every rank. Batches that were
-        read ahead but not returned do not count."""
+        """Return {"rows_seen": rows read by all ranks together}, the same on every rank. Batches
+        that were read ahead but not returned do not count."""
         return {"rows_seen": self.rows_seen}
 
     def _read_ahead(self) -> None:

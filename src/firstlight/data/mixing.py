@@ -32,8 +32,8 @@ MAX_PERIOD = 1_000_000
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the same ratio as the weights, whose decimal notation is taken
-    as exact: [0.7, 0.3] gives [7, 3].
+    """Return the smallest whole numbers in the same ratio as the weights, whose decimal notation is
+    taken as exact: [0.7, 0.3] gives [7, 3].
 
     Raises:
         ConfigError: there is no weight, a weight is not finite and above 0, or the whole numbers
@@ -75,15 +75,15 @@ class Turns:
         self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
 
     def at(self, position: int) -> tuple[int, int]:
-        """(index of the corpus that gives the row at `position`, number of rows that this corpus
-        has given before)."""
+        """Return (index of the corpus that gives the row at `position`, number of rows that this
+        corpus has given before)."""
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
         before = int(np.searchsorted(self._positions[corpus], within))
         return corpus, periods * self.parts[corpus] + before
 
     def counts(self, position: int) -> list[int]:
-        """Number of rows of each corpus among the first `position` rows."""
+        """Return the number of rows of each corpus among the first `position` rows."""
         periods, within = divmod(position, self.period)
         return [
             periods * part + int(np.searchsorted(positions, within))
@@ -92,7 +92,8 @@ class Turns:
 
 
 def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Index of the corpus of each row of one period, uint32 [period]; see the module's docstring.
+    """Return the index of the corpus of each row of one period, uint32 [period]; see the module's
+    docstring.
 
     `waiting` has (first position at which its next row may be drawn, corpus), `ready` has
     (deadline of its next row, corpus).

@@ -72,7 +72,7 @@ class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document
 
 
 def head_of(path: Path) -> bytes:
-    """The first `HEAD_BYTES` bytes of a file, decompressed.
+    """Return the first `HEAD_BYTES` bytes of a file, decompressed.
 
     Raises:
         OSError, EOFError: the file can't be read or decompressed.
@@ -82,8 +82,8 @@ def head_of(path: Path) -> bytes:
 
 
 def encoding_of(head: bytes, path: Path) -> str:
-    """Python's name of a file's encoding, from its first bytes: utf-8-sig (UTF-8 with or without a
-    BOM), utf-16 or utf-32. The bytes after the BOM are not checked.
+    """Return Python's name of a file's encoding, from its first bytes: utf-8-sig (UTF-8 with or
+    without a BOM), utf-16 or utf-32. The bytes after the BOM are not checked.
 
     Raises:
         EncodingProblem: the content is not text, or is UTF-16 or UTF-32 without a BOM.
@@ -133,7 +133,8 @@ _DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 @functools.lru_cache(maxsize=8)
 def likely_encoding(path: Path) -> str | None:
-    """iconv's name of the encoding of a text file that is not valid UTF-8; None if it is uncertain.
+    """Return iconv's name of the encoding of a text file that is not valid UTF-8; None if it is
+    uncertain.
 
     Detected are the encoding that a Python file declares, UTF-8 with a few invalid bytes, the usual
     encodings of other alphabets than the Latin one, and Windows-1252 (which includes ISO-8859-1).
@@ -161,7 +162,7 @@ def likely_encoding(path: Path) -> str | None:
 
 
 def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]:
-    """The encodings in which a content is text, best first."""
+    """Return the encodings in which a content is text, best first."""
     from charset_normalizer import from_bytes
 
     found = from_bytes(
@@ -171,13 +172,13 @@ def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]
 
 
 def _iconv_name(encoding: str) -> str:
-    """iconv's name of an encoding, from Python's: UTF-16LE from utf_16_le."""
+    """Return iconv's name of an encoding, from Python's: UTF-16LE from utf_16_le."""
     return re.sub("_([LB]E)$", r"\1", encoding.upper()).replace("_", "-")
 
 
 def _known(name: str) -> str | None:
-    """Python's name of a declared encoding; None if the encoding is unknown, or is UTF or ASCII,
-    which can't be true of a text that is not valid UTF-8."""
+    """Return Python's name of a declared encoding; None if the encoding is unknown, or is UTF or
+    ASCII, which can't be true of a text that is not valid UTF-8."""
     try:
         found = codecs.lookup(name).name
     except LookupError:
@@ -201,7 +202,7 @@ def _western(content: bytes, high: Sequence[int]) -> str | None:
 
 
 def decoded_utf8(content: bytes, path: Path) -> str:
-    """The text of a document in UTF-8.
+    """Return the text of a document in UTF-8.
 
     Args:
         content: the document.
@@ -220,14 +221,14 @@ def decoded_utf8(content: bytes, path: Path) -> str:
 
 
 def largest_document(path: Path) -> int:
-    """Largest size in bytes of one document of a file, unpacked: 64 MiB, or ten times the file's
-    size if that is more. A document of an uncompressed file can't be larger."""
+    """Return the largest size in bytes of one document of a file, unpacked: 64 MiB, or ten times
+    the file's size if that is more. A document of an uncompressed file can't be larger."""
     return max(_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES * path.stat().st_size)
 
 
 def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
-    """All bytes of a file. If the file is longer than `most_bytes`, only its beginning is returned,
-    which is longer than `most_bytes`, too, so that the caller sees the excess."""
+    """Return all bytes of a file. If the file is longer than `most_bytes`, only its beginning is
+    returned, which is longer than `most_bytes`, too, so that the caller sees the excess."""
     # In blocks, because one read of `most_bytes` would allocate that much for the shortest file.
     content = io.BytesIO()
     while content.tell() <= most_bytes and (block := file.read(_BLOCK_BYTES)):
@@ -236,9 +237,9 @@ def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
 
 
 def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
-    """The bytes of a file in blocks of any size; with a limit, the complete lines in its first
-    `most_bytes` bytes. If the first line is longer, its first `most_bytes` bytes are returned,
-    without an incomplete character at their end.
+    """Yield the bytes of a file in blocks of any size; with a limit, the complete lines in its
+    first `most_bytes` bytes. If the first line is longer, its first `most_bytes` bytes are
+    returned, without an incomplete character at their end.
 
     Args:
         stream: the file from its beginning, as `utf8_stream` returns it.
@@ -269,7 +270,7 @@ def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
 
 
 def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
-    """The bytes of a file's text in UTF-8, without its BOM.
+    """Return the bytes of a file's text in UTF-8, without its BOM.
 
     A UTF-8 file is not checked, because the callers reject single lines of it. At invalid UTF-16 or
     UTF-32, reading raises EncodingProblem after the text before the invalid bytes.
@@ -290,7 +291,7 @@ def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
-    """The text of a UTF-16 or UTF-32 file with a BOM, in chunks of UTF-8 without a BOM."""
+    """Yield the text of a UTF-16 or UTF-32 file with a BOM, in chunks of UTF-8 without a BOM."""
     first = file.read(4 if encoding == "utf-32" else 2)
     codec = f"{encoding}-{'le' if first.startswith(codecs.BOM_UTF16_LE) else 'be'}"
     decoder = codecs.getincrementaldecoder(codec)()
@@ -314,13 +315,13 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
 
 
 def bad_byte(byte: int, path: Path) -> str:
-    """The message about a byte of a file that is not UTF-8, with the command that converts the
-    file."""
+    """Return the message about a byte of a file that is not UTF-8, with the command that converts
+    the file."""
     return f"byte 0x{byte:02x} is not UTF-8{_advice(path, likely_encoding(path))}"
 
 
 def _advice(path: Path, encoding: str | None) -> str:
-    """The command that converts a file to UTF-8, as the end of a message."""
+    """Return the command that converts a file to UTF-8, as the end of a message."""
     name = encoding or "ENCODING"
     # "-c" drops the invalid bytes of a file that is UTF-8 otherwise.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
@@ -394,7 +395,7 @@ class _ChunkFile(io.RawIOBase):
 
 
 def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """`chunks`, the decompressed content of the file at `path`, limited by
+    """Yield `chunks`, the decompressed content of the file at `path`, limited by
     `require_unpacked_size`."""
     total = 0
     try:
@@ -426,7 +427,7 @@ def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
 
 
 def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
-    """The decompressed content of a .zst file, in chunks.
+    """Yield the decompressed content of a .zst file, in chunks.
 
     The library's own reader takes a truncated file for a complete one.
 

@@ -83,7 +83,7 @@ class Packing:
         return len(self.starts) - 1
 
     def row(self, index: int) -> list[int]:
-        """Indices of the examples (for preference data, of the pairs) of a row."""
+        """Return the indices of the examples (for preference data, of the pairs) of a row."""
         return list(map(int, self.examples[self.starts[index] : self.starts[index + 1]]))
 
     @property
@@ -92,7 +92,7 @@ class Packing:
         return self.num_inputs / (len(self) * self.seq_len)
 
     def record(self) -> dict[str, Any]:
-        """The entries for the run log."""
+        """Return the entries for the run log."""
         return {
             "rows": len(self),
             "examples": len(self.examples),
@@ -194,14 +194,14 @@ class ExampleDataset(TokenDataset):
             )
 
     def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """(tokens, int64 [N]; loss mask, bool [N]) of an example of N tokens."""
+        """Return (tokens, int64 [N]; loss mask, bool [N]) of an example of N tokens."""
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         base = self._starts[shard]
         return self[start:stop], self._shards[shard].loss_mask(start - base, stop - base)
 
     def origin(self, index: int) -> str:
-        """File and line of an example, for messages."""
+        """Return the file and line of an example, for messages."""
         path = self.folder / ORIGINS_NAME.format(split=self.split)
         try:
             with open(path, encoding="utf-8") as file:
@@ -211,7 +211,7 @@ class ExampleDataset(TokenDataset):
             return f"{self.folder}, example {index + 1} of '{self.split}'"
 
     def packing(self, seq_len: int) -> Packing:
-        """The rows of `seq_len` positions.
+        """Return the rows of `seq_len` positions.
 
         Raises:
             DataError: an example is longer than a row and `long` is "refuse", or no example is
@@ -256,7 +256,8 @@ class ExampleDataset(TokenDataset):
         )
 
     def examples_of_row(self, row: int, seq_len: int) -> list[int]:
-        """Indices of the examples of a row, in their order; of each pair, the chosen one first."""
+        """Return the indices of the examples of a row, in their order; of each pair, the chosen one
+        first."""
         return [i for unit in self.packing(seq_len).row(row) for i in self._of_unit(unit)]
 
     def _of_unit(self, unit: int) -> range:
@@ -434,7 +435,7 @@ def align_rows(
 
 
 def _pack(lengths: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
-    """The row of each piece, int64 [pieces], from the pieces' lengths, int64 [pieces]."""
+    """Return the row of each piece, int64 [pieces], from the pieces' lengths, int64 [pieces]."""
     rows = np.empty(len(lengths), dtype=np.int64)
     whole = lengths == seq_len
     count = int(whole.sum())
@@ -463,7 +464,7 @@ class AlignedDataset(TokenDataset):
         self._rows: dict[int, AlignedRows] = {}
 
     def rows(self, seq_len: int) -> AlignedRows:
-        """The rows of `seq_len` positions."""
+        """Return the rows of `seq_len` positions."""
         if seq_len not in self._rows:
             self._rows[seq_len] = align_rows(
                 self._offsets, seq_len, predicts_first=self.eos_separates
@@ -530,7 +531,7 @@ class AlignedDataset(TokenDataset):
 def open_split(
     folder: str | Path, split: str, *, verify: bool = True, long: LongPolicy = "refuse"
 ) -> TokenDataset:
-    """A split of a prepared folder that holds text, conversations or preference pairs.
+    """Return a split of a prepared folder that holds text, conversations or preference pairs.
 
     Args:
         folder, split, verify: see `TokenDataset`.
@@ -548,8 +549,8 @@ def open_split(
 
 
 def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
-    """A message for each reason for which records were left out, with their files and the first of
-    them.
+    """Yield a message for each reason for which records were left out, with their files and the
+    first of them.
 
     Args:
         folder: the prepared folder.
@@ -577,7 +578,7 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
 
 
 def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about the prepared conversations in a folder, from its manifest."""
+    """Yield messages about the prepared conversations in a folder, from its manifest."""
     chat = manifest["chat"]
     yield from _left_out(folder, manifest["documents"])
     if count := chat["torn_answers"]:
@@ -600,21 +601,22 @@ def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def kind_of(manifest: Mapping[str, Any]) -> Kind:
-    """The kind of data in a prepared folder, according to its manifest."""
+    """Return the kind of data in a prepared folder, according to its manifest."""
     if manifest["version"] != LABELLED_VERSION:
         return "text"
     return "preference" if manifest.get("pairs") is True else "chat"
 
 
 def preference_splits(splits: Iterable[Corpus | None]) -> list[PreferenceDataset]:
-    """Those of the splits that hold preference pairs: a run has to set their `references`."""
+    """Return those of the splits that hold preference pairs: a run has to set their
+    `references`."""
     return [split for split in splits if isinstance(split, PreferenceDataset)]
 
 
 def open_training_split(
     folder: str | Path, *, verify: bool, long: LongPolicy, row_alignment: RowAlignment
 ) -> TokenDataset:
-    """The training split of a prepared folder; `row_alignment` applies to text only.
+    """Return the training split of a prepared folder; `row_alignment` applies to text only.
 
     Raises:
         DataError: see `TokenDataset`.

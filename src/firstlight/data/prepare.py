@@ -186,7 +186,7 @@ def prepare(
 def _sources_of(
     inputs: Sequence[str | Path | DataSource], *, as_is: bool
 ) -> tuple[list[str | Path], list[DataSource]]:
-    """(the inputs that are names, the sources of all inputs)."""
+    """Return (the inputs that are names, the sources of all inputs)."""
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
     if names or not sources:  # without any input, `find_sources` raises the error
@@ -229,7 +229,7 @@ def _encoder(
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """(True if there are at least 1/fraction documents, all documents from the first on)."""
+    """Return (True if there are at least 1/fraction documents, all documents from the first on)."""
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []
     characters = 0
@@ -359,7 +359,7 @@ class _Preparation:
     def _accepted(
         self, records: Iterable[Record], most: int | None = None
     ) -> Generator[Record, None, None]:
-        """The records that can be read, at most `most`."""
+        """Yield the records that can be read, at most `most`."""
         for number, record in enumerate(self._readable(records), start=1):
             yield record
             # Checked before the next record is read, because reading it may need a download.
@@ -390,7 +390,8 @@ class _Preparation:
             self.writer.reject(record, error)
 
     def _within_limits(self, encoded: Encoded) -> Iterator[tuple[TextPiece, TokenArray]]:
-        """The pieces to write, within `max_tokens`; their documents are counted as written."""
+        """Yield the pieces to write, within `max_tokens`; their documents are counted as
+        written."""
 
         def to_the_end() -> Iterator[tuple[TextPiece, TokenArray]]:
             yield from encoded
@@ -417,7 +418,7 @@ class _Preparation:
     def _pieces(
         self, documents: Iterator[Record], held_out: Iterable[Record] = ()
     ) -> Iterator[TextPiece]:
-        """The documents in pieces: each is assigned to a split, and a long one is cut.
+        """Yield the documents in pieces: each is assigned to a split, and a long one is cut.
 
         Args:
             documents: documents to train on, or to split.
@@ -444,7 +445,7 @@ class _Preparation:
     def _assigned(
         self, documents: Iterator[Record], others: Iterable[Record]
     ) -> Iterator[tuple[Record, str | None]]:
-        """Each document with its split; None for a duplicate."""
+        """Yield each document with its split; None for a duplicate."""
         validated: set[bytes] = set()
         for document in others:
             digest = digest_of(document.value)
@@ -487,7 +488,7 @@ class _Preparation:
 
 
 def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """(ids before each document, ids after each document)."""
+    """Return (ids before each document, ids after each document)."""
     before = [tokenizer.bos_token_id] if tokenizer.add_bos else []
     after = [tokenizer.eos_token_id]
     return [i for i in before if i is not None], [i for i in after if i is not None]
@@ -497,7 +498,8 @@ def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """(the text without its last `fraction`, that last part), cut after a line if one ends near.
+    """Return (the text without its last `fraction`, that last part), cut after a line if one ends
+    near.
 
     Args:
         text: the text.
@@ -517,7 +519,7 @@ def within_tokens(
     separators: int,
     encode: Callable[[str], TokenArray],
 ) -> Iterator[tuple[TextPiece, TokenArray]]:
-    """The pieces that fit into `max_tokens`; iteration ends once both splits are full.
+    """Yield the pieces that fit into `max_tokens`; iteration ends once both splits are full.
 
     Args:
         encoded: each piece with its tokens, in order.
@@ -561,7 +563,7 @@ def within_tokens(
 
 
 def longest_prefix(text: str, room: int, tokens: int, count: Callable[[str], int]) -> str:
-    """The longest prefix of a text, in whole characters, with at most `room` tokens.
+    """Return the longest prefix of a text, in whole characters, with at most `room` tokens.
 
     The prefix can have a few tokens fewer than `room`: the next character may be several tokens, or
     may change how the characters before it are merged. It is found by bisection, as if more
@@ -609,7 +611,7 @@ class RandomTokens:
 
 
 def requested_tokens(inputs: Sequence[object]) -> RandomTokens | None:
-    """The random tokens that the inputs request; None if they request none.
+    """Return the random tokens that the inputs request; None if they request none.
 
     Raises:
         InputError: random tokens are combined with other inputs, or their number or seed is not a
@@ -685,7 +687,7 @@ def _random_documents(
     tokenizer: Tokenizer,
     generator: np.random.Generator,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Documents that have `count` tokens together: token ids, int64 [tokens of the document].
+    """Yield documents that have `count` tokens together: token ids, int64 [tokens of the document].
 
     Args:
         count: number of tokens, separators included.

@@ -161,7 +161,7 @@ def find_splits(
     val_inputs: Sequence[str | Path] = (),
     found: Sequence[DataSource] | None = None,
 ) -> Splits:
-    """The files of records and datasets among inputs, by split.
+    """Return the files of records and datasets among inputs, by split.
 
     In a folder (or among the files of a glob) of which some are not validation or test data, the
     names of files and of their folders decide: train.jsonl, valid-00000-of-00002.parquet,
@@ -206,8 +206,8 @@ def find_splits(
 
 
 def _split_named(parts: Sequence[str]) -> str:
-    """The split that the first or last word of a file's name, or of one of its folders, names; ""
-    if there is none."""
+    """Return the split that the first or last word of a file's name, or of one of its folders,
+    names; "" if there is none."""
     for part in parts:
         words = re.split(r"[-_.]", part.lower())
         left_out = {"of", *"".join(RECORD_SUFFIXES).split(".")}
@@ -221,7 +221,8 @@ def _split_named(parts: Sequence[str]) -> str:
 def read_records(
     sources: Sequence[DataSource], text_key: str | None = None
 ) -> Generator[Record, None, None]:
-    """Every record of the sources, in order. Closing the generator closes the file being read.
+    """Yield every record of the sources, in order. Closing the generator closes the file being
+    read.
 
     Args:
         text_key: the field that holds the text, if only texts are needed. Text files are then read,
@@ -260,7 +261,7 @@ def _unchanged(source: DataSource) -> Iterator[None]:
 
 
 def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, None, None]:
-    """The records of one source: see `read_records`."""
+    """Yield the records of one source: see `read_records`."""
     if source.dataset is not None:
         for number, row in enumerate(_dataset_rows(source), start=1):
             value = row if text_key is not None else _filled(row)
@@ -299,8 +300,8 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
 
 
 def _filled(value: Any) -> Any:
-    """A row of Arrow data without the entries that are null: Arrow gives all objects of a column
-    the same keys, so that a tool call would have the arguments of all other tools."""
+    """Return a row of Arrow data without the entries that are null: Arrow gives all objects of a
+    column the same keys, so that a tool call would have the arguments of all other tools."""
     if isinstance(value, dict):
         return {key: _filled(entry) for key, entry in value.items() if entry is not None}
     return [_filled(entry) for entry in value] if isinstance(value, list) else value
@@ -309,8 +310,9 @@ def _filled(value: Any) -> Any:
 def kind_of_records(
     source: DataSource, text_key: str = "text"
 ) -> Literal["chat", "preference"] | None:
-    """The value of `prepare --kind` that reads a source, detected from its first records; None for
-    texts, and for a source that can't be read. Of a long JSON file, only the first MiB is read.
+    """Return the value of `prepare --kind` that reads a source, detected from its first records;
+    None for texts, and for a source that can't be read. Of a long JSON file, only the first MiB is
+    read.
 
     Args:
         source: a source of records.
@@ -334,7 +336,7 @@ def kind_of_records(
 
 
 def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preference"] | None:
-    """The kind of most objects among the first records of a source."""
+    """Return the kind of most objects among the first records of a source."""
     kinds: list[Literal["chat", "preference"] | None] = []
     for value in values:
         if is_messages(value):
@@ -347,7 +349,7 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
 
 
 def _first_values(text: str) -> list[Any]:
-    """The only object, or the first values of a list or of lines, of JSON whose text may be
+    """Return the only object, or the first values of a list or of lines, of JSON whose text may be
     truncated."""
     for parts in ([text], text.split("\n", _TOLD_BY)[:_TOLD_BY]):
         with contextlib.suppress(ValueError):
@@ -359,7 +361,7 @@ def _first_values(text: str) -> list[Any]:
 
 
 def _records_in(value: Any) -> list[Any]:
-    """The records in the value of a JSON file: a list, or one record, or an object such as
+    """Return the records in the value of a JSON file: a list, or one record, or an object such as
     {"data": [...]}, whose only list of objects has them.
 
     Raises:
@@ -386,7 +388,8 @@ def _records_in(value: Any) -> list[Any]:
 def read_documents(
     sources: Sequence[DataSource], text_key: str = "text"
 ) -> Generator[Record, None, None]:
-    """Every document of the sources, in order. Closing the generator closes the file being read.
+    """Yield every document of the sources, in order. Closing the generator closes the file being
+    read.
 
     Args:
         text_key: the field of JSONL lines, or column of tables and datasets, that holds the text.
@@ -412,8 +415,8 @@ def read_documents(
 
 
 def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
-    """The documents, read to the end only if they have more than one repeated character. Once they
-    do, no more characters are counted.
+    """Yield the documents, read to the end only if they have more than one repeated character. Once
+    they do, no more characters are counted.
 
     Raises:
         InputError: 99.9 % of the text or more is one character.
@@ -432,7 +435,7 @@ def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
 
 
 def one_character(character: str, share: float) -> str:
-    """The message about texts of which almost all is one repeated character."""
+    """Return the message about texts of which almost all is one repeated character."""
     return (
         f"{share:.1%} of the text is the one character {character!r}, from which nothing is "
         "learned: give text with words"
@@ -440,8 +443,8 @@ def one_character(character: str, share: float) -> str:
 
 
 def mark_of(source: DataSource) -> tuple[int, int, int] | None:
-    """(inode, size, ctime in ns) of a source's file; None if the source has no file that is found.
-    The ctime is compared because any program can set back the mtime, but not the ctime."""
+    """Return (inode, size, ctime in ns) of a source's file; None if the source has no file that is
+    found. The ctime is compared because any program can set back the mtime, but not the ctime."""
     try:
         found = None if source.path is None else source.path.stat()
     except OSError:
@@ -455,7 +458,7 @@ def _documents_of(
     text_key: str,
     clean: Callable[[str], tuple[str, tuple[str, ...]]],
 ) -> Iterator[Record]:
-    """The documents of a record: its text, split at separators and cleaned."""
+    """Yield the documents of a record: its text, split at separators and cleaned."""
     try:
         if record.error is not None:
             raise record.error
@@ -483,7 +486,7 @@ def _documents_of(
 
 
 def _text_of(record: object, text_key: str) -> str:
-    """The text of a record.
+    """Return the text of a record.
 
     Raises:
         BadRecordError: the record has no text.
@@ -505,13 +508,13 @@ def _text_of(record: object, text_key: str) -> str:
 
 
 def digest_of(text: str) -> bytes:
-    """A hash of a document's text."""
+    """Return a hash of a document's text."""
     return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
 
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
-    """The message about inputs without a usable document, from the number of rejected documents
-    for each reason, and the place and reason of the first rejected one."""
+    """Return the message about inputs without a usable document, from the number of rejected
+    documents for each reason, and the place and reason of the first rejected one."""
     if not rejected:
         return "the corpus is empty: the inputs hold no documents"
     if rejected.total() == 1:
@@ -524,7 +527,7 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
 
 
 def _read_text(file: IO[bytes], path: Path, source: DataSource, text_key: str) -> Iterator[Record]:
-    """The documents of a text file, split at separators but not cleaned."""
+    """Yield the documents of a text file, split at separators but not cleaned."""
     largest = largest_document(path)
     name, is_whole = source.name, source.as_is
     try:

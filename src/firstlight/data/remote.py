@@ -78,7 +78,7 @@ _Entry: TypeAlias = dict[str, Any]
 
 
 def is_url(location: str | Path) -> bool:
-    """True if `location` is a URL, False if it is the path of a folder."""
+    """Return True if `location` is a URL, False if it is the path of a folder."""
     return _URL.match(str(location)) is not None
 
 
@@ -89,9 +89,9 @@ def local_folder(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """The folder of a prepared corpus on this machine. A corpus at a URL is downloaded into the
-    cache first. Several processes may call this at the same time: one of them downloads, the others
-    wait.
+    """Return the folder of a prepared corpus on this machine. A corpus at a URL is downloaded into
+    the cache first. Several processes may call this at the same time: one of them downloads, the
+    others wait.
 
     Args:
         location: the path of a folder, which is returned without any check, or a URL.
@@ -144,7 +144,7 @@ class _Store:
         self._options = options
 
     def parts(self, name: str) -> Generator[bytes, None, None]:
-        """The bytes of a file, in chunks of at most 1 MiB.
+        """Yield the bytes of a file, in chunks of at most 1 MiB.
 
         Raises:
             DataError: the file does not exist, or access is denied.
@@ -174,7 +174,7 @@ class _Store:
             raise _TransferError(f"{where} could not be fetched: {said}") from error
 
     def content(self, name: str, max_bytes: int) -> bytes:
-        """All bytes of a file.
+        """Return all bytes of a file.
 
         Raises:
             DataError: the file does not exist, or is longer than `max_bytes`.
@@ -190,7 +190,7 @@ class _Store:
 
 
 def _open_store(url: str) -> _Store:
-    """The folder at a URL; a DataError if the URL is invalid."""
+    """Return the folder at a URL; a DataError if the URL is invalid."""
     parsed = urlsplit(url)
     if parsed.password is not None:
         raise DataError(
@@ -228,15 +228,16 @@ def _missing_package(url: str, error: ImportError) -> MissingDependencyError:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True for an HTTP status by which a server refuses a request for good: 400 to 499, except 408
-    (timeout) and 429 (too many requests)."""
+    """Return True for an HTTP status by which a server refuses a request for good: 400 to 499,
+    except 408 (timeout) and 429 (too many requests)."""
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
 
 
 def _retried(work: Callable[[], Found]) -> Found:
-    """The result of `work`, which is repeated after a `_TransferError`, four attempts in all.
+    """Return the result of `work`, which is repeated after a `_TransferError`, four attempts in
+    all.
 
     Raises:
         DataError: the last attempt failed, too.
@@ -255,7 +256,7 @@ def _retried(work: Callable[[], Found]) -> Found:
 
 
 def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Entry]:
-    """The manifest's entries of the splits' shards, each once; `splits` None is all splits.
+    """Return the manifest's entries of the splits' shards, each once; `splits` None is all splits.
 
     Raises:
         DataError: a shard has an invalid name, or two different shards have the same name.
@@ -273,8 +274,8 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """The wanted shards that are missing in the folder or differ from their entry in size or, with
-    `verify`, in SHA-256."""
+    """Return the wanted shards that are missing in the folder or differ from their entry in size
+    or, with `verify`, in SHA-256."""
 
     def is_there(file: _Entry) -> bool:
         path = folder / file["file"]

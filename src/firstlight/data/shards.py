@@ -106,12 +106,12 @@ _CHECKED_AT_ONCE = 1 << 17
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of uint16 and uint32 that holds every id below `vocab_size`."""
+    """Return the smallest of uint16 and uint32 that holds every id below `vocab_size`."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder.
+    """Return the manifest of a prepared folder.
 
     Raises:
         DataError: the manifest is missing, damaged, or of another format or version.
@@ -176,7 +176,7 @@ class BlockFile:
         self._checksums = np.full(-(-self.size // BLOCK_BYTES), -1, dtype=np.int64)
 
     def sha256(self) -> str:
-        """SHA-256 of all bytes, in hexadecimal. The checksum of each block is stored, too.
+        """Return SHA-256 of all bytes, in hexadecimal. The checksum of each block is stored, too.
 
         Raises:
             DataError: see `read`.
@@ -187,7 +187,7 @@ class BlockFile:
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes `start:stop`, which must be inside the file.
+        """Return the bytes `start:stop`, which must be inside the file.
 
         Raises:
             DataError: the file was changed or truncated since it was opened, or can't be read.
@@ -223,8 +223,8 @@ class BlockFile:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of the file. If the soft limit of open files is reached, it is raised to the
-    hard limit: a corpus may have more shards than the usual soft limit of 1,024."""
+    """Return a descriptor of the file. If the soft limit of open files is reached, it is raised to
+    the hard limit: a corpus may have more shards than the usual soft limit of 1,024."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -278,26 +278,29 @@ class Shard:
         self._held_offsets = np.empty(0, dtype=np.uint64)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Token ids `start:stop`, read-only [stop - start] (fewer at the end, as for slices)."""
+        """Return the token ids `start:stop`, read-only [stop - start] (fewer at the end, as for
+        slices)."""
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
         at = HEADER.size
         data = self.file.read(at + start * self.itemsize, at + stop * self.itemsize)
         return np.frombuffer(data, dtype=f"<u{self.itemsize}")
 
     def offsets(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64]:
-        """Document offsets `start:stop` of all D + 1, read-only [stop - start]."""
+        """Return the document offsets `start:stop` of all D + 1, read-only [stop - start]."""
         stop = self.num_documents + 1 if stop is None else min(stop, self.num_documents + 1)
         data = self.file.read(self._offsets_at + start * 8, self._offsets_at + stop * 8)
         return np.frombuffer(data, dtype="<u8")
 
     def loss_mask(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.bool_]:
-        """Loss mask of the tokens `start:stop` of a labelled shard, bool [stop - start]."""
+        """Return the loss mask of the tokens `start:stop` of a labelled shard, bool [stop -
+        start]."""
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
         data = self.file.read(self._mask_at + start, self._mask_at + stop)
         return np.frombuffer(data, dtype=np.uint8).astype(bool)
 
     def documents_before(self, token: int) -> int:
-        """Number of documents that begin before a token; call `check_documents` first."""
+        """Return the number of documents that begin before a token; call `check_documents`
+        first."""
         # Only the offsets between two held ones are read: from the last held offset before the
         # token to the next held offset.
         held = int(np.searchsorted(self._held_offsets, np.uint64(token)))
@@ -550,7 +553,7 @@ class CorpusWriter:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """A context in which the files are open for `write` and `reject`."""
+        """Context manager in which the files are open for `write` and `reject`."""
         with ExitStack() as stack:
             self._log = stack.enter_context(OutputFile(self.folder / REJECTED_NAME))
             for shards in self._shards.values():
@@ -588,7 +591,7 @@ class CorpusWriter:
         self._log.write((json.dumps(entry) + "\n").encode())
 
     def rejections(self, names: Mapping[str, str]) -> str:
-        """The numbers of rejected records in words.
+        """Return the numbers of rejected records in words.
 
         Args:
             names: description of each reason.

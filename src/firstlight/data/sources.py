@@ -34,7 +34,7 @@ COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
 
 
 def compressed(*suffixes: str) -> tuple[str, ...]:
-    """Endings with those of compressed files after them."""
+    """Return the endings with those of compressed files after them."""
     return tuple(suffix + compression for suffix in suffixes for compression in COMPRESSIONS)
 
 
@@ -138,8 +138,8 @@ def find_sources(
 
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
-    """A message if "stdlib" is an input and also the name of an existing file or folder, or if a
-    folder has links to folders that are neither searched nor inputs; otherwise ""."""
+    """Return a message if "stdlib" is an input and also the name of an existing file or folder, or
+    if a folder has links to folders that are neither searched nor inputs; otherwise ""."""
     if STANDARD_LIBRARY in map(str, inputs) and Path(STANDARD_LIBRARY).exists():
         return "stdlib is Python's standard library; for what lies here under that name: ./stdlib"
     # Unlike `Path.expanduser`, this raises nothing for the home folder of an unknown user.
@@ -186,7 +186,8 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
 
 
 def missing_input(item: str) -> str:
-    """The message about an input that is neither a file nor a folder, nor another kind of input."""
+    """Return the message about an input that is neither a file nor a folder, nor another kind of
+    input."""
     path = Path(item).expanduser()
     if kind := special_kind(path):
         return special_input(item, kind)
@@ -200,12 +201,12 @@ def missing_input(item: str) -> str:
 
 
 def url_input(item: str) -> str:
-    """The message about an INPUT that is a URL."""
+    """Return the message about an INPUT that is a URL."""
     return f"{item} is a URL: download it, with curl -LO {shlex.quote(item)}, and name the file"
 
 
 def special_input(item: str, kind: str) -> str:
-    """The message about an INPUT of a `special_kind`."""
+    """Return the message about an INPUT of a `special_kind`."""
     text = shlex.quote(f"{Path(item).name}.txt")
     advice = "name a file or a folder of texts"
     if kind == "pipe":
@@ -228,7 +229,7 @@ def special_kind(path: Path) -> str:
 
 
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
-    """The message about a folder without a file of a supported kind."""
+    """Return the message about a folder without a file of a supported kind."""
     others = unread_files([folder], suffixes)
     if not others:
         return f"folder {item} holds no {_kinds(suffixes)}: put some there"
@@ -240,7 +241,8 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
-    """The kind of a file that can't be read, and advice on how to convert it, for a message."""
+    """Return the kind of a file that can't be read, and advice on how to convert it, for a
+    message."""
     if suffixes != SUFFIXES:
         return f"{path} is of an unknown kind: known are {_RECORD_KINDS}"
     kind = kind_of(path, _ending(path.name.lower()))
@@ -253,8 +255,8 @@ def _kinds(suffixes: tuple[str, ...]) -> str:
 
 
 def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """The files of no supported kind in the folders and globs among INPUTs, except hidden files;
-    pipes, sockets, devices and broken links, too.
+    """Return the files of no supported kind in the folders and globs among INPUTs, except hidden
+    files; pipes, sockets, devices and broken links, too.
 
     Raises:
         InputError: a folder can't be read.
@@ -272,7 +274,7 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
 
 
 def neutral_name(item: str) -> str:
-    """The name of an input without this machine's folders and without secrets.
+    """Return the name of an input without this machine's folders and without secrets.
 
     Of an absolute path, a path that begins with `~`, `..` or `./`, and a file:// URL, this is the
     last part. Of another URL it is all but user, password, query and fragment. Names of datasets
@@ -310,8 +312,8 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 
 def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
-    """(names, options, True) that `write_sources` wrote, with False if it was that of a version
-    that read texts unchanged, as with --as-is; ([], [], True) if there is no such file."""
+    """Return (names, options, True) that `write_sources` wrote, with False if it was that of a
+    version that read texts unchanged, as with --as-is; ([], [], True) if there is no such file."""
     try:
         found = read_json(folder / SOURCES_NAME)
     except InputError:
@@ -324,19 +326,20 @@ def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:
-    """Number of files with each ending (in lower case, "" for none) or of each `special_kind`, most
-    frequent first."""
+    """Return the number of files with each ending (in lower case, "" for none) or of each
+    `special_kind`, most frequent first."""
     counts = Counter(map(_unread_kind, files))
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _unread_kind(file: Path) -> str:
-    """The `special_kind` of a file that is not read, or its ending."""
+    """Return the `special_kind` of a file that is not read, or its ending."""
     return special_kind(file) or _ending(file.name.lower())
 
 
 def _ending(name: str) -> str:
-    """The last ending of a file's name; of a compressed file also the one before it: .tar.gz."""
+    """Return the last ending of a file's name; of a compressed file also the one before it:
+    .tar.gz."""
     stem, dot, last = name.rpartition(".")
     if not stem or not dot or not last.isalnum() or len(last) > 10:
         return ""
@@ -346,8 +349,8 @@ def _ending(name: str) -> str:
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """`by_ending` in words, "7 .pdf, 2 without an ending", with commands that convert such files to
-    text."""
+    """Return `by_ending` in words, "7 .pdf, 2 without an ending", with commands that convert such
+    files to text."""
     kinds = (kind_by_ending(end) for end in unread)
     ways = [
         kind.advice(Path(f"FILE{end}"))
@@ -365,7 +368,7 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """True if a file has one of the endings or, with the default endings, if it is text."""
+    """Return True if a file has one of the endings or, with the default endings, if it is text."""
     # Opening a pipe would wait for a writer.
     if not path.is_file():
         return False
@@ -397,13 +400,13 @@ def _files_under(folder: Path) -> Iterator[Path]:
 
 
 def _searched(folders: Sequence[str]) -> list[str]:
-    """The names of the folders in a folder that are searched."""
+    """Return the names of the folders in a folder that are searched."""
     return [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
 
 
 def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
-    """The links in a folder to folders that are not among `named`. `_files_under` does not follow
-    them, since they may lead in a circle."""
+    """Yield the links in a folder to folders that are not among `named`. `_files_under` does not
+    follow them, since they may lead in a circle."""
     for root, folders, _ in os.walk(folder):
         folders[:] = _searched(folders)
         links = (Path(root) / name for name in folders if (Path(root) / name).is_symlink())
@@ -411,7 +414,7 @@ def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
 
 
 def _standard_library() -> list[DataSource]:
-    """The .py files of the running interpreter's standard library, without its tests."""
+    """Return the .py files of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -426,12 +429,12 @@ def _standard_library() -> list[DataSource]:
 
 
 def holds_one_document(source: DataSource) -> bool:
-    """True if a source is a text file, which is one document."""
+    """Return True if a source is a text file, which is one document."""
     return source.path is not None and not source.name.lower().endswith(_MANY_DOCUMENTS)
 
 
 def without(sources: Sequence[DataSource], others: Sequence[DataSource]) -> list[DataSource]:
-    """The sources that are not among `others`: a file may be named in several ways."""
+    """Return the sources that are not among `others`: a file may be named in several ways."""
     known = {_key(source) for source in others}
     return [source for source in sources if _key(source) not in known]
 
@@ -441,19 +444,19 @@ def _key(source: DataSource) -> str:
 
 
 def is_code(source: DataSource) -> bool:
-    """True if a source is a file of source code."""
+    """Return True if a source is a file of source code."""
     return source.path is not None and source.name.lower().endswith(compressed(*_CODE_SUFFIXES))
 
 
 def is_subtitles(source: DataSource) -> bool:
-    """True if a source is a file of subtitles."""
+    """Return True if a source is a file of subtitles."""
     return source.path is not None and source.name.lower().endswith(compressed(".srt", ".vtt"))
 
 
 def limited_sources(
     sources: Sequence[DataSource], most_bytes: int, kept: Sequence[DataSource] = ()
 ) -> list[DataSource]:
-    """Sources from which about `most_bytes` bytes of text are read in all.
+    """Return sources from which about `most_bytes` bytes of text are read in all.
 
     If the files are larger together, an evenly spaced part of the small text files is taken, each
     file whole, and the same fraction of every other file. A dataset, whose size is unknown, gets
@@ -483,13 +486,14 @@ def limited_sources(
 
 
 def text_size(source: DataSource) -> float:
-    """Estimated bytes of text in a file; 0 for a dataset."""
+    """Return the estimated bytes of text in a file; 0 for a dataset."""
     packed = (*COMPRESSIONS[1:], ".parquet")
     return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)
 
 
 def text_bytes(sources: Sequence[DataSource]) -> int | None:
-    """Bytes of the sources' files; None if the size of a source is not that of its text."""
+    """Return the bytes of the sources' files; None if the size of a source is not that of its
+    text."""
     plain = (*TEXT_SUFFIXES, ".jsonl")
     if all(s.path is not None and s.path.suffix in plain for s in sources):
         return sum(source.size for source in sources)

@@ -48,7 +48,7 @@ _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 
 
 def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
-    """The error that no field is called `text_key`.
+    """Return the error that no field is called `text_key`.
 
     Args:
         names: the names of the fields.
@@ -68,7 +68,7 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
 def read_table(
     file: IO[bytes], path: Path, text_key: str | None
 ) -> Generator[tuple[int, dict[str, str] | BadRecordError], None, None]:
-    """The rows of a table (RFC 4180) below its header.
+    """Yield the rows of a table (RFC 4180) below its header.
 
     Args:
         file: the table's bytes, decompressed.
@@ -174,9 +174,9 @@ class _Lines:
 
 
 def _delimiter(first: str, path: Path, text_key: str | None) -> str:
-    """The delimiter of a table: a tab for .tsv; otherwise the one with which the first line has the
-    column `text_key`, or for None those of conversations, or else the most frequent one in the
-    first line."""
+    """Return the delimiter of a table: a tab for .tsv; otherwise the one with which the first line
+    has the column `text_key`, or for None those of conversations, or else the most frequent one in
+    the first line."""
     if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
         return "\t"
     for delimiter in _DELIMITERS:
@@ -190,7 +190,7 @@ def _delimiter(first: str, path: Path, text_key: str | None) -> str:
 
 
 def _damage(error: csv.Error, begin: int, end: int) -> str:
-    """The message about a row, in the lines `begin` to `end`, that csv can't read."""
+    """Return the message about a row, in the lines `begin` to `end`, that csv can't read."""
     lines = f" (lines {begin} to {end})" if end > begin else ""
     if "unexpected end" in str(error):
         return f"a quote is not closed{lines}"
@@ -198,8 +198,8 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
 
 
 def _undecoded(text: str) -> int | None:
-    """The first byte that is not UTF-8, from its lone surrogate (PEP 383); None if all bytes are
-    UTF-8."""
+    """Return the first byte that is not UTF-8, from its lone surrogate (PEP 383); None if all bytes
+    are UTF-8."""
     if text.isascii():
         return None
     found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)
@@ -212,7 +212,7 @@ def _undecoded(text: str) -> int | None:
 def read_parquet(
     path: Path, origin: str, text_key: str | None
 ) -> Iterator[tuple[int, Any | BadRecordError]]:
-    """The rows of a Parquet file as objects.
+    """Yield the rows of a Parquet file as objects.
 
     Args:
         path: the file.
@@ -253,7 +253,7 @@ def read_parquet(
 
 
 def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordError]]:
-    """The rows of a file in Arrow's IPC format, as `datasets.Dataset.save_to_disk` writes it.
+    """Yield the rows of a file in Arrow's IPC format, as `datasets.Dataset.save_to_disk` writes it.
 
     Args, Yields, Raises: see `read_parquet`.
     """
@@ -282,7 +282,7 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
 
 
 def _rows_of(batches: Iterable[Any], path: Path, most_rows: int) -> Iterator[Any]:
-    """The rows of batches of a file, of which `most_rows` at most are objects at a time."""
+    """Yield the rows of batches of a file, of which `most_rows` at most are objects at a time."""
     arrow = optional("pyarrow", f"reading {path}")
     total = 0
     for batch in batches:
@@ -295,7 +295,7 @@ def _rows_of(batches: Iterable[Any], path: Path, most_rows: int) -> Iterator[Any
 
 
 def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:
-    """The way to read a file in bounded memory.
+    """Return the way to read a file in bounded memory.
 
     Args:
         path: the file.
@@ -348,14 +348,16 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
 
 
 def _width(leaf: Any) -> int:
-    """Bytes of a value of a column (`leaf`, a `ColumnSchema`) that does not hold texts."""
+    """Return the bytes of a value of a column (`leaf`, a `ColumnSchema`) that does not hold
+    texts."""
     if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
         return int(leaf.length)
     return 12 if leaf.physical_type == "INT96" else 8
 
 
 def _longest_shared(path: Path, chunk: Any) -> int:
-    """Upper bound on the bytes of a value that rows share, from the header of the first page.
+    """Return the upper bound on the bytes of a value that rows share, from the header of the first
+    page.
 
     Args:
         path: the Parquet file.
@@ -375,7 +377,7 @@ def _longest_shared(path: Path, chunk: Any) -> int:
 
 
 def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
-    """The bytes of the longest text in a dictionary, which is read for this.
+    """Return the bytes of the longest text in a dictionary, which is read for this.
 
     Args:
         path: the Parquet file.
@@ -403,7 +405,8 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
 
 
 def _page_head(head: bytes) -> tuple[int | None, int]:
-    """(type of a page, bytes of the page once unpacked); the type is None for an invalid header.
+    """Return (type of a page, bytes of the page once unpacked); the type is None for an invalid
+    header.
 
     These are the first two fields of the Thrift struct `PageHeader` in the compact protocol: each a
     byte 0x15 (next field, 32-bit integer) and a number in zigzag encoding, 7 bits in each byte.
@@ -427,7 +430,8 @@ def _page_head(head: bytes) -> tuple[int | None, int]:
 
 
 def _batch_rows(batch: Any) -> list[Any]:
-    """The rows of a batch as objects; a BadRecordError in place of a row with invalid UTF-8."""
+    """Return the rows of a batch as objects; a BadRecordError in place of a row with invalid
+    UTF-8."""
     arrow = optional("pyarrow", "reading Parquet")
     # Converting dictionaries of texts takes much longer than converting texts.
     for index, column in enumerate(batch.columns):
@@ -443,7 +447,8 @@ def _batch_rows(batch: Any) -> list[Any]:
 
 
 def _value_bytes(column: Any, arrow: Any) -> int:
-    """Bytes of a column's values. A text that rows share is counted once for each row."""
+    """Return the bytes of a column's values. A text that rows share is counted once for each
+    row."""
     kind = column.type
     if arrow.types.is_dictionary(kind):
         compute = optional("pyarrow.compute", "reading Parquet")

@@ -97,7 +97,8 @@ def load_for_evaluation(
 
 
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
-    """The model itself if `checkpoint` is a loaded model, else the result of `load_for_evaluation`.
+    """Return the model itself if `checkpoint` is a loaded model, else the result of
+    `load_for_evaluation`.
 
     Raises:
         ModelError: the loaded model's files have changed; see `LoadedModel.require_unchanged`.
@@ -129,7 +130,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
 
 
 def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
-    """The description of the data that the model was trained on; see `trained_on`.
+    """Return the description of the data that the model was trained on; see `trained_on`.
 
     Raises:
         CheckpointError: the model's checkpoint is deleted or damaged.
@@ -140,7 +141,7 @@ def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
 def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
-    """The options of an evaluation; arguments that are None get the values of training.
+    """Return the options of an evaluation; arguments that are None get the values of training.
 
     Args:
         loaded: the model.
@@ -169,7 +170,7 @@ def options_of_training(
 def evaluated_folder(
     loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
 ) -> Path:
-    """The local folder of the data; data at a URL is downloaded.
+    """Return the local folder of the data; data at a URL is downloaded.
 
     Args:
         loaded: the model.
@@ -256,7 +257,7 @@ class Evaluation:
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
-    """The numbers of the rows to evaluate.
+    """Return the numbers of the rows to evaluate.
 
     Args:
         total: number of rows of the split.
@@ -277,7 +278,7 @@ def losses_of_rows(
     rows: Sequence[int],
     **options: Unpack[RowOptions],
 ) -> list[RowLoss]:
-    """The losses of rows, computed by this process alone.
+    """Return the losses of rows, computed by this process alone.
 
     Args:
         loss_sum: see `evaluate_split`.
@@ -388,7 +389,7 @@ def _shared_losses(
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:
-    """The losses of all rows on all processes, where each row is computed by one process."""
+    """Return the losses of all rows on all processes, where each row is computed by one process."""
     own, extra = _own_batches(rows, options["batch_size"], rank, processes)
     losses = losses_of_rows(loss_sum, dataset, own, **options)
     if extra:
@@ -413,8 +414,8 @@ def _own_batches(
 
 
 def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
-    """The losses of all processes, by row. Processes of a tensor-parallel group have the same rows,
-    each of which is counted once."""
+    """Return the losses of all processes, by row. Processes of a tensor-parallel group have the
+    same rows, each of which is counted once."""
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
     found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
     return [found[row] for row in sorted(found)]
@@ -434,8 +435,8 @@ def evaluate(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Loss, perplexity and bits per byte of a model on a split, or estimates with standard errors
-    from a random sample of its rows.
+    """Return the loss, perplexity and bits per byte of a model on a split, or estimates with
+    standard errors from a random sample of its rows.
 
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`, or the model that it returned.
@@ -532,7 +533,7 @@ def evaluate_by_position(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> ByPosition:
-    """The loss in each of 16 equal ranges of positions; ranges without tokens are left out.
+    """Return the loss in each of 16 equal ranges of positions; ranges without tokens are left out.
 
     The arguments are those of `evaluate`, except that for a model with rotary position embeddings
     `seq_len` may be longer than its context.
@@ -574,8 +575,8 @@ def evaluate_by_position(
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss, fp64 [T], and the number of predicted tokens, int64 [T], at each position,
-    on the CPU.
+    """Return the summed loss, fp64 [T], and the number of predicted tokens, int64 [T], at each
+    position, on the CPU.
 
     Args:
         model: the model.
@@ -593,7 +594,7 @@ def _sums_by_position(
 
 
 def _stretches(sums: Tensor, counts: Tensor) -> list[PositionLoss]:
-    """The losses of ranges of positions of nearly equal length, from the results [T] of
+    """Return the losses of ranges of positions of nearly equal length, from the results [T] of
     `_sums_by_position`."""
     number = min(_STRETCHES, len(sums))
     edges = [len(sums) * i // number for i in range(number + 1)]

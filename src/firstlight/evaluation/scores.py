@@ -32,9 +32,8 @@ def perplexity_of(loss: float) -> float:
 
 
 def row_losses(model: Model) -> LossFunction:
-    """A loss function that returns the summed loss of each row in nats, fp64 [B], instead of one
-    sum for the batch. It has the logits of the whole batch, [B, T, V], in memory at once.
-    """
+    """Return a loss function that returns the summed loss of each row in nats, fp64 [B], instead of
+    one sum for the batch. It has the logits of the whole batch, [B, T, V], in memory at once."""
 
     def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return token_losses(model, input_ids, labels, document_ids).double().sum(1)
@@ -45,7 +44,7 @@ def row_losses(model: Model) -> LossFunction:
 def token_losses(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None
 ) -> Tensor:
-    """The loss of each token in nats, [B, T], in fp32 or wider; 0 where a label is -100.
+    """Return the loss of each token in nats, [B, T], in fp32 or wider; 0 where a label is -100.
 
     Args:
         model: the model.
@@ -121,7 +120,8 @@ def likelihoods(
     batch_size: int,
     on_pairs: Callable[[int, int], None] | None = None,
 ) -> list[Likelihood]:
-    """The log-likelihood of each continuation: the sum of the log-probabilities of its tokens.
+    """Return the log-likelihood of each continuation: the sum of the log-probabilities of its
+    tokens.
 
     If context and continuation don't fit into the model's context length, the context is truncated
     from the left. A context that several continuations share is computed once, and contexts of the
@@ -173,7 +173,7 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
 
 
 def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int, Likelihood]:
-    """The likelihoods of a batch's pairs, by index of the pair."""
+    """Return the likelihoods of a batch's pairs, by index of the pair."""
     parameter = next(model.parameters())
     device = parameter.device
     numbers = [number for _, others in batch for number in others]
@@ -202,8 +202,8 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids of several rows, padded with 0 to int64 [B, T], and the mask of positions that are
-    not padding, bool [B, T]."""
+    """Return the token ids of several rows, padded with 0 to int64 [B, T], and the mask of
+    positions that are not padding, bool [B, T]."""
     longest = max(map(len, rows))
     ids = [[*row, *[0] * (longest - len(row))] for row in rows]
     lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -244,12 +244,13 @@ class TaskResult:
     chat_template: bool = False
 
     def __str__(self) -> str:
-        """`hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ± 0.01`."""
+        """Return `hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ± 0.01`."""
         shown = (f"{n} {with_error(m.value, m.stderr)}" for n, m in self.metrics.items())
         return f"{self.task}: {', '.join(shown)}"
 
     def figures(self) -> dict[str, float | None]:
-        """The values and standard errors of all metrics: `{"acc": ..., "acc_stderr": ...}`."""
+        """Return the values and standard errors of all metrics: `{"acc": ..., "acc_stderr":
+        ...}`."""
         found: dict[str, float | None] = {}
         for name, metric in self.metrics.items():
             found |= {name: metric.value, f"{name}_stderr": metric.stderr}
@@ -290,8 +291,8 @@ class RowLoss:
 
 
 def sampled_rows(total: int, count: int, seed: int) -> list[int]:
-    """The numbers of `count` rows drawn at random from `total` without replacement, ascending; all
-    rows if `count` is at least `total`.
+    """Return the numbers of `count` rows drawn at random from `total` without replacement,
+    ascending; all rows if `count` is at least `total`.
 
     With the same seed, a smaller sample is a subset of a larger one.
     """
@@ -299,13 +300,14 @@ def sampled_rows(total: int, count: int, seed: int) -> list[int]:
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
-    """Mean loss in nats per token: the sum of the rows' losses divided by the number of their
-    tokens, of which there must be at least one."""
+    """Return the mean loss in nats per token: the sum of the rows' losses divided by the number of
+    their tokens, of which there must be at least one."""
     return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
 
 
 def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
-    """Standard error of a sample's `mean_loss` as an estimate of the mean loss of all rows.
+    """Return the standard error of a sample's `mean_loss` as an estimate of the mean loss of all
+    rows.
 
     The mean is a ratio of two sums, because rows differ in their number of tokens. The result is
     the root of the linearised variance of the ratio estimator for a simple random sample without
@@ -327,9 +329,8 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of equally weighted values, and its standard error: the sample standard deviation
-    divided by the root of the number of values; None for a single value.
-    """
+    """Return the mean of equally weighted values, and its standard error: the sample standard
+    deviation divided by the root of the number of values; None for a single value."""
     n = len(values)
     mean = math.fsum(values) / n
     if n < 2:
@@ -339,8 +340,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """A value with its error as a text, `3.214 ± 0.012`: two significant digits of the error, and
-    the same number of decimals of the value; without an error, four decimals."""
+    """Return a value with its error as a text, `3.214 ± 0.012`: two significant digits of the
+    error, and the same number of decimals of the value; without an error, four decimals."""
     if error is None:
         return f"{value:.4f}"
     if error == 0:

@@ -66,7 +66,7 @@ class HellaSwag:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """The metrics `acc` and `acc_norm`; see `scores.Task.evaluate`."""
+        """Return the metrics `acc` and `acc_norm`; see `scores.Task.evaluate`."""
         answers = answer_items(
             loaded.model, self.items, self.pairs, batch_size=batch_size, on_pairs=on_texts
         )
@@ -131,7 +131,7 @@ def ready_tasks(
 
 
 def _names(text: str) -> tuple[str, list[str]]:
-    """The kind of a task (`HELLASWAG` or `HARNESS`), and the names of its results."""
+    """Return the kind of a task (`HELLASWAG` or `HARNESS`), and the names of its results."""
     if text.startswith(HARNESS):
         names = [name.strip() for name in text.removeprefix(HARNESS).split(",")]
         if not all(names):
@@ -211,7 +211,7 @@ _MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 
 
 def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
-    """The items of a JSON-lines file.
+    """Return the items of a JSON-lines file.
 
     A line is an object with `endings`, `label`, the context as `ctx` or as the original data set's
     `ctx_a` and `ctx_b`, and optionally `activity_label`.
@@ -242,7 +242,8 @@ def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
 
 
 def hub_hellaswag(limit: int | None = None) -> list[Item]:
-    """The items of the validation split, from the Hugging Face hub or the cache of `datasets`.
+    """Return the items of the validation split, from the Hugging Face hub or the cache of
+    `datasets`.
 
     Args:
         limit: number of items, the first ones; None is all.
@@ -299,8 +300,8 @@ def item_of(row: Any) -> Item:
 
 
 def cleaned(text: str) -> str:
-    """A text without the markup in brackets that WikiHow's articles left in the data; the same as
-    lm-evaluation-harness' `preprocess`."""
+    """Return a text without the markup in brackets that WikiHow's articles left in the data; the
+    same as lm-evaluation-harness' `preprocess`."""
     text = text.strip().replace(" [title]", ". ")
     # Only up to the last "]" of a line: after it, the search from each "[" would run to the end of
     # the line in vain, which takes quadratic time.
@@ -317,12 +318,13 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """True if the text has no single surrogate, which JSON can contain as an escape sequence."""
+    """Return True if the text has no single surrogate, which JSON can contain as an escape
+    sequence."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _label(value: Any, count: int) -> int:
-    """The index of the correct ending; in the data set it is a string."""
+    """Return the index of the correct ending; in the data set it is a string."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if type(value) is not int or not 0 <= value < count:
@@ -398,7 +400,7 @@ def answer_items(
     batch_size: int,
     on_pairs: Callable[[int, int], None] | None = None,
 ) -> list[Answer]:
-    """A model's answer to each item.
+    """Return a model's answer to each item.
 
     Args:
         model: a model in evaluation mode.
@@ -427,7 +429,8 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
-    """The metrics `acc` and `acc_norm`: the fractions of items that are answered correctly."""
+    """Return the metrics `acc` and `acc_norm`: the fractions of items that are answered
+    correctly."""
     return {
         "acc": Metric(*mean_and_error([float(answer.acc) for answer in answers])),
         "acc_norm": Metric(*mean_and_error([float(answer.acc_norm) for answer in answers])),
@@ -461,8 +464,8 @@ class HarnessTasks:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """All metrics of all tasks and groups, under the harness' names. The metric of a filter
-        other than "none" is named `METRIC,FILTER`. See `scores.Task.evaluate`."""
+        """Return all metrics of all tasks and groups, under the harness' names. The metric of a
+        filter other than "none" is named `METRIC,FILTER`. See `scores.Task.evaluate`."""
         import lm_eval
 
         with _by_itself():
@@ -487,7 +490,7 @@ class HarnessTasks:
 
 
 def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTasks:
-    """The tasks, some or all of them to be rendered by the model's chat template: see
+    """Return the tasks, some or all of them to be rendered by the model's chat template: see
     `ready_tasks`. A message says which."""
     applied = set()
     for name, task in harness.loaded_tasks["tasks"].items():
@@ -592,8 +595,8 @@ def _is_finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """A context for calls of the harness: random generators have the harness' default seeds, its
-    output goes to stderr, and it starts no processes. The exit restores the random states of
+    """Context manager for calls of the harness: random generators have the harness' default seeds,
+    its output goes to stderr, and it starts no processes. The exit restores the random states of
     Python, numpy and torch."""
     states = random.getstate(), np.random.get_state()
     before = os.environ.get("DISABLE_MULTIPROC")
@@ -647,8 +650,8 @@ class _HarnessMethods:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The token ids of a text, with a BOS token before them if the model expects one and the
-        text does not begin with it. Names of special tokens in the text are encoded as these
+        """Return the token ids of a text, with a BOS token before them if the model expects one and
+        the text does not begin with it. Names of special tokens in the text are encoded as these
         tokens, as the harness does it."""
         tokenizer = self._tokenizer
         ids = tokenizer.encode(string, special_tokens=True)
@@ -703,8 +706,8 @@ class _HarnessMethods:
         )
 
     def _windows(self, ids: list[int]) -> list[TokenPair]:
-        """A text split into windows of the model's context length, so that each token is predicted
-        once."""
+        """Return a text split into windows of the model's context length, so that each token is
+        predicted once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows = get_rolling_token_windows(
@@ -734,8 +737,8 @@ class _HarnessMethods:
         ]
 
     def _text_of(self, context: str, options: Mapping[str, Any], *, number: int) -> Continuation:
-        """The prompt of a request with its sampling settings, truncated from the left so that
-        prompt and new tokens fit into the model's context."""
+        """Return the prompt of a request with its sampling settings, truncated from the left so
+        that prompt and new tokens fit into the model's context."""
         config = sampling_of(options, number)
         room = self._limit - config.max_new_tokens
         if room < 1:
@@ -750,7 +753,7 @@ class _HarnessMethods:
 def harness_model(
     loaded: LoadedModel, batch_size: int, on_texts: Progress | None, *, chats: bool = False
 ) -> Any:
-    """The model as a `lm_eval.api.model.LM`.
+    """Return the model as a `lm_eval.api.model.LM`.
 
     Args:
         loaded: a model with a tokenizer.
@@ -773,7 +776,7 @@ def harness_model(
 
 
 def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
-    """The sampling settings of a task's `generation_kwargs`.
+    """Return the sampling settings of a task's `generation_kwargs`.
 
     Args:
         options: the request's options.
@@ -802,7 +805,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """The text before the first occurrence of any of the stop texts."""
+    """Return the text before the first occurrence of any of the stop texts."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text

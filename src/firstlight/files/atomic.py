@@ -40,7 +40,7 @@ _MAX_JSON_VALUES = 1_000_000
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """A context that turns an `OSError` into a `StorageError` with a readable message.
+    """Context manager that turns an `OSError` into a `StorageError` with a readable message.
 
     Args:
         path: the path that is being written. The message names it if the error itself has no path,
@@ -88,7 +88,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """`value` as indented JSON with a final newline.
+    """Return `value` as indented JSON with a final newline.
 
     Raises:
         ValueError: `value` contains a NaN or an infinity.
@@ -345,7 +345,7 @@ def require_free(path: Path, advice: str) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -359,7 +359,7 @@ def forget_cached(path: Path) -> None:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Args:
         max_bytes: largest accepted size in bytes; a longer file is not read.
@@ -388,7 +388,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def plain_lines(text: str) -> str:
-    """A text with "\\r\\n" and "\\r" replaced by "\\n", as Python does in text files."""
+    """Return a text with "\\r\\n" and "\\r" replaced by "\\n", as Python does in text files."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -420,7 +420,7 @@ def read_json_object(
 
 
 def parse_json(path: Path, content: bytes) -> Any:
-    """The value of a JSON file from its bytes; error messages name `path`.
+    """Return the value of a JSON file from its bytes; error messages name `path`.
 
     Raises:
         InputError: see `read_json`.
@@ -453,7 +453,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook of `json.loads` that refuses duplicate keys: programs differ in which value they use.
+    """Return a hook of `json.loads` that refuses duplicate keys: programs differ in which value
+    they use.
 
     Raises:
         ValueError: a key is given twice.
@@ -466,10 +467,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """`path` and the folders above it that do not exist yet, innermost first."""
+    """Return `path` and the folders above it that do not exist yet, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def _temporary_name(path: Path) -> Path:
-    """A random temporary name in the folder of `path`."""
+    """Return a random temporary name in the folder of `path`."""
     return path.with_name(f"{_TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}")

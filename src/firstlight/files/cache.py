@@ -19,7 +19,7 @@ from firstlight.files.atomic import storage_errors
 
 
 def cache_folder() -> Path:
-    """The cache's folder."""
+    """Return the cache's folder."""
     if own := os.environ.get("FIRSTLIGHT_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"

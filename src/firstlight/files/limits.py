@@ -121,7 +121,7 @@ class LimitedProcess:
         )
 
     def call(self, request: Any, *, seconds: float) -> Any:
-        """The function's result for `request`; both are JSON data.
+        """Return the function's result for `request`; both are JSON data.
 
         Args:
             request: the function's argument.

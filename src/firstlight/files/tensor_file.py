@@ -78,7 +78,8 @@ def write_tensors(
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    """The JSON header with dtype, shape and place of each tensor; places are in the given order."""
+    """Return the JSON header with dtype, shape and place of each tensor; places are in the given
+    order."""
     entries: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
@@ -94,7 +95,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in row-major order, in chunks of `_CHUNK_BYTES`."""
+    """Yield a tensor's bytes in row-major order, in chunks of `_CHUNK_BYTES`."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, len(flat), _CHUNK_BYTES):
         yield flat[start : start + _CHUNK_BYTES].numpy().data

@@ -141,7 +141,7 @@ class AnswerFormat:
 
 
 def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer with a tool call, for the formats that have such tokens."""
+    """Return the ids that end an answer with a tool call, for the formats that have such tokens."""
     special = tokenizer.special_tokens
     return tuple(special[name] for name in _CALL_ENDS if name in special)
 
@@ -211,13 +211,13 @@ class AnswerParser:
         self._held, self._trimmed = rest, True
 
     def _mode_after(self, header: str) -> str:
-        """The mode after a header of gpt-oss' format."""
+        """Return the mode after a header of gpt-oss' format."""
         tool = re.search(r"to=(?:functions\.)?([\w.-]+)", header)
         self._name = tool[1] if tool else None
         return "call" if tool else "reasoning" if "analysis" in header else "content"
 
     def _part(self, text: str, marker: str) -> AnswerPart:
-        """The part that ends before a marker, or, if that is "", with the answer."""
+        """Return the part that ends before a marker, or, if that is "", with the answer."""
         if self._mode == "call":
             try:
                 return AnswerPart(calls=self._calls(text))
@@ -235,7 +235,7 @@ class AnswerParser:
         return AnswerPart(text)
 
     def _calls(self, text: str) -> list[ToolCall]:
-        """The calls in the text of a call.
+        """Return the calls in the text of a call.
 
         Raises:
             ValueError: it is not in the format.
@@ -260,7 +260,8 @@ class AnswerParser:
         return found
 
     def _parameters(self, name: str, text: str) -> str:
-        """The arguments of a call that are written one by one: texts, or JSON of other types."""
+        """Return the arguments of a call that are written one by one: texts, or JSON of other
+        types."""
         schemas = self._format.tools.get(name, {}).get("properties")
         values: dict[str, Any] = dict(_PARAMETER.findall(text))
         for key, value in values.items():

@@ -175,7 +175,7 @@ class BatchDecoder:
         return torch.cat(parts)
 
     def _together(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Number of the first prompts to compute in one pass, at least one."""
+        """Return the number of the first prompts to compute in one pass, at least one."""
         # Padding would change a state, and frequencies that depend on the text's length.
         scaling = getattr(self.model.config, "rope_scaling", None)
         if self.cache.has_states or isinstance(scaling, DynamicRope | LongRope):
@@ -224,7 +224,8 @@ class BatchDecoder:
         return length
 
     def _is_long(self, token_ids: Sequence[int]) -> bool:
-        """True if a text has the rotary frequencies of long texts, see `FamilyConfig.long_from`."""
+        """Return True if a text has the rotary frequencies of long texts, see
+        `FamilyConfig.long_from`."""
         first = self.model.config.long_from
         return first is not None and len(token_ids) >= first
 
@@ -295,7 +296,7 @@ class BatchDecoder:
             self._logits([0] * count, [0] * count)
 
     def room(self, number: int) -> int:
-        """Number of tokens that can be added to a sequence."""
+        """Return the number of tokens that can be added to a sequence."""
         return self.max_tokens - self.lengths[number]
 
     def remove(self, number: int) -> None:
@@ -318,7 +319,7 @@ def _eager(
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens of the longest common prefix of two texts."""
+    """Return the number of tokens of the longest common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -388,7 +389,7 @@ class CompiledStep:
         self._compiled = torch.compile(self._forward, fullgraph=True)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """The logits [B, V] after one more token of each sequence.
+        """Return the logits [B, V] after one more token of each sequence.
 
         Args:
             input_ids_B1: the new tokens, int64.
@@ -421,7 +422,8 @@ class CompiledStep:
 
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
-    """True if decoding steps can be CUDA graphs: nothing in a step is done or read by the CPU."""
+    """Return True if decoding steps can be CUDA graphs: nothing in a step is done or read by the
+    CPU."""
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
     # A model in training may have an engine's hooks, which exchange weights between processes, and
@@ -430,7 +432,7 @@ def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
 
 
 def _ladder(number: int) -> int:
-    """The least of 1, 2, 4, 8, 16, 24, 32, ... that is not below a number."""
+    """Return the least of 1, 2, 4, 8, 16, 24, 32, ... that is not below a number."""
     return min(1 << (number - 1).bit_length(), -(-number // 8) * 8) if number > 1 else 1
 
 
@@ -453,7 +455,7 @@ class RaggedSteps:
         self._known: tuple[list[int], list[int]] = [], []
 
     def __call__(self, ids: list[int], lengths: list[int], rows: int, reach: int) -> Tensor:
-        """The logits [rows, V] after one more token of each sequence.
+        """Return the logits [rows, V] after one more token of each sequence.
 
         Args:
             ids: the new tokens.
@@ -539,7 +541,7 @@ class RecordedSteps(RaggedSteps):
 
 @contextlib.contextmanager
 def _settings(device: torch.device) -> Iterator[None]:
-    """A context with the compiler's settings for decoding."""
+    """Context manager with the compiler's settings for decoding."""
     # Imported here, because importing inductor takes a second and plain decoding does not need it.
     import torch._inductor.config as inductor_config
 

@@ -27,14 +27,15 @@ class _Beam:
     logprob: float
 
     def score(self, is_ended: bool) -> float:
-        """Mean log-probability per token; the end token of an ended text counts as a token."""
+        """Return the mean log-probability per token; the end token of an ended text counts as a
+        token."""
         return self.logprob / max(len(self.token_ids) + is_ended, 1)
 
 
 def search(
     loaded: LoadedModel, prompt: str, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Generation:
-    """The best continuation that a beam search finds.
+    """Return the best continuation that a beam search finds.
 
     Args:
         loaded: model and tokenizer.
@@ -126,8 +127,8 @@ def _next_beams(
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:
-    """The beams after one more token, likeliest first, and for each the index of the beam that it
-    continues.
+    """Return the beams after one more token, likeliest first, and for each the index of the beam
+    that it continues.
 
     Args:
         beams: the beams so far.
@@ -167,7 +168,8 @@ def _next_beams(
 def _logprobs(
     logits_V: Tensor, beam: _Beam, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Tensor:
-    """Log-probabilities of a beam's next token after penalties and biases, fp64 [V] on the CPU."""
+    """Return the log-probabilities of a beam's next token after penalties and biases, fp64 [V] on
+    the CPU."""
     if not logits_V.max().isfinite():
         raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
     if config.repetition_penalty != 1:
@@ -178,6 +180,6 @@ def _logprobs(
 
 
 def _is_settled(best: _Beam, ended: Sequence[_Beam], count: int) -> bool:
-    """True if there are `count` ended texts and the best beam, at its present length, has no
+    """Return True if there are `count` ended texts and the best beam, at its present length, has no
     greater mean than the worst of them."""
     return len(ended) == count and ended[-1].score(True) >= best.score(False)

@@ -48,8 +48,8 @@ _TEMPLATE_OWN = {"messages", "message", "role", "content", "add_generation_promp
 
 
 def template_words(tokenizer: Tokenizer) -> set[str]:
-    """The words of a tokenizer's chat template, among which are the variables that can be set;
-    empty without a template."""
+    """Return the words of a tokenizer's chat template, among which are the variables that can be
+    set; empty without a template."""
     return set(re.findall(r"\w+", tokenizer.chat_template or "")) - _TEMPLATE_OWN
 
 
@@ -67,8 +67,8 @@ def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -
 
 
 def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
-    """The greatest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true, and
-    `fits` must be monotonic: if n turns fit, fewer turns do, too.
+    """Return the greatest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true,
+    and `fits` must be monotonic: if n turns fit, fewer turns do, too.
 
     The search doubles n and then bisects, so that `fits` is never called with more than twice the
     result (or 1), because its time grows with n.
@@ -100,8 +100,8 @@ class ConversationDecoder:
         self._decoder: BatchDecoder | None = None
 
     def with_room(self, tokens: int) -> BatchDecoder:
-        """A decoder without sequences, with room for a text of `tokens` tokens; at most the model's
-        context."""
+        """Return a decoder without sequences, with room for a text of `tokens` tokens; at most the
+        model's context."""
         if self._decoder is None or self._decoder.max_tokens < tokens:
             self._decoder = None  # frees its memory before the new cache is allocated
             size = max(_SMALLEST_DECODER, 1 << (tokens - 1).bit_length())
@@ -420,8 +420,8 @@ class ChatSession:
         return [*lead, *ids[len(ids) - (limit - len(lead)) :]], len(ids) - limit
 
     def _require_fit(self, tokens: int, what_else: str) -> int:
-        """Greatest number of tokens of a prompt. Raises `ConfigError` if `tokens`, those of the
-        message (and `what_else`), are more."""
+        """Return the maximum number of tokens of a prompt. Raises `ConfigError` if `tokens`, those
+        of the message (and `what_else`), are more."""
         limit = self.context - self.answer_room
         if tokens > limit:
             raise ConfigError(

@@ -133,11 +133,11 @@ class Continuation:
             self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
 
     def draw_number(self) -> float:
-        """The random number of the next token; 0 with temperature 0, which needs none."""
+        """Return the random number of the next token; 0 with temperature 0, which needs none."""
         return uniform(self._generator) if self.config.temperature else 0.0
 
     def shifted(self, logits_V: Tensor) -> Tensor:
-        """The logits [V] of the next token after penalties, biases and the constraint.
+        """Return the logits [V] of the next token after penalties, biases and the constraint.
 
         Raises:
             ConfigError: see `sampling.shifted`.
@@ -270,8 +270,8 @@ def choose_tokens(
 def _shifted(
     texts: Sequence[Continuation], logits_BV: Tensor
 ) -> tuple[Tensor, dict[int, Exception]]:
-    """The logits [B, V] after penalties, biases and constraints; and by row the errors of texts
-    whose logits could not be changed."""
+    """Return the logits [B, V] after penalties, biases and constraints; and by row the errors of
+    texts whose logits could not be changed."""
     shifted, errors = dict[int, Tensor](), dict[int, Exception]()
     for row, text in enumerate(texts):
         if not text.is_plain:
@@ -305,7 +305,7 @@ def _columns(
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
-    """The values of tensors of two dimensions, which are read from a GPU in one copy."""
+    """Return the values of tensors of two dimensions, which are read from a GPU in one copy."""
     if not tensors[0].is_cuda:
         return [tensor.tolist() for tensor in tensors]
     # Ids and numbers of fp32 are exact in fp64.
@@ -319,7 +319,7 @@ def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
 def _chosen(
     config: SamplingConfig, ids: list[float], largest: list[float], *further: list[float]
 ) -> Chosen | Exception:
-    """A text's token, from its rows of `_columns`."""
+    """Return a text's token, from its rows of `_columns`."""
     if not math.isfinite(largest[0]):
         return ModelError(_NOT_FINITE)
     token_id = int(ids[0])
@@ -371,7 +371,8 @@ class StopTexts:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Greatest number of characters at the end of the text that are a proper prefix of `stop`."""
+    """Return the maximum number of characters at the end of the text that are a proper prefix of
+    `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -429,8 +430,8 @@ def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[T
 
 
 def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probability [T, 1] of a token of each position, and the ids and log-probabilities
-    [T, N] of the `top` likeliest."""
+    """Return the log-probability [T, 1] of a token of each position, and the ids and
+    log-probabilities [T, N] of the `top` likeliest."""
     logprobs_TV = logits_TV.float().log_softmax(-1)
     best = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))
     return logprobs_TV.gather(1, ids_T1), best.indices, best.values
@@ -439,5 +440,5 @@ def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tenso
 def _token_logprob(
     token_id: int, logprob: list[float], ids: list[float], values: list[float]
 ) -> TokenLogprob:
-    """The log-probability of a token, from its rows of `_logprob_columns`."""
+    """Return the log-probability of a token, from its rows of `_logprob_columns`."""
     return TokenLogprob(token_id, logprob[0], tuple(zip(map(int, ids), values, strict=True)))

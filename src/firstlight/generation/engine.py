@@ -188,7 +188,7 @@ def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[C
 
 
 def next_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """The next tokens of all texts of a decoder, in the order of its sequences, see
+    """Return the next tokens of all texts of a decoder, in the order of its sequences, see
     `choose_tokens`."""
     logits_BV = decoder.step([text.token_ids[-1] for text in texts])
     return choose_tokens(texts, logits_BV, decoder.keep if logits_BV.is_cuda else None)
@@ -213,7 +213,7 @@ def continuation(
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
-    """The model's tokenizer.
+    """Return the model's tokenizer.
 
     Raises:
         ModelError: the model's folder has no tokenizer.
@@ -226,8 +226,8 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 def with_model_settings(
     config: SamplingConfig, loaded: LoadedModel, named: Collection[str]
 ) -> SamplingConfig:
-    """The config with the settings of the model's generation_config.json, except those that the
-    user has named. A beam search, which does not sample, keeps its config.
+    """Return the config with the settings of the model's generation_config.json, except those that
+    the user has named. A beam search, which does not sample, keeps its config.
 
     Raises:
         ConfigError: a setting of the model is out of range.

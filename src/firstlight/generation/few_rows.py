@@ -143,8 +143,8 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
 
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """True if `few_rows_linear` can be used: `x` has at most `MOST_ROWS` rows and is on the CPU,
-    there is a kernel for the dtypes, and neither gradients nor autocast are enabled.
+    """Return True if `few_rows_linear` can be used: `x` has at most `MOST_ROWS` rows and is on the
+    CPU, there is a kernel for the dtypes, and neither gradients nor autocast are enabled.
 
     Args:
         x: [..., in].
@@ -220,7 +220,7 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int
 
 
 def has_kernels() -> bool:
-    """True if the kernels for few rows can be used on this machine."""
+    """Return True if the kernels for few rows can be used on this machine."""
     return bool(_products())
 
 
@@ -235,20 +235,21 @@ def ready_to_compile() -> None:
 
 @functools.cache
 def _products() -> dict[torch.dtype, _Kernel]:
-    """Dtype of weights -> kernel of a product; empty if the kernels can't be compiled or loaded."""
+    """Return the dtype of weights -> kernel of a product; empty if the kernels can't be compiled or
+    loaded."""
     return _kernels("product", [ctypes.c_void_p] * 5 + [ctypes.c_long] * 3 + [ctypes.c_int])
 
 
 @functools.cache
 def steps() -> dict[torch.dtype, _Kernel]:
-    """Dtype of weights -> kernel of a decoding step, see `llama_step.LlamaStep`; empty if the
-    kernels can't be compiled or loaded."""
+    """Return the dtype of weights -> kernel of a decoding step, see `llama_step.LlamaStep`; empty
+    if the kernels can't be compiled or loaded."""
     pointer = ctypes.c_void_p
     return _kernels("step", [pointer] * 5 + [ctypes.c_long, pointer, ctypes.c_int])
 
 
 def _kernels(kind: str, types: list[Any]) -> dict[torch.dtype, _Kernel]:
-    """Dtype of weights -> kernel of this kind with arguments of these types."""
+    """Return the dtype of weights -> kernel of this kind with arguments of these types."""
     library = _library()
     if library is None:
         return {}
@@ -269,7 +270,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compiled() -> Path:
-    """Path of the kernels' shared library, which is compiled if it does not exist yet.
+    """Return the path of the kernels' shared library, which is compiled if it does not exist yet.
 
     Raises:
         OSError, StorageError, SubprocessError: the library can't be compiled.
@@ -295,8 +296,8 @@ def _compiled() -> Path:
 
 
 def _cache_folder() -> Path:
-    """The user's cache folder for libraries, which only the user may write to, because code in it
-    is executed.
+    """Return the user's cache folder for libraries, which only the user may write to, because code
+    in it is executed.
 
     Raises:
         OSError: the folder can't be created, or others can write to it.
@@ -310,7 +311,7 @@ def _cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """Text that identifies this machine's processor and its vector instructions."""
+    """Return the text that identifies this machine's processor and its vector instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

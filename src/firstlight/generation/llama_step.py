@@ -120,7 +120,7 @@ class LlamaStep:
         self._threads = threads
 
     def __call__(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """The logits [B, V] after one more token of each sequence.
+        """Return the logits [B, V] after one more token of each sequence.
 
         Args:
             token_ids: the new tokens of the first B sequences, at most `most_rows`.
@@ -155,8 +155,8 @@ class LlamaStep:
 
 
 def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
-    """The step of a model and its cache; None if the model is not a plain Llama, or not on a CPU
-    with kernels for its dtype.
+    """Return the step of a model and its cache; None if the model is not a plain Llama, or not on a
+    CPU with kernels for its dtype.
 
     Args:
         model: a model in evaluation mode, after `few_rows.use_few_rows`.
@@ -166,8 +166,8 @@ def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
 
 
 def _is_plain(model: Model) -> TypeGuard[Llama]:
-    """True if all that the model's forward pass does is what the kernel does: no subclass, no
-    replaced function, one dtype."""
+    """Return True if all that the model's forward pass does is what the kernel does: no subclass,
+    no replaced function, one dtype."""
     if type(model) is not Llama or model.config.head_dim % _HEAD_MULTIPLE:
         return False
     config = model.config
@@ -206,7 +206,7 @@ def _padded(size: int) -> int:
 
 
 def _weight(layer: nn.Linear | Int8Linear) -> Tensor:
-    """Weights [out, in] of a linear layer."""
+    """Return the weights [out, in] of a linear layer."""
     return layer.weight_int8 if isinstance(layer, Int8Linear) else layer.weight
 
 

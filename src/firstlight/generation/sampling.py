@@ -41,7 +41,7 @@ def shifted(
     counts: Mapping[int, int] | None = None,
     allowed_V: Tensor | None = None,
 ) -> Tensor:
-    """Logits [V] after penalties and biases, with -inf for tokens that are not allowed.
+    """Return logits [V] after penalties and biases, with -inf for tokens that are not allowed.
 
     Args:
         logits_V: the model's logits of one position.
@@ -63,8 +63,8 @@ def shifted(
 
 
 def uniform(generator: torch.Generator) -> float:
-    """A random number from 0 to 1, without 1, with all digits of fp64. The generator is on the CPU,
-    so that a seed gives the same text on every device."""
+    """Return a random number from 0 to 1, without 1, with all digits of fp64. The generator is on
+    the CPU, so that a seed gives the same text on every device."""
     return float(torch.rand((), dtype=torch.float64, generator=generator))
 
 
@@ -135,8 +135,8 @@ def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
 
 
 def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
-    """Probabilities to draw from, fp32 [..., V], from logits [..., V]: temperature, min-p, top-k
-    and top-p (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
+    """Return the probabilities to draw from, fp32 [..., V], from logits [..., V]: temperature,
+    min-p, top-k and top-p (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
     logits_V = logits_V.float()
     # The greatest logit becomes 0, so that a small temperature can't overflow.
     logits_V = (logits_V - logits_V.amax(-1, keepdim=True)) / max(config.temperature, 1e-30)

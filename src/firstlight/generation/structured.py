@@ -57,7 +57,7 @@ class Vocabulary:
 
 
 def can_structure() -> bool:
-    """True if llguidance is installed."""
+    """Return True if llguidance is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
@@ -98,7 +98,7 @@ class Grammars:
         return Constraint(self._following, next(self._numbers), text)
 
     def _try(self, schema: str) -> str | None:
-        """Reason why a schema can't be followed; None if it can."""
+        """Return the reason why a schema can't be followed; None if it can."""
         request = {"text": 0, "tokens": [], "schema": schema, "walk": _TRIED_TOKENS}
         try:
             self._trying.ask(request, _SCHEMA_SECONDS)
@@ -133,8 +133,8 @@ class Constraint:
         weakref.finalize(self, process.note_end, number)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """True for the tokens that may come next, bool [V] on the CPU; for end tokens if the text
-        may end here."""
+        """Return True for the tokens that may come next, bool [V] on the CPU; for end tokens if the
+        text may end here."""
         import numpy as np
         import torch
 
@@ -262,8 +262,8 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Token ids of a text, by the longest token at each position. llguidance does not need the
-        tokenizer's own ids."""
+        """Return the token ids of a text, by the longest token at each position. llguidance does
+        not need the tokenizer's own ids."""
         content = text.encode() if isinstance(text, str) else text
         found, place = [], 0
         while place < len(content):

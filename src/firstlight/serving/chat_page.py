@@ -125,8 +125,8 @@ def _app_folder(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """A context with the environment variables for Chainlit: without `_FOREIGN_VARIABLES`, and with
-    its folder."""
+    """Context manager with the environment variables for Chainlit: without `_FOREIGN_VARIABLES`,
+    and with its folder."""
     before = dict(os.environ)
     for name in before:
         if _FOREIGN_VARIABLES.fullmatch(name):
@@ -159,7 +159,7 @@ def _serve(app: Any, listener: socket.socket) -> None:
 
 
 def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> Any:
-    """Chainlit's ASGI application, with callbacks that answer by the model."""
+    """Return Chainlit's ASGI application, with callbacks that answer by the model."""
     chainlit: Any = importlib.import_module("chainlit")
     logging.getLogger("chainlit").setLevel(logging.ERROR)
     settings: Any = importlib.import_module("chainlit.config").config
@@ -247,7 +247,7 @@ _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
 
 
 def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
-    """The widgets of the page's settings, with the values in `now`."""
+    """Return the widgets of the page's settings, with the values in `now`."""
     found = []
     for name, (label, description, limits) in _SETTINGS.items():
         value = getattr(now, name)
@@ -261,7 +261,8 @@ def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
 
 
 def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> SamplingConfig:
-    """Sampling settings with the values that a page has sent; empty fields change nothing.
+    """Return the sampling settings with the values that a page has sent; empty fields change
+    nothing.
 
     Raises:
         ConfigError: a value is not a number, or out of range.

@@ -78,7 +78,8 @@ _Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 def _needs(name: str, switch: str) -> dict[str, Any]:
-    """A rule of JSON Schema: the field `name` is null or missing, or the field `switch` is true."""
+    """Return a rule of JSON Schema: the field `name` is null or missing, or the field `switch` is
+    true."""
     switched = {"properties": {switch: {"const": True}}, "required": [switch]}
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
@@ -105,7 +106,7 @@ class _Body(BaseModel):
     )
 
     def ignored(self) -> Iterator[str]:
-        """The names of the fields that have values and no effect."""
+        """Yield the names of the fields that have values and no effect."""
         yield from (name for name, value in (self.model_extra or {}).items() if value)
         for name in self.model_fields_set:
             value = getattr(self, name)
@@ -339,7 +340,7 @@ class Message(_Body):
         return content
 
     def plain(self) -> dict[str, Any]:
-        """The message as a dict with `role` and `content`, in the spelling of
+        """Return the message as a dict with `role` and `content`, in the spelling of
         `tokenizer.messages`."""
         content = self.content or ""
         plain = {
@@ -785,7 +786,7 @@ class RequestEncoder:
         return self._tokenizer.encode_chat(fitted, add_generation_prompt=True, options=options)
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """The variables of the chat template, besides the messages.
+        """Return the variables of the chat template, besides the messages.
 
         Raises:
             RequestError: there are tools, and the template has no place for them.
@@ -894,7 +895,7 @@ class RequestEncoder:
     def _constraints(
         self, schema: dict[str, Any] | None, source: str
     ) -> Callable[[], Constraint | None]:
-        """A factory of the choices' constraints; they are None without a schema.
+        """Return a factory of the choices' constraints; they are None without a schema.
 
         Raises:
             RequestError: the schema is not supported, or llguidance is not installed.
@@ -921,8 +922,8 @@ class RequestEncoder:
 
 
 def fingerprint_of(model: Model) -> str:
-    """`system_fingerprint` of a model: a short hash of its config, the versions of firstlight and
-    torch, and some of the first and last elements of every tensor.
+    """Return `system_fingerprint` of a model: a short hash of its config, the versions of
+    firstlight and torch, and some of the first and last elements of every tensor.
 
     Training changes these elements, too; reading all weights would take as long as loading them.
     """
@@ -939,7 +940,8 @@ def fingerprint_of(model: Model) -> str:
 
 
 def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any]) -> SamplingConfig:
-    """The sampling settings of choice number `choice`: those of the request, else `settings`."""
+    """Return the sampling settings of choice number `choice`: those of the request, else
+    `settings`."""
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     penalties = ("frequency_penalty", "presence_penalty")
     values = {name: getattr(request, name) for name in (*fields, *penalties)}

@@ -335,7 +335,7 @@ class ChatFormat(ResponseFormat):
         self._calls = [0] * len(self._parsers)
 
     def _answer(self, part: Part) -> tuple[list[AnswerPart], _ChatFinishReason | None]:
-        """The parts of the answer that are certain with `part`, and its finish reason."""
+        """Return the parts of the answer that are certain with `part`, and its finish reason."""
         ended = part.finish_reason is not None
         found = self._parsers[part.number].push(part.text, ended=ended)
         self._calls[part.number] += sum(len(one.calls) for one in found)
@@ -407,7 +407,7 @@ class TokenTexts:
         self.bytes_of = functools.lru_cache(maxsize=65536)(self._bytes_of)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """Bytes of a token; for a control token, its name in UTF-8."""
+        """Return the bytes of a token; for a control token, its name in UTF-8."""
         name = self._tokenizer.backend.id_to_token(token_id)
         if name is None:  # the model's vocabulary may be larger than the tokenizer's
             return b""
@@ -420,7 +420,7 @@ class TokenTexts:
         return (name.replace("▁", " ") if self._spaces else name).encode()
 
     def vocabulary(self, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
-        """The vocabulary of a model for `Grammars`.
+        """Return the vocabulary of a model for `Grammars`.
 
         Args:
             vocab_size: number of tokens of the model.
@@ -439,7 +439,7 @@ class TokenTexts:
         return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))
 
     def adds_text(self, token_id: int) -> bool:
-        """True if a token is part of the decoded text; False for control tokens."""
+        """Return True if a token is part of the decoded text; False for control tokens."""
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
@@ -461,8 +461,8 @@ class TokenTexts:
         return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(content)}
 
     def name(self, token_id: int) -> str:
-        """Name of a token in `/v1/completions`: its text, or such as `bytes:\\xe2` if its bytes are
-        only a part of a character."""
+        """Return the name of a token in `/v1/completions`: its text, or such as `bytes:\\xe2` if
+        its bytes are only a part of a character."""
         content = self.bytes_of(token_id)
         try:
             return content.decode()
@@ -507,8 +507,8 @@ class LogprobsWriter:
         )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """Name -> log-probability of the likeliest tokens and of the chosen token. If several
-        tokens have the same name, the greatest log-probability is returned."""
+        """Return the name -> log-probability of the likeliest tokens and of the chosen token. If
+        several tokens have the same name, the greatest log-probability is returned."""
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             name = self._texts.name(token_id)
@@ -516,7 +516,8 @@ class LogprobsWriter:
         return found
 
     def _next_offset(self, token_id: int) -> int:
-        """Offset of the character at which the next token begins; moves on to its end."""
+        """Return the offset of the character at which the next token begins; moves on to its
+        end."""
         content = b""
         if self._texts.adds_text(token_id):
             content = self._texts.bytes_of(token_id)

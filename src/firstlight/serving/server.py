@@ -448,7 +448,7 @@ class LimitedProtocol(H11Protocol):
         self.loop.call_later(delay, self._probe, 2 * delay)
 
     def _is_answering(self) -> bool:
-        """True if a complete request has arrived and its response is not complete."""
+        """Return True if a complete request has arrived and its response is not complete."""
         return (
             self.cycle is not None
             and not self.cycle.response_complete
@@ -559,8 +559,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A context in which SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server. Unlike
-        in uvicorn's own, ignored signals stay ignored (`nohup`, `serve ... &` in a script)."""
+        """Context manager in which SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server.
+        Unlike in uvicorn's own, ignored signals stay ignored (`nohup`, `serve ... &` in a
+        script)."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

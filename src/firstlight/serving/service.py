@@ -292,7 +292,7 @@ async def _until_gone(receive: Receive) -> None:
 def _before_failure(
     items: list[tuple[int, Update] | RequestError], request_id: str
 ) -> tuple[list[tuple[int, Update]], RequestError | None]:
-    """The updates before the first failure, and its error for the client."""
+    """Return the updates before the first failure, and its error for the client."""
     updates: list[tuple[int, Update]] = []
     for item in items:
         if isinstance(item, RequestError):
@@ -304,7 +304,7 @@ def _before_failure(
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:
-    """The error for the client when a text has failed; an unexpected `error` is logged."""
+    """Return the error for the client when a text has failed; an unexpected `error` is logged."""
     if isinstance(error, StoppedError):
         return stopping()
     if isinstance(error, SchemaError):

@@ -145,7 +145,7 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
 
 def facts_of(folder: Path) -> ModelFacts:
-    """The facts about a model folder. A checkpoint must have been verified already.
+    """Return the facts about a model folder. A checkpoint must have been verified already.
 
     Raises:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
@@ -163,7 +163,7 @@ def facts_of(folder: Path) -> ModelFacts:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder of a checkpoint folder; None for any other folder."""
+    """Return the run folder of a checkpoint folder; None for any other folder."""
     checkpoint = Path(os.path.abspath(checkpoint))
     run = checkpoint.parent.parent
     is_run = any((run / name).is_file() for name in (METRICS_NAME, RECIPE_NAME))
@@ -194,7 +194,7 @@ def _with_run(model: ModelFacts, run_folder: Path) -> ModelFacts:
 
 
 def _until(metrics: Metrics, step: int) -> Metrics:
-    """The metrics up to and including a step."""
+    """Return the metrics up to and including a step."""
     count = int(np.searchsorted(metrics.steps, step, side="right"))
     columns = {
         key: (lines[lines < count], values[lines < count])
@@ -206,7 +206,7 @@ def _until(metrics: Metrics, step: int) -> Metrics:
 
 
 def _request_of(run_folder: Path) -> Mapping[str, Any]:
-    """The options of the call `firstlight train TEXTS` that made a run, with "inputs" and
+    """Return the options of the call `firstlight train TEXTS` that made a run, with "inputs" and
     "overrides" whose paths are neutral; empty for other runs."""
     state = read_state(run_folder)
     request, inputs = state.get("request"), state.get("inputs")
@@ -222,7 +222,7 @@ def _request_of(run_folder: Path) -> Mapping[str, Any]:
 
 
 def _neutral_override(key: str, text: str) -> str:
-    """An override's value as text for the command line, with neutral paths."""
+    """Return an override's value as text for the command line, with neutral paths."""
     if key.endswith("sample_prompts"):
         return text
     try:
@@ -236,8 +236,8 @@ def _neutral_override(key: str, text: str) -> str:
 
 
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
-    """The corpora in a run's recipe. Facts are read from a corpus' folder if its manifest is still
-    the one that the run was trained on; of a mix, if its tokenizer is still the run's."""
+    """Return the corpora in a run's recipe. Facts are read from a corpus' folder if its manifest is
+    still the one that the run was trained on; of a mix, if its tokenizer is still the run's."""
     data = run.recipe.get("data")
     if not isinstance(data, dict):
         return []
@@ -269,7 +269,7 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
 
 
 def _corpus(location: str, is_the_same: Any) -> DataFacts:
-    """The facts about a corpus; only its name if it is a URL, can't be read, or has changed.
+    """Return the facts about a corpus; only its name if it is a URL, can't be read, or has changed.
 
     Args:
         location: the corpus' folder or URL.
@@ -288,7 +288,7 @@ def _corpus(location: str, is_the_same: Any) -> DataFacts:
 
 
 def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
-    """The facts about a prepared corpus, from its manifest and the list of its inputs.
+    """Return the facts about a prepared corpus, from its manifest and the list of its inputs.
 
     Args:
         folder: the corpus' folder.
@@ -303,7 +303,8 @@ def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
 
 
 def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]:
-    """Options of `firstlight prepare` for a corpus, as far as they differ from the defaults.
+    """Return the options of `firstlight prepare` for a corpus, as far as they differ from the
+    defaults.
 
     Args:
         manifest: the corpus' manifest.
@@ -324,7 +325,7 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
 
 def neutral_recipe(values: Any) -> Any:
-    """A recipe's values with neutral paths. Sample prompts are texts, and do not change."""
+    """Return a recipe's values with neutral paths. Sample prompts are texts, and do not change."""
     if isinstance(values, Mapping):
         return {
             key: value if key == "sample_prompts" else neutral_recipe(value)
@@ -380,8 +381,8 @@ def model_card(
     licence: str | None = None,
     gguf: str | None = None,
 ) -> str:
-    """The text of a model's card. The card of a run includes the picture `PICTURE_NAME`, which must
-    be in the same folder.
+    """Return the text of a model's card. The card of a run includes the picture `PICTURE_NAME`,
+    which must be in the same folder.
 
     Args:
         facts: facts about the model.
@@ -428,7 +429,7 @@ def model_card(
 def corpus_card(
     facts: DataFacts, manifest: Mapping[str, Any], repository: str, licence: str | None
 ) -> str:
-    """The text of a corpus' card.
+    """Return the text of a corpus' card.
 
     Args:
         facts: names of the corpus' inputs, its splits, and the options that it was prepared with.
@@ -484,7 +485,7 @@ def _template(name: str) -> str:
 
 
 def _tidied(card: str) -> str:
-    """A card without the empty lines of parts that its template leaves out."""
+    """Return a card without the empty lines of parts that its template leaves out."""
     return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
 
 
@@ -518,8 +519,8 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
 
 
 def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
-    """OWNER/NAME of each dataset on the hub that is an input or the location of a corpus in `data`,
-    without repetitions."""
+    """Return OWNER/NAME of each dataset on the hub that is an input or the location of a corpus in
+    `data`, without repetitions."""
     names = [source for one in data for source in one.sources if source.startswith("hf:")]
     found = [name[3:].partition(":")[0] for name in names]
     urls = [one.name for one in data if one.name.startswith(_URL_OF_DATASETS)]
@@ -528,7 +529,7 @@ def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
 
 
 def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None]]:
-    """All results as (dataset or task, metric, value, standard error or None).
+    """Yield all results as (dataset or task, metric, value, standard error or None).
 
     A result is from the run's own evaluation at or before this step, unless `firstlight eval` has
     measured the same metric: then the newest of its results.
@@ -550,7 +551,7 @@ _Results = dict[tuple[str, str], tuple[float, float | None]]
 
 
 def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
-    """The results of the run's own evaluation."""
+    """Return the results of the run's own evaluation."""
     found: _Results = {}
     for key in _LOSSES:
         value = facts.numbers.get("val/loss" if key == "loss" else key)
@@ -564,7 +565,7 @@ def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
 
 
 def _measured_by_eval(evaluation: Mapping[str, Any], corpus: str) -> _Results:
-    """The results of one `firstlight eval`."""
+    """Return the results of one `firstlight eval`."""
     found: _Results = {}
     split = _SPLITS.get(evaluation.get("split", ""), "text")
     place = f"{evaluation.get('data') or corpus}, {split}"
@@ -643,7 +644,8 @@ def _data_blocks(facts: ModelFacts) -> Iterator[str]:
 
 
 def split_lines(splits: Mapping[str, Any]) -> list[str]:
-    """A line of a Markdown list for each split of a manifest: tokens, documents, bytes of text.
+    """Return a line of a Markdown list for each split of a manifest: tokens, documents, bytes of
+    text.
 
     Args:
         splits: entries of a manifest by the split's name.
@@ -656,7 +658,7 @@ def split_lines(splits: Mapping[str, Any]) -> list[str]:
 
 
 def source_link(name: str) -> str:
-    """The name of a corpus' input as Markdown; a dataset on the hub is a link."""
+    """Return the name of a corpus' input as Markdown; a dataset on the hub is a link."""
     if not name.startswith("hf:"):
         return f"`{name}`"
     dataset, _, rest = name[3:].partition(":")
@@ -684,7 +686,7 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def _run_evaluation(facts: ModelFacts) -> str | None:
-    """A sentence on the run's own evaluation; None if there is none."""
+    """Return a sentence on the run's own evaluation; None if there is none."""
     if facts.numbers.get("val/loss") is None or facts.run is None:
         return None
     metrics = facts.run.metrics.series("val/loss")
@@ -711,7 +713,7 @@ def _speed_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def _commands(facts: ModelFacts, repository: str) -> list[str]:
-    """The shell commands that repeat a run."""
+    """Return the shell commands that repeat a run."""
     assert facts.run is not None
     name = repository.rpartition("/")[2]
     lines, options = [f"hf download {repository} --local-dir {name}"], []
@@ -738,7 +740,7 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
 
 
 def _call_on_texts(facts: ModelFacts) -> str:
-    """The call `firstlight train TEXTS` that made the run, as a shell command."""
+    """Return the call `firstlight train TEXTS` that made the run, as a shell command."""
     request = facts.request
     words = ["firstlight", "train", *request["inputs"]]
     for key, option in (("tokens", "--tokens"), ("steps", "--steps"), ("size", "--size")):

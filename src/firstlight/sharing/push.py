@@ -258,8 +258,8 @@ def _forget_folders(path: Path) -> None:
 
 
 def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Names of the shards, after a check that each has its SHA-256 in the manifest, and that the
-    tokenizer is the one that they were made with.
+    """Return the names of the shards, after a check that each has its SHA-256 in the manifest, and
+    that the tokenizer is the one that they were made with.
 
     Raises:
         DataError: a shard is missing or damaged, or the tokenizer is another one.
@@ -375,7 +375,7 @@ def upload_folder(
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """One line with the reason why an upload failed, and a remedy."""
+    """Return one line with the reason why an upload failed, and a remedy."""
     from huggingface_hub import errors
 
     owner = repository.partition("/")[0]
@@ -400,7 +400,7 @@ def _reason(error: BaseException, repository: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its cause (or the error during whose handling it was raised), and so on."""
+    """Yield an error, its cause (or the error during whose handling it was raised), and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -135,7 +135,7 @@ class _Marker:
     texts: list[_Text] = field(default_factory=list)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """A copy of the messages with marks."""
+        """Return a copy of the messages with marks."""
         marked = []
         for number, message in enumerate(messages):
             copy = dict(message)
@@ -162,7 +162,7 @@ class _Marker:
         return marked
 
     def tools(self, tools: Any) -> Any:
-        """A copy of the tools with marks around their names and descriptions."""
+        """Return a copy of the tools with marks around their names and descriptions."""
         marked = []
         for tool in tools:
             own = {k: v for k, v in tool["function"].items() if k in ("name", "description")}
@@ -171,7 +171,7 @@ class _Marker:
         return marked
 
     def _values(self, value: Any, message: int, reason: str) -> Any:
-        """A copy of JSON data with marks around its texts."""
+        """Return a copy of JSON data with marks around its texts."""
         if isinstance(value, str):
             return self._marked(value, message, reason)
         if isinstance(value, list):
@@ -255,11 +255,11 @@ class _Rendered:
     text: str
 
     def alone(self, template: str, index: int) -> str:
-        """The marked text of the conversation up to a message."""
+        """Return the marked text of the conversation up to a message."""
         return render(template, self.probe[0][: index + 1], self.probe[1])
 
     def unmarked(self, text: str) -> str:
-        """A text without the marks of `probe`."""
+        """Return a text without the marks of `probe`."""
         return text.translate({ord(mark): None for one in self.texts for mark in one.marks})
 
 
@@ -296,7 +296,7 @@ class ChatEncoder:
         masked: frozenset[int] = frozenset(),
         train_on: TrainOn = "assistant",
     ) -> LabelledChat:
-        """A conversation as tokens.
+        """Return a conversation as tokens.
 
         Args:
             messages: objects with `role` and `content`, both texts; tool calls and reasoning as
@@ -325,8 +325,8 @@ class ChatEncoder:
             raise
 
     def prompt_warning(self) -> str | None:
-        """A warning if the labels of the template's blocks can't begin where the model is prompted,
-        because the generation prompt opens reasoning that answers lack."""
+        """Return a warning if the labels of the template's blocks can't begin where the model is
+        prompted, because the generation prompt opens reasoning that answers lack."""
         prompt = self._generation_prompt(self._variables)
         if not self._has_blocks or not _OPENED.search(prompt):
             return None
@@ -395,7 +395,7 @@ class ChatEncoder:
     # The labels, as characters of the rendered text
 
     def _spans(self, chat: _Rendered, answers: list[int], lengths: list[int | None]) -> list[_Span]:
-        """The labels of each answer for a template without blocks, in the order of the text.
+        """Return the labels of each answer for a template without blocks, in the order of the text.
 
         Args:
             chat: the rendered conversation.
@@ -423,7 +423,7 @@ class ChatEncoder:
         return spans
 
     def _start(self, chat: _Rendered, first: _Text) -> _Span:
-        """The start of an answer's labels, if the text does not begin with its prompt.
+        """Return the start of an answer's labels, if the text does not begin with its prompt.
 
         Args:
             chat: the rendered conversation.
@@ -469,7 +469,7 @@ class ChatEncoder:
         return self._prompts[key]
 
     def _end(self, pattern: re.Pattern[str], text: str, start: int, whole: int) -> int:
-        """The end of an answer's turn, if the conversation up to it ends at `whole`."""
+        """Return the end of an answer's turn, if the conversation up to it ends at `whole`."""
         specials = [m for m in pattern.finditer(text, start, whole) if m["special"]]
         if specials and not text[specials[-1].end() : whole].strip():
             return specials[-1].end()
@@ -478,7 +478,8 @@ class ChatEncoder:
         return whole
 
     def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
-        """The end of an answer's turn, if the text does not begin with the conversation up to it.
+        """Return the end of an answer's turn, if the text does not begin with the conversation up
+        to it.
 
         Args:
             chat: the rendered conversation.
@@ -503,7 +504,7 @@ class ChatEncoder:
         return match.end()
 
     def _blocks(self, chat: _Rendered, answers: list[int]) -> list[_Span]:
-        """The content of the template's `{% generation %}` blocks."""
+        """Return the content of the template's `{% generation %}` blocks."""
         free = free_characters([*chat.messages, dict(chat.variables)], self._template)
         before, after = next(free), next(free)
         marked = render(
@@ -554,7 +555,7 @@ class ChatEncoder:
 
 
 def _after_thoughts(chat: _Rendered, span: _Span) -> int:
-    """The start of an answer's labels without its reasoning."""
+    """Return the start of an answer's labels without its reasoning."""
     first = span.end
     for one in chat.texts:
         if one.message == span.message and one.place and span.start <= one.place[0] < span.end:
@@ -586,7 +587,7 @@ def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learn
 
 
 def _described(one: _Text) -> tuple[str, str]:
-    """The reason and the message about a lost text."""
+    """Return the reason and the message about a lost text."""
     where = f" (message {one.message + 1})" if one.message >= 0 else ""
     excerpt = " ".join(one.text[:60].split())
     return one.reason, f"the chat template leaves out {LOST[one.reason]}{where}: '{excerpt}'"
@@ -603,7 +604,7 @@ _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "conten
 def with_chat_template(
     tokenizer: Tokenizer, template: str | None, folder: str = "DIR"
 ) -> Tokenizer:
-    """The tokenizer with the given chat template, or the tokenizer itself if none is given.
+    """Return the tokenizer with the given chat template, or the tokenizer itself if none is given.
 
     Args:
         tokenizer: the tokenizer.
@@ -652,8 +653,8 @@ def with_chat_template(
 
 
 def _try_out(tokenizer: Tokenizer) -> str:
-    """The text of a short conversation; "" if the template refuses it, because it is for other
-    conversations.
+    """Return the text of a short conversation; "" if the template refuses it, because it is for
+    other conversations.
 
     Raises:
         TokenizerError: the template fails.
@@ -665,9 +666,9 @@ def _try_out(tokenizer: Tokenizer) -> str:
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The id of the special token that ends an assistant's turn: the first special token that the
-    tokenizer's chat template writes after the assistant's text. Empty if there is no template, or
-    if turns end in plain text.
+    """Return the id of the special token that ends an assistant's turn: the first special token
+    that the tokenizer's chat template writes after the assistant's text. Empty if there is no
+    template, or if turns end in plain text.
 
     Generation must stop at this token, even if it is not among the model's eos tokens. For example,
     `<|im_end|>` of a template that was added later is not, and the model would write further turns.
@@ -697,7 +698,7 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def require_end(ids: list[int], loss_mask: list[bool], tokenizer: Tokenizer) -> str | None:
-    """A warning if the last label of an example is not a special token; otherwise None.
+    """Return a warning if the last label of an example is not a special token; otherwise None.
 
     Args:
         ids: the example's token ids.

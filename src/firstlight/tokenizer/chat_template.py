@@ -63,13 +63,13 @@ _SECONDS, _MEMORY = 1.0, 200 << 20
 
 
 def required_tokens(name: str) -> tuple[str, ...]:
-    """The special tokens, besides bos and eos, that the built-in template `name` writes."""
+    """Return the special tokens, besides bos and eos, that the built-in template `name` writes."""
     return _REQUIRED_TOKENS[name]
 
 
 def find_template(name: str) -> tuple[str, tuple[str, ...]]:
-    """(template, special tokens that it is known to write) for the name of a built-in template or
-    the path of a file. The special tokens of a file are unknown: ().
+    """Return (template, special tokens that it is known to write) for the name of a built-in
+    template or the path of a file. The special tokens of a file are unknown: ().
 
     Raises:
         InputError: the name is neither a built-in template nor a file, or the file can't be read.
@@ -92,7 +92,7 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text of a conversation, the same as from transformers' `apply_chat_template`.
+    """Return the text of a conversation, the same as from transformers' `apply_chat_template`.
 
     Args:
         template: the template, in Jinja.
@@ -126,7 +126,7 @@ def render(
     add_generation_prompt: bool = False,
     generation_marks: tuple[str, str] = ("", ""),
 ) -> str:
-    """The text of a conversation; see `render_chat`.
+    """Return the text of a conversation; see `render_chat`.
 
     Args:
         template, variables, add_generation_prompt: see `render_chat`.
@@ -148,7 +148,7 @@ def render_with_beginnings(
     beginnings: Sequence[tuple[int, bool]],
     probe: tuple[list[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[int | None], str | None]:
-    """The text of a conversation, and how much of it is that of each of its beginnings.
+    """Return the text of a conversation, and how much of it is that of each of its beginnings.
 
     Args:
         template: the template, in Jinja.
@@ -189,8 +189,8 @@ _CHILD = _Child()
 
 
 def _within_limits(request: dict[str, Any], renderings: int) -> Any:
-    """The result of `_rendered` for a request: computed here for a built-in template, otherwise in
-    the child process.
+    """Return the result of `_rendered` for a request: computed here for a built-in template,
+    otherwise in the child process.
 
     Args:
         request: see `_rendered`.
@@ -222,7 +222,7 @@ def chat_pieces(
     add_generation_prompt: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, bool]]:
-    """The text of `render_chat` in pieces: (text, True if it is a special token).
+    """Yield the text of `render_chat` in pieces: (text, True if it is a special token).
 
     Only the template's own text can be a special token; the same characters in a message are plain
     text. Inside the template, a special token's name in a message is surrounded by marks. So the
@@ -249,7 +249,7 @@ def chat_pieces(
 def flagged_pieces(
     text: str, flags: bytearray, pattern: re.Pattern[str]
 ) -> Iterator[tuple[str, bytearray, bool]]:
-    """The pieces of a rendered text: its special tokens, and each text between two of them.
+    """Yield the pieces of a rendered text: its special tokens, and each text between two of them.
 
     Args:
         text: the rendered text of marked messages (see `protected`).
@@ -279,8 +279,8 @@ def flagged_pieces(
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of `messages` as plain JSON data, without entries that are None, except the content of
-    a message that calls tools.
+    """Return a copy of `messages` as plain JSON data, without entries that are None, except the
+    content of a message that calls tools.
 
     Raises:
         InputError: the messages are not a list of objects with texts as `role` and `content`, or
@@ -319,8 +319,8 @@ def _described(messages: object) -> str:
 
 
 def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Iterator[str]:
-    """Characters of Unicode's private use area that occur neither in the messages nor in the
-    template, in ascending order."""
+    """Return the characters of Unicode's private use area that occur neither in the messages nor in
+    the template, in ascending order."""
     used = set(template).union(json.dumps(messages, ensure_ascii=False))
     return (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
@@ -328,8 +328,8 @@ def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Ite
 def protected(
     messages: list[dict[str, Any]], tokens: Sequence[str], template: str
 ) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
-    """Messages in which the names of special tokens are marked as plain text, by a character before
-    and a character after each name.
+    """Return messages in which the names of special tokens are marked as plain text, by a character
+    before and a character after each name.
 
     Args:
         messages: the messages, from `plain_messages`.
@@ -372,8 +372,8 @@ def renderer() -> Callable[[dict[str, Any]], Any]:
 
 
 def _rendered(request: dict[str, Any]) -> Any:
-    """The result of `render_with_beginnings`, whose arguments are in `request`; None if it has only
-    the template, which is then compiled."""
+    """Return the result of `render_with_beginnings`, whose arguments are in `request`; None if it
+    has only the template, which is then compiled."""
     template = _compiled(request["template"])
     if "messages" not in request:
         return None
@@ -440,7 +440,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _one_line(text: Any) -> str:
-    """A template's text for a message: at most 300 characters in one line, without control
+    """Return a template's text for a message: at most 300 characters in one line, without control
     characters, which a terminal could take for commands."""
     words = "".join(c if c.isprintable() else " " for c in str(text)[:1000]).split()
     return " ".join(words)[:300]

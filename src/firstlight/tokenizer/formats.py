@@ -106,8 +106,8 @@ _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 
 
 def find_tokenizer_file(folder: Path) -> Path:
-    """The tokenizer's file in a folder: one with a usual name, or else the only file with a usual
-    ending.
+    """Return the tokenizer's file in a folder: one with a usual name, or else the only file with a
+    usual ending.
 
     Raises:
         TokenizerError: the folder has no tokenizer or several, or can't be read.
@@ -193,7 +193,7 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
 
 
 def _leading_token(backend: tokenizers.Tokenizer) -> str | None:
-    """The special token that the post-processor puts before a text; None if it puts none."""
+    """Return the special token that the post-processor puts before a text; None if it puts none."""
     backend.no_truncation()
     backend.no_padding()
     # The text has one letter, because the first token of an empty text could be the one at its end.
@@ -231,8 +231,8 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
 
 
 def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
-    """The file beside `path` that completes the pair; None if there is none. `names` has the other
-    file's name for each name of a file; the entry of `path` itself is tried first."""
+    """Return the file beside `path` that completes the pair; None if there is none. `names` has the
+    other file's name for each name of a file; the entry of `path` itself is tried first."""
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
             return path.with_name(name)
@@ -240,7 +240,7 @@ def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
 
 
 def _looks_like_tiktoken(content: bytes) -> bool:
-    """True if the first line is `BASE64 RANK`, as in tiktoken's rank files."""
+    """Return True if the first line is `BASE64 RANK`, as in tiktoken's rank files."""
     parts = content[:4096].split(b"\n", 1)[0].split()
     if len(parts) != 2 or not parts[1].isdigit():
         return False
@@ -302,7 +302,8 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
 
 
 def byte_characters() -> list[str]:
-    """The printable character for each byte in byte-level BPE files (openai/gpt-2 `encoder.py`)."""
+    """Return the printable character for each byte in byte-level BPE files (openai/gpt-2
+    `encoder.py`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -319,7 +320,7 @@ _MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
 
 
 def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
-    """(text, score, type) of each piece of a sentencepiece `ModelProto`.
+    """Yield (text, score, type) of each piece of a sentencepiece `ModelProto`.
 
     Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score, 3 = type. The
     types are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
@@ -340,7 +341,8 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 
 
 def _unsupported_features(content: bytes) -> list[str]:
-    """The features of a `ModelProto` with which the ids here would differ from sentencepiece's.
+    """Return the features of a `ModelProto` with which the ids here would differ from
+    sentencepiece's.
 
     Field 2 of the message is the trainer's specification: its field 3 is the model type (1 unigram,
     2 BPE), 24 puts white space at the end of words. Field 3 of the message is the normalizer's
@@ -366,7 +368,7 @@ def _unsupported_features(content: bytes) -> list[str]:
 
 
 def _protobuf_fields(content: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of each field of a protobuf message.
+    """Yield (field number, value) of each field of a protobuf message.
 
     Args:
         content: the message.
@@ -456,7 +458,7 @@ def sentencepiece_backend(
     space_prefix: bool = True,
     leftmost: bool = False,
 ) -> tokenizers.Tokenizer:
-    """A BPE tokenizer with byte fallback that gives the ids of sentencepiece.
+    """Return a BPE tokenizer with byte fallback that gives the ids of sentencepiece.
 
     Args:
         pieces: (text, score, type) of each piece, see `_sentencepiece_pieces`.
@@ -548,8 +550,8 @@ _TRIED: set[bytes] = set()
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """True unless the tokenizer's steps are known to be safe: the library may then panic on some
-    texts."""
+    """Return True unless the tokenizer's steps are known to be safe: the library may then panic on
+    some texts."""
     steps = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     fixes = ("continuing_subword_prefix", "end_of_word_suffix")
     model = {name: getattr(backend.model, name, None) for name in fixes}
@@ -561,8 +563,8 @@ def may_panic(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _is_known(state: dict[str, Any]) -> bool:
-    """True for a byte-level BPE model whose steps take time and memory in proportion to the text,
-    as those of firstlight, GPT-2, Llama 3 and Qwen."""
+    """Return True for a byte-level BPE model whose steps take time and memory in proportion to the
+    text, as those of firstlight, GPT-2, Llama 3 and Qwen."""
     splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
     model = state["model"]
@@ -582,8 +584,8 @@ def _is_known(state: dict[str, Any]) -> bool:
 
 
 def _is_known_frame(step: Any) -> bool:
-    """True for a post-processor that puts no tokens around a text, or only tokens that it defines;
-    the library panics on others."""
+    """Return True for a post-processor that puts no tokens around a text, or only tokens that it
+    defines; the library panics on others."""
     if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
         return step is None or (isinstance(step, dict) and step.get("type") == "ByteLevel")
     content, tokens = json.dumps(step), step.get("special_tokens")
@@ -639,7 +641,7 @@ def _try_out(request: tuple[str, str]) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The strings in a tokenizer's steps, which are what the steps look for in texts; without
+    """Yield the strings in a tokenizer's steps, which are what the steps look for in texts; without
     sentencepiece's map of characters, a long string in base64."""
     rest = [value]
     while rest:
@@ -666,8 +668,8 @@ def _trial_texts() -> Iterator[str]:
 
 
 def encodes_in_pieces(state: dict[str, Any]) -> bool:
-    """True if `a + b` always encodes to the ids of `a` and then of `b` where `_BOUNDARY` matches
-    between `a` and `b`.
+    """Return True if `a + b` always encodes to the ids of `a` and then of `b` where `_BOUNDARY`
+    matches between `a` and `b`.
 
     This holds for byte-level BPE with the split pattern of GPT-2 or Llama 3: no match of these
     patterns has such a place inside, and they have no look-behind. A long document can then be
@@ -705,7 +707,7 @@ _BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
 
 
 def cut_long(text: str) -> list[str]:
-    """The text in pieces of about `_PIECE_CHARACTERS`, each cut where `_BOUNDARY` matches.
+    """Return the text in pieces of about `_PIECE_CHARACTERS`, each cut where `_BOUNDARY` matches.
 
     The encodings of the pieces concatenate to that of the text for a tokenizer that
     `encodes_in_pieces`. The exception is a run without a boundary in `_BOUNDARY_CHARACTERS`, such

@@ -51,8 +51,8 @@ _WRITTEN_RESULT = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DO
 def template_options(
     fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The variables that a record gives to the chat template: its tools, which may also be entries
-    of its system message, and the entries of `chat_template_kwargs`.
+    """Return the variables that a record gives to the chat template: its tools, which may also be
+    entries of its system message, and the entries of `chat_template_kwargs`.
 
     Args:
         fields: the record's fields.
@@ -79,7 +79,7 @@ def template_options(
 
 
 def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
-    """Tools in the spelling of OpenAI and transformers.
+    """Return tools in the spelling of OpenAI and transformers.
 
     Args:
         value: tools in any spelling, as JSON data or its text.
@@ -96,7 +96,7 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
 
 
 def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each entry of a list of tools or calls, or the only one, and its function.
+    """Yield each entry of a list of tools or calls, or the only one, and its function.
 
     Raises:
         ValueError: an entry has no name; `problem` is the message.
@@ -110,7 +110,7 @@ def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Ma
 
 
 def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict[str, Any]:
-    """A message whose tool calls, or result of a tool, have the one spelling.
+    """Return a message whose tool calls, or result of a tool, have the one spelling.
 
     Args:
         message: an object with `role` and `content`.
@@ -146,8 +146,8 @@ def _normalize_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def parsed_json(value: Any) -> Any:
-    """The value of a text with JSON or, as in Hermes' records, a Python literal; anything else is
-    returned unchanged."""
+    """Return the value of a text with JSON or, as in Hermes' records, a Python literal; anything
+    else is returned unchanged."""
     if not isinstance(value, str):
         return value
     for parse in (json.loads, ast.literal_eval):
@@ -160,8 +160,8 @@ def parsed_json(value: Any) -> Any:
 
 
 def split_thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
-    """(reasoning, answer) of an assistant's message; the reasoning may be a separate entry or
-    stand before `</think>` in the content, which is divided like in Qwen 3's template."""
+    """Return (reasoning, answer) of an assistant's message; the reasoning may be a separate entry
+    or stand before `</think>` in the content, which is divided like in Qwen 3's template."""
     content = message.get("content") or ""
     for key in THOUGHTS:
         if isinstance(message.get(key), str) and message[key].strip():
@@ -175,7 +175,7 @@ def split_thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
 def fit_messages(
     messages: Sequence[Mapping[str, Any]], template: str, *, text_arguments: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages with reasoning and tool calls as a chat template takes them.
+    """Return messages with reasoning and tool calls as a chat template takes them.
 
     Args:
         messages: messages in the spelling of this module; their calls are changed.

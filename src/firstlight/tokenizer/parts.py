@@ -64,7 +64,7 @@ _MOST_ENTRIES = 1_000_000
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """The bytes of a tokenizer's file.
+    """Return the bytes of a tokenizer's file.
 
     Raises:
         TokenizerError: the path can't be read, is not a file, or has more bytes, values or lines
@@ -116,7 +116,7 @@ def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of `tokenizer_config.json` in `folder`; {} if there is no such file.
+    """Return the content of `tokenizer_config.json` in `folder`; {} if there is no such file.
 
     Raises:
         TokenizerError: the file can't be read, or is not a JSON object.
@@ -125,8 +125,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_chat_template(folder: Path) -> dict[str, Any]:
-    """`{"chat_template": ...}` from the files in which transformers looks for it; {} if there is
-    none.
+    """Return `{"chat_template": ...}` from the files in which transformers looks for it; {} if
+    there is none.
 
     The order is `chat_template.jinja`, the entry in `tokenizer_config.json`, the entry in
     `chat_template.json`; the first one found is returned.
@@ -154,8 +154,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def chat_template_of(config: dict[str, Any]) -> str | None:
-    """The chat template in a config. If the config has a list of named templates, this is the one
-    named "default"; None if there is none."""
+    """Return the chat template in a config. If the config has a list of named templates, this is
+    the one named "default"; None if there is none."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict)]
@@ -164,7 +164,7 @@ def chat_template_of(config: dict[str, Any]) -> str | None:
 
 
 def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> dict[str, str]:
-    """The tokens in a config by name, which chat templates use as variables.
+    """Return the tokens in a config by name, which chat templates use as variables.
 
     Args:
         config: content of tokenizer_config.json; its `bos_token` and `eos_token` are not used.
@@ -182,8 +182,8 @@ def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> di
 def natural_pad_token(
     special_tokens: Collection[str], ends: Collection[str | None], *, byte_fallback: bool
 ) -> str | None:
-    """The special token that can serve for padding, because no training text contains it; None if
-    there is none.
+    """Return the special token that can serve for padding, because no training text contains it;
+    None if there is none.
 
     Args:
         special_tokens: special tokens of the vocabulary.
@@ -196,7 +196,8 @@ def natural_pad_token(
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a token in a config, where a token is a string or an object with `content`."""
+    """Return the text of a token in a config, where a token is a string or an object with
+    `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -205,7 +206,7 @@ def token_text(token: Any) -> str | None:
 def extended_backend(
     backend: tokenizers.Tokenizer, tokens: Sequence[str], first_id: int
 ) -> tokenizers.Tokenizer:
-    """A copy of `backend` with further special tokens, ids `first_id`, `first_id + 1`, ...
+    """Return a copy of `backend` with further special tokens, ids `first_id`, `first_id + 1`, ...
 
     Args:
         backend: the tokenizer, which encodes special tokens in texts as plain text.
@@ -322,7 +323,7 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def threads_of_library() -> list[threading.Thread]:
-    """The running threads of `in_thread`."""
+    """Return the running threads of `in_thread`."""
     return [thread for thread in threading.enumerate() if thread.name == _THREAD]
 
 
@@ -339,7 +340,7 @@ def _wait_for_threads() -> None:
 
 
 def _remedy(reason: str) -> str:
-    """Advice for the message about an error of the library."""
+    """Return advice for the message about an error of the library."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "mend its tokenizer.json, or take another tokenizer"
@@ -390,7 +391,8 @@ def _pass_on(held: IO[bytes], stderr: int) -> None:
 
 
 def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer that splits a text by each pattern, and writes each byte as a character."""
+    """Return the pre-tokenizer that splits a text by each pattern, and writes each byte as a
+    character."""
     return pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),

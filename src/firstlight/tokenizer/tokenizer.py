@@ -146,7 +146,7 @@ class Tokenizer:
         return cast(dict[str, Any], json.loads(self.backend.to_str()))
 
     def extends(self, other: Tokenizer) -> bool:
-        """True if this tokenizer is `other` with further special tokens, whose ids begin at
+        """Return True if this tokenizer is `other` with further special tokens, whose ids begin at
         `other.vocab_size`: every text then has the same ids in both."""
         state, before = self._state(), other._state()
         if any(state.get(key) != before.get(key) for key in _DECIDING):
@@ -159,7 +159,8 @@ class Tokenizer:
         )
 
     def extended(self, tokens: Sequence[str], chat_template: str | None = None) -> Tokenizer:
-        """A copy of this tokenizer with further special tokens, whose ids begin at `vocab_size`.
+        """Return a copy of this tokenizer with further special tokens, whose ids begin at
+        `vocab_size`.
 
         Args:
             tokens: the new tokens, in the order of their ids.
@@ -185,7 +186,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """The ids of a text, without bos and eos.
+        """Return the ids of a text, without bos and eos.
 
         Args:
             text: any Unicode text.
@@ -202,7 +203,7 @@ class Tokenizer:
         return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encoding(self, text: str, *, special_tokens: bool = False) -> tokenizers.Encoding:
-        """The ids of `encode`, with the offsets of each token in the text.
+        """Return the ids of `encode`, with the offsets of each token in the text.
 
         Raises:
             InputError, TokenizerError: see `encode`.
@@ -218,7 +219,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, special_tokens: bool = False
     ) -> list[list[int]]:
-        """The ids of each text: see `encode`."""
+        """Return the ids of each text: see `encode`."""
         for text in texts:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
@@ -241,7 +242,8 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(self.backend.to_str())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids from which a model continues a text: bos if `add_bos`, then the ids of the text.
+        """Return the ids from which a model continues a text: bos if `add_bos`, then the ids of the
+        text.
 
         For an empty text, the result is `separator_id`, which the model has seen before the
         beginning of each document in training.
@@ -252,7 +254,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`.
+        """Return the text of `ids`.
 
         Args:
             ids: token ids; ids beyond the vocabulary have no text.
@@ -289,7 +291,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
     ) -> str:
-        """A conversation as one text, the same as from the transformers method of this name.
+        """Return a conversation as one text, the same as from the transformers method of this name.
 
         Args:
             messages: objects with `role` and `content`, both texts.
@@ -311,8 +313,8 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """The ids of the text of `apply_chat_template`. Only the template's own text can become
-        special tokens; the text of the messages and options is plain text.
+        """Return the ids of the text of `apply_chat_template`. Only the template's own text can
+        become special tokens; the text of the messages and options is plain text.
 
         Args:
             messages: see `apply_chat_template`.
@@ -351,7 +353,7 @@ class Tokenizer:
         return named_tokens(self.config, self.bos_token, self.eos_token)
 
     def files(self) -> dict[str, str]:
-        """The contents of `tokenizer.json` and `tokenizer_config.json`, by file name."""
+        """Return the contents of `tokenizer.json` and `tokenizer_config.json`, by file name."""
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,

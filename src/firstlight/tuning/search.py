@@ -207,7 +207,7 @@ def _require_options(
 def _open_study(
     folder: Path, question: _Question, trials: int, ends: float, *, asker: Asker
 ) -> Study:
-    """The study of the folder; a new study if the folder has none (see `_begin_study`)."""
+    """Return the study of the folder; a new study if the folder has none (see `_begin_study`)."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
     if not path.exists():
@@ -335,7 +335,7 @@ def _run_trials(
 
 
 def _expected(study: Study, lines: Sequence[Mapping[str, Any]]) -> float:
-    """Expected seconds of the next trial."""
+    """Return the expected seconds of the next trial."""
     walls = [line["wall_seconds"] for line in lines if line["state"] == "complete"]
     return _RESERVE * max(walls) if walls else study.seconds
 
@@ -403,8 +403,8 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 
 
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
-    """The whole run's recipe with the best values, as YAML. Its run.dir is in the study's folder,
-    since the recipe's own folder may already have a run."""
+    """Return the whole run's recipe with the best values, as YAML. Its run.dir is in the study's
+    folder, since the recipe's own folder may already have a run."""
     # The first trial is the recipe as it is: open keys stay open.
     values = {} if best["trial"] == 1 else best["values"]
     found = with_values(study.parsed, values, study.seq_len)
@@ -425,7 +425,7 @@ Asker = Callable[[Mapping[str, Any], float | None], dict[str, Any]]
 
 @contextlib.contextmanager
 def trial_processes(device: torch.device) -> Iterator[Asker]:
-    """A context with the function that runs trials, each in a process of its own.
+    """Context manager with the function that runs trials, each in a process of its own.
 
     On a CPU, the processes are forks of a process that has imported everything, because the imports
     take as long as a small trial.

@@ -96,8 +96,8 @@ class SearchKey:
         return f"{self.key}={self.low:g}..{self.high:g}{':log' if self.log else ''}"
 
     def rounded(self, value: Value) -> Value:
-        """A sampled value rounded to three significant digits, which read better, and clamped to
-        the range."""
+        """Return a sampled value rounded to three significant digits, which read better, and
+        clamped to the range."""
         if isinstance(value, str) or self.whole:
             return value
         return min(max(float(f"{value:.3g}"), self.low), self.high)
@@ -164,7 +164,7 @@ def _range(key: str, low: str, high: str, *, log: bool) -> SearchKey:
 
 
 def _kinds_of(key: str) -> set[Any]:
-    """The types that the schema allows for a key."""
+    """Return the types that the schema allows for a key."""
     section, _, name = key.partition(".")
     fields = [
         kind.model_fields[own] for of, kind, own in recipe_fields() if (of, own) == (section, name)
@@ -179,8 +179,8 @@ def _plain(annotation: Any) -> set[Any]:
 
 
 def default_search(recipe: Recipe) -> list[SearchKey]:
-    """The search space without --search: learning rates, warm-up and weight decay, around the
-    recipe's own values.
+    """Return the search space without --search: learning rates, warm-up and weight decay, around
+    the recipe's own values.
 
     The batch size is not searched, because short trials favour smaller batches than long runs.
     """
@@ -197,7 +197,8 @@ def default_search(recipe: Recipe) -> list[SearchKey]:
 
 
 def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -> dict[str, Value]:
-    """The recipe's own values of the keys, without those that are open or outside the search space.
+    """Return the recipe's own values of the keys, without those that are open or outside the search
+    space.
 
     Args:
         keys: the keys.
@@ -221,7 +222,7 @@ def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Recipe:
-    """The whole run's recipe with the values of a trial.
+    """Return the whole run's recipe with the values of a trial.
 
     A searched key replaces alternative keys (`warmup_ratio` replaces `warmup_steps`). With another
     batch size, the number of steps is changed so that the number of tokens stays the same.
@@ -268,18 +269,19 @@ def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
 
 
 def describe(values: Mapping[str, Value]) -> str:
-    """Values as text, such as "optimizer.learning_rate 0.003"; "its own values" if empty."""
+    """Return the values as text, such as "optimizer.learning_rate 0.003"; "its own values" if
+    empty."""
     parts = (f"{key} {show_value(value)}" for key, value in values.items())
     return ", ".join(parts) or "its own values"
 
 
 def show_value(value: Value) -> str:
-    """A value as short text."""
+    """Return a value as short text."""
     return value if isinstance(value, str) else compact(value)
 
 
 def step_tokens(recipe: Recipe, seq_len: int) -> int:
-    """Tokens of an optimizer step of one process.
+    """Return the tokens of an optimizer step of one process.
 
     Raises:
         ConfigError: the batch is not a multiple of the micro-batch.
@@ -294,7 +296,7 @@ def step_tokens(recipe: Recipe, seq_len: int) -> int:
 def trial_recipe(
     recipe: Recipe, values: Mapping[str, Value], trial_steps: int, full_steps: int, seq_len: int
 ) -> tuple[dict[str, Any], int]:
-    """Values of a trial's recipe without its run folder, and its number of steps.
+    """Return the values of a trial's recipe without its run folder, and its number of steps.
 
     Args:
         recipe: the recipe as written.

@@ -88,7 +88,7 @@ def require_optuna() -> None:
 
 
 def read_study(path: Path) -> Study:
-    """The study in a file study.json.
+    """Return the study in a file study.json.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -102,7 +102,7 @@ def read_study(path: Path) -> Study:
 
 
 def read_trials(folder: Path, study: Study) -> list[dict[str, Any]]:
-    """The lines of trials.jsonl.
+    """Return the lines of trials.jsonl.
 
     Raises:
         CheckpointError: a line is damaged, or belongs to another study.
@@ -117,7 +117,7 @@ def read_trials(folder: Path, study: Study) -> list[dict[str, Any]]:
 
 
 def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value] | None:
-    """Values of the next trial by key; None if all combinations have been tried.
+    """Return the values of the next trial by key; None if all combinations have been tried.
 
     The first trial has the recipe's own values, as far as they are inside the search space.
     """
@@ -133,8 +133,8 @@ def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value
 
 
 def _sample(study: Study, lines: Sequence[Mapping[str, Any]], attempt: int) -> dict[str, Value]:
-    """Values of the next trial from Optuna's TPE sampler (Bergstra et al. 2011), a function of the
-    seed, the lines and the attempt."""
+    """Return the values of the next trial from Optuna's TPE sampler (Bergstra et al. 2011), a
+    function of the seed, the lines and the attempt."""
     import optuna
 
     # A new sampler for each trial: its state would be missing when a study is continued.
@@ -159,7 +159,7 @@ def _distributions(study: Study) -> dict[str, Any]:
 
 
 def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = None) -> Any:
-    """An Optuna study with the trials of `lines`.
+    """Return an Optuna study with the trials of `lines`.
 
     Raises:
         CheckpointError: a line does not fit the search.
@@ -191,7 +191,7 @@ def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = N
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context without Optuna's messages about new studies."""
+    """Context manager without Optuna's messages about new studies."""
     import optuna
 
     before = optuna.logging.get_verbosity()
@@ -203,7 +203,7 @@ def _quiet() -> Iterator[None]:
 
 
 def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
-    """An Optuna trial whose `should_prune` compares it with the curves of complete trials.
+    """Return an Optuna trial whose `should_prune` compares it with the curves of complete trials.
 
     Args:
         curves: [number of the evaluation, step, tokens, loss] of each evaluation, by trial.
@@ -223,8 +223,8 @@ def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
 
 
 def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Importance of each key for the loss as a fraction, by PED-ANOVA (Watanabe et al. 2023,
-    arXiv 2304.10255); empty if too few trials are complete."""
+    """Return the importance of each key for the loss as a fraction, by PED-ANOVA (Watanabe et al.
+    2023, arXiv 2304.10255); empty if too few trials are complete."""
     import optuna
 
     if sum(line["state"] == "complete" for line in lines) < _TRIALS_TO_WEIGH:
@@ -237,7 +237,7 @@ def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, fl
 
 
 def trial_in_words(line: Mapping[str, Any], study: Study) -> str:
-    """The result of a trial as one line of text."""
+    """Return the result of a trial as one line of text."""
     head = f"trial {line['trial']}: {describe(line['values'])}"
     if line["state"] == "failed":
         return f"{head}: failed: {line['message']}"
@@ -261,8 +261,8 @@ Line = Mapping[str, Any]
 
 
 def in_order(lines: Sequence[Line]) -> list[Line]:
-    """The trials, the best first: complete trials by their loss, then pruned trials by the fraction
-    of their steps, then failed trials."""
+    """Return the trials, the best first: complete trials by their loss, then pruned trials by the
+    fraction of their steps, then failed trials."""
     ranks = {"complete": 0, "pruned": 1, "failed": 2}
 
     def place(line: Line) -> tuple[Any, ...]:
@@ -273,7 +273,8 @@ def in_order(lines: Sequence[Line]) -> list[Line]:
 
 
 def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> list[list[str]]:
-    """The table of the trials, the best first: rows of cells, of which the first is the header."""
+    """Return the table of the trials, the best first: rows of cells, of which the first is the
+    header."""
     names = [one.key.partition(".")[2] for one in keys]
     rows = [["trial", objective, *names, "steps", ""]]
     for line in in_order(lines):
@@ -289,7 +290,7 @@ def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> l
 
 
 def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> bytes:
-    """A PNG of the loss against each key, and of the loss curves of all trials.
+    """Return a PNG of the loss against each key, and of the loss curves of all trials.
 
     Args:
         keys: the searched keys.

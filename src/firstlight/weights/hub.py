@@ -44,7 +44,8 @@ _DISK_ERRORS = (
 
 
 def is_gguf(path: Path) -> bool:
-    """True for a GGUF file, by its name or first bytes, since Ollama's files have no suffix."""
+    """Return True for a GGUF file, by its name or first bytes, since Ollama's files have no
+    suffix."""
     if not path.is_file() or path.suffix.lower() == ".gguf":
         return path.is_file()
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -55,8 +56,8 @@ def is_gguf(path: Path) -> bool:
 def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
-    """The folder of a local model, of a GGUF file's model (see `gguf_folder`), or of a hub model
-    after its download.
+    """Return the folder of a local model, of a GGUF file's model (see `gguf_folder`), or of a hub
+    model after its download.
 
     A hub id is OWNER/NAME (`openai-community/gpt2`), or OWNER/NAME@REVISION for a branch, tag or
     commit other than the newest of `main`. The revision begins at the first "@", which no
@@ -119,7 +120,8 @@ def find_model_folder(
 
 
 def is_hub_id(name: str) -> bool:
-    """True if `name`, with or without @REVISION, means a model on the hub and not a local path."""
+    """Return True if `name`, with or without @REVISION, means a model on the hub and not a local
+    path."""
     repository, at, _ = name.partition("@")
     path = Path(repository)
     if _HUB_ID.fullmatch(repository) is None or path.exists():
@@ -128,8 +130,8 @@ def is_hub_id(name: str) -> bool:
 
 
 def _near(path: Path) -> str:
-    """Suggestion for a path that does not exist, such as " (did you mean 'mine/run'?)"; "" if no
-    existing path is similar."""
+    """Return the suggestion for a path that does not exist, such as " (did you mean 'mine/run'?)";
+    "" if no existing path is similar."""
     match: list[str] = []
     with contextlib.suppress(OSError):
         if path.parent.is_dir():
@@ -146,14 +148,14 @@ def _near(path: Path) -> str:
 
 
 def _is_mistyped_path(path: Path, hint: str) -> bool:
-    """True if OWNER/NAME, which does not exist here, is a mistyped path rather than a hub id: its
-    parent folder exists, `hint` suggests a similar path, or it begins with a usual name of a folder
-    for runs."""
+    """Return True if OWNER/NAME, which does not exist here, is a mistyped path rather than a hub
+    id: its parent folder exists, `hint` suggests a similar path, or it begins with a usual name of
+    a folder for runs."""
     return bool(hint) or path.parent.is_dir() or path.parts[0] in _LOCAL_FOLDERS
 
 
 def _failure(error: Exception, text: str) -> FirstlightError:
-    """The error with the reason why the hub id `text` could not be downloaded."""
+    """Return the error with the reason why the hub id `text` could not be downloaded."""
     from huggingface_hub import constants
 
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -167,7 +169,8 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """One line with the reason why the download of the hub id `text` failed, and a remedy."""
+    """Return one line with the reason why the download of the hub id `text` failed, and a
+    remedy."""
     from huggingface_hub import constants, errors
 
     repository, _, revision = text.partition("@")

@@ -38,8 +38,8 @@ _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 def unloaded_model(
     config: ModelConfig, folder: Path, vocab_multiple: int = 1, *, tensors: int | None = None
 ) -> Model:
-    """The model of a config, on the meta device. Its size is first checked against the number of
-    tensors in the files, since a damaged config.json can have any numbers.
+    """Return the model of a config, on the meta device. Its size is first checked against the
+    number of tensors in the files, since a damaged config.json can have any numbers.
 
     Args:
         config: the config of the folder's config.json.
@@ -75,7 +75,7 @@ def unloaded_model(
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder; None if it has none.
+    """Return the tokenizer of a model folder; None if it has none.
 
     Raises:
         TokenizerError: the folder's tokenizer is damaged.
@@ -84,13 +84,13 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True if a folder has a file with a usual name of a tokenizer."""
+    """Return True if a folder has a file with a usual name of a tokenizer."""
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     return any((folder / name).is_file() for name in names)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model config of a folder's config.json.
+    """Return the model config of a folder's config.json.
 
     Raises:
         ModelError: config.json is missing, damaged, or of an unsupported family.
@@ -151,7 +151,7 @@ def _require_plain(content: Mapping[str, Any], where: str) -> None:
 
 
 def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model config of a config.json object.
+    """Return the model config of a config.json object.
 
     Args:
         content: the object.
@@ -181,8 +181,8 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a text: from generation_config.json, else from config.json, else from the
-    tokenizer; () if none of them has any."""
+    """Return the ids that end a text: from generation_config.json, else from config.json, else from
+    the tokenizer; () if none of them has any."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         if ends := end_ids(_read_optional(folder / name)):
             return ends
@@ -196,14 +196,16 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that end a text, from config.json or generation_config.json; () without any."""
+    """Return the ids that end a text, from config.json or generation_config.json; () without
+    any."""
     value: Any = content.get("eos_token_id")
     ids: list[Any] = value if isinstance(value, list) else [value]
     return tuple(ids) if all(isinstance(item, int) for item in ids) else ()
 
 
 def read_generation(folders: Iterable[Path]) -> dict[str, Any]:
-    """The content of generation_config.json in the first folder that has one; {} if none has.
+    """Return the content of generation_config.json in the first folder that has one; {} if none
+    has.
 
     Raises:
         ModelError: the file is damaged.
@@ -217,7 +219,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a generation_config.json that replace defaults of `SamplingConfig`.
+    """Return the settings of a generation_config.json that replace defaults of `SamplingConfig`.
 
     As in transformers, a model that samples has temperature 1 unless the file has another, and one
     with `do_sample` false always takes the likeliest token.
@@ -236,7 +238,7 @@ def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
 def model_files(
     config: ModelConfig, tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, str]:
-    """The files of a Hugging Face model folder except the weights, as texts by name.
+    """Return the files of a Hugging Face model folder except the weights, as texts by name.
 
     Args:
         config: config of the model.
@@ -256,8 +258,8 @@ def model_files(
 def generation_config(
     tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The `generation_config.json` of a model with this tokenizer, as an object. Ids that end a
-    turn of the tokenizer's chat template also end a generation.
+    """Return the `generation_config.json` of a model with this tokenizer, as an object. Ids that
+    end a turn of the tokenizer's chat template also end a generation.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -275,8 +277,8 @@ def generation_config(
 
 
 def training_notes(folder: Path) -> list[str]:
-    """Notes for the user on training settings in a model folder's config.json that firstlight does
-    not apply, such as dropout."""
+    """Return notes for the user on training settings in a model folder's config.json that
+    firstlight does not apply, such as dropout."""
     path = folder / CONFIG_NAME
     content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
@@ -291,8 +293,8 @@ def training_notes(folder: Path) -> list[str]:
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Notes for the user on differences between transformers and firstlight in reading a model
-    folder.
+    """Return notes for the user on differences between transformers and firstlight in reading a
+    model folder.
 
     Args:
         config: the folder's config.json.

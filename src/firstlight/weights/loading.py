@@ -74,13 +74,13 @@ _STACKED = ".mlp.experts.gate_up_proj"
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """True if files with tensors of these names keep all experts of a layer in one tensor, as the
-    model does. transformers 5 writes such files with `save_original_format=False`."""
+    """Return True if files with tensors of these names keep all experts of a layer in one tensor,
+    as the model does. transformers 5 writes such files with `save_original_format=False`."""
     return any(name.endswith(_STACKED) for name in names)
 
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
-    """Number of tensors in a model's files, with each expert of a stack counted."""
+    """Return the number of tensors in a model's files, with each expert of a stack counted."""
     # An empty tensor is left out: its header can claim any number of experts.
     return sum(
         t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1
@@ -90,7 +90,8 @@ def count_tensors(stored: Mapping[str, _Described]) -> int:
 
 
 def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
-    """The tensors of a model's file by their names there, as views of the model's parameters.
+    """Return the tensors of a model's file by their names there, as views of the model's
+    parameters.
 
     A tied head and the rows that pad the vocabulary are left out.
 
@@ -111,9 +112,9 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors, with stacked experts ([E, 2F, C] for gate and up, [E, C, F] for down) replaced
-    by views of each expert's matrices, under their names in the family's files. Shape letters as in
-    `models/moe.py`."""
+    """Return the tensors, with stacked experts ([E, 2F, C] for gate and up, [E, C, F] for down)
+    replaced by views of each expert's matrices, under their names in the family's files. Shape
+    letters as in `models/moe.py`."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if config.family.experts is not None and ".mlp." in name:
@@ -124,12 +125,12 @@ def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
 
 
 def file_name(model: Model, name: str) -> str:
-    """The name in a model's file of the parameter `name`, which is not an expert's."""
+    """Return the name in a model's file of the parameter `name`, which is not an expert's."""
     return model.head_file_name if name == HEAD_WEIGHT else name
 
 
 def embedding_name(model: Model) -> str:
-    """The name of the token embedding's weight."""
+    """Return the name of the token embedding's weight."""
     return f"{model.embedding_name}.weight"
 
 
@@ -182,8 +183,8 @@ def load_weights(
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
-    """The tensors of a model folder by the names of `file_tensors`, with experts stacked if the
-    files have them so.
+    """Return the tensors of a model folder by the names of `file_tensors`, with experts stacked if
+    the files have them so.
 
     Args:
         model: the model of that folder's config, on any device.
@@ -201,7 +202,8 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """The same as `fitting_tensors`, given all tensors in the folder's files by name (`stored`).
+    """Return the same as `fitting_tensors`, given all tensors in the folder's files by name
+    (`stored`).
 
     Raises:
         ModelError: the tensors do not fit the model, see `load_weights`.
@@ -243,7 +245,7 @@ def require_fit(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first three of `names` and the number of the remaining ones, for a message."""
+    """Return the first three of `names` and the number of the remaining ones, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
@@ -293,7 +295,7 @@ def _load_sequentially(
 
 
 def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
-    """The (name, buffer) pairs of a model's buffers that its files contain."""
+    """Return the (name, buffer) pairs of a model's buffers that its files contain."""
     saved = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
@@ -376,7 +378,7 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
 
 def weights_to_save(model: Model) -> dict[str, Tensor]:
-    """The tensors of a model's `model.safetensors`, contiguous and on the CPU."""
+    """Return the tensors of a model's `model.safetensors`, contiguous and on the CPU."""
     return {
         name: tensor.detach().cpu().contiguous() for name, tensor in file_tensors(model).items()
     }
@@ -384,12 +386,12 @@ def weights_to_save(model: Model) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def nonfinite_tensor(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity; None if there is none."""
+    """Return the name of the first tensor with a NaN or an infinity; None if there is none."""
     return next((name for name, tensor in tensors if not is_finite(tensor)), None)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True if all numbers of a tensor of any shape are finite."""
+    """Return True if all numbers of a tensor of any shape are finite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.itemsize == 1:  # torch has no extremes of fp8
@@ -399,7 +401,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def stored_values(stored: Mapping[str, AnyStored]) -> Iterator[tuple[str, Tensor]]:
-    """The names and values of the tensors of `fitting_tensors`, one after the other in memory."""
+    """Yield the names and values of the tensors of `fitting_tensors`, one after the other in
+    memory."""
     for name, tensor in stored.items():
         yield name, tensor.read()
 

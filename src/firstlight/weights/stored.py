@@ -72,7 +72,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path, file: io.FileIO | None = None) -> FileState:
-        """The present state of the file at `path`, which may be open as `file`."""
+        """Return the present state of the file at `path`, which may be open as `file`."""
         found = os.stat(path) if file is None else os.fstat(file.fileno())
         return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
 
@@ -140,7 +140,7 @@ class StoredTensor:
             start += len(part)
 
     def read(self) -> Tensor:
-        """The values on the CPU, in the file's dtype.
+        """Return the values on the CPU, in the file's dtype.
 
         Raises:
             ModelError: as in `read_into`.
@@ -150,7 +150,8 @@ class StoredTensor:
         return result
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """True if a tensor of the same shape and any dtype has equal values; NaN equals NaN."""
+        """Return True if a tensor of the same shape and any dtype has equal values; NaN equals
+        NaN."""
         # Parts with the same number of elements, even if the dtypes differ.
         count = _CHUNK_BYTES // 8
         pairs = zip(
@@ -165,7 +166,7 @@ class StoredTensor:
 
     @classmethod
     def mean(cls, tensors: Sequence[StoredTensor]) -> Tensor:
-        """The mean of tensors of one shape, fp32 on the CPU. The sum is computed in fp64.
+        """Return the mean of tensors of one shape, fp32 on the CPU. The sum is computed in fp64.
 
         Raises:
             ModelError: a file can't be read, is shorter than its header says, or was replaced.
@@ -199,7 +200,8 @@ class StoredTensor:
             raise ModelError(f"{self.path} can't be read: {describe_os_error(error)}") from error
 
     def _parts(self, chunk_bytes: int) -> Iterator[Tensor]:
-        """The values in order, in 1-D parts of up to `chunk_bytes`. All parts share one buffer."""
+        """Yield the values in order, in 1-D parts of up to `chunk_bytes`. All parts share one
+        buffer."""
         count = torch.Size(self.shape).numel()
         size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
         buffer = torch.empty(size, dtype=self.dtype, device="cpu")
@@ -222,7 +224,8 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model folder by name: of `model.safetensors`, or of all files in its index.
+    """Return all tensors of a model folder by name: of `model.safetensors`, or of all files in its
+    index.
 
     Raises:
         ModelError: the folder has no weights, a file is missing or damaged, or the index does not
@@ -238,7 +241,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def indexed_tensors(
     folder: Path, index_name: str, read: Callable[[Path], Mapping[str, _AnyTensor]]
 ) -> dict[str, _AnyTensor]:
-    """The tensors by name of all files that an index names.
+    """Return the tensors by name of all files that an index names.
 
     Args:
         folder: the folder of the index and the files.
@@ -265,7 +268,7 @@ def indexed_tensors(
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, from its header alone.
+    """Return the tensors of a safetensors file by name, from its header alone.
 
     Raises:
         ModelError: the file is missing or damaged.
@@ -315,15 +318,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def has_pickled_weights(folder: Path) -> bool:
-    """True if a model folder has pickled weights and no safetensors."""
+    """Return True if a model folder has pickled weights and no safetensors."""
     return any(
         (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
 def _repository_of(folder: Path) -> str | None:
-    """OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache; None for any
-    other folder."""
+    """Return OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache; None for
+    any other folder."""
     found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
     return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
 
@@ -348,7 +351,7 @@ def _no_weights(folder: Path) -> ModelError:
 
 
 def _read_index(folder: Path, index_name: str) -> dict[str, str]:
-    """The file name of each tensor, from an index.
+    """Return the file name of each tensor, from an index.
 
     Raises:
         ModelError: the index is damaged, or names a file outside its folder.
@@ -366,8 +369,8 @@ def _read_index(folder: Path, index_name: str) -> dict[str, str]:
 
 
 def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The tensors by the names in `stored`, memory-mapped. The files must not change while the
-    tensors are in use.
+    """Return the tensors by the names in `stored`, memory-mapped. The files must not change while
+    the tensors are in use.
 
     Raises:
         ModelError: a file was replaced or changed after its header was read.
@@ -492,7 +495,7 @@ class PackedTensor:
             place.copy_(unpack_mxfp4(*parts).T)
 
     def read(self) -> Tensor:
-        """The unpacked values, bf16 [E, in, out], on the CPU.
+        """Return the unpacked values, bf16 [E, in, out], on the CPU.
 
         Raises:
             ModelError: as in `read_into`.
@@ -506,14 +509,14 @@ AnyStored = StoredTensor | PackedTensor
 
 
 def _matrix_of(stored: StoredTensor, expert: int) -> Tensor:
-    """The bytes of one expert of a stack [E, ...], uint8 [...]."""
+    """Return the bytes of one expert of a stack [E, ...], uint8 [...]."""
     shape = stored.shape[1:]
     place = stored.offset + expert * math.prod(shape)
     return dataclasses.replace(stored, shape=shape, offset=place).read()
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The values of MXFP4 blocks, bf16 [..., in].
+    """Return the values of MXFP4 blocks, bf16 [..., in].
 
     Args:
         blocks: two E2M1 numbers per byte, the low four bits first, uint8 [..., in / 32, 16].
@@ -532,8 +535,8 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
-    """The tensors of a folder, with each pair `NAME_blocks`, `NAME_scales` as one `PackedTensor`
-    NAME.
+    """Return the tensors of a folder, with each pair `NAME_blocks`, `NAME_scales` as one
+    `PackedTensor` NAME.
 
     Raises:
         ModelError: the shapes or dtypes of a pair don't fit; the message names them.
@@ -559,8 +562,8 @@ def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
 
 
 def open_tensors(stored: Mapping[str, AnyStored]) -> dict[str, Tensor]:
-    """The tensors by the names in `stored`: memory-mapped, except packed ones, which are unpacked
-    into memory.
+    """Return the tensors by the names in `stored`: memory-mapped, except packed ones, which are
+    unpacked into memory.
 
     Raises:
         ModelError: a file can't be read, or was replaced after its header was read.

@@ -113,7 +113,7 @@ def llama_layout(
     norm: str = "weight",
     rotates_pairs: bool = False,
 ) -> Layout:
-    """The layout of a program's Llama.
+    """Return the layout of a program's Llama.
 
     Args:
         program, mark, rotates_pairs: see `Layout`.
@@ -195,7 +195,7 @@ class Opened:
 
 
 def without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors without masks and rotary tables, which are not weights."""
+    """Return the tensors without masks and rotary tables, which are not weights."""
     buffers = (".attn.bias", ".att.mask", ".att.cos", ".att.sin", "rope.freqs")
     return {name: value for name, value in weights.items() if not name.endswith(buffers)}
 
@@ -207,15 +207,15 @@ def tie(weights: dict[str, Any]) -> None:
 
 
 def optimizer_states(content: Mapping[str, Any]) -> list[str]:
-    """The keys of a checkpoint's optimizer states. A state_dict alone has none, since its values
-    are tensors."""
+    """Return the keys of a checkpoint's optimizer states. A state_dict alone has none, since its
+    values are tensors."""
     return [
         key for key, value in content.items() if "optim" in str(key) and isinstance(value, Mapping)
     ]
 
 
 def is_number(value: Any) -> bool:
-    """True for integers, floats and, as in Python, booleans, which some keys have."""
+    """Return True for integers, floats and, as in Python, booleans, which some keys have."""
     return isinstance(value, (int, float))
 
 

@@ -108,8 +108,8 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The tensors, with litgpt's fused matrix `attn.qkv` split into `attn.qkv[q]`, `[k]` and `[v]`
-    of `rows` rows each."""
+    """Return the tensors, with litgpt's fused matrix `attn.qkv` split into `attn.qkv[q]`, `[k]` and
+    `[v]` of `rows` rows each."""
     cut: dict[str, Any] = {}
     for name, value in weights.items():
         match = re.fullmatch(r"(.*\.attn\.qkv)\.(weight|bias)", name)
@@ -128,7 +128,7 @@ def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dic
 
 
 def _layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
-    """The layout of a Llama-like model of litgpt.
+    """Return the layout of a Llama-like model of litgpt.
 
     Args:
         qkv_bias: True if queries, keys and values have biases.
@@ -146,7 +146,7 @@ def _layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
 
 
 def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
-    """Settings of a Llama-like model of litgpt, from model_config.yaml.
+    """Return the settings of a Llama-like model of litgpt, from model_config.yaml.
 
     Returns:
         The settings, and the numbers of rows that queries, keys and values have in litgpt's one
@@ -204,7 +204,7 @@ def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
 
 
 def _rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of a Hugging Face config.json, from litgpt's settings."""
+    """Return `rope_parameters` of a Hugging Face config.json, from litgpt's settings."""
     theta = values.get("rope_base", 10_000)
     if not is_number(theta):
         raise ModelError(f"{path}: rope_base is not a number: copy the file again")

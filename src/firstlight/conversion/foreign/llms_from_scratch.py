@@ -53,7 +53,7 @@ _GPT_FAST = _GPT | {
 def _gpt_layout(
     mark: str, modules: Mapping[str, tuple[str, ...]], norm: Mapping[str, str]
 ) -> Layout:
-    """The layout of a GPT; `norm` has the names of a norm's tensors "weight" and "bias"."""
+    """Return the layout of a GPT; `norm` has the names of a norm's tensors "weight" and "bias"."""
     names = {}
     for module, (_, bias) in GPT2_MODULES.items():
         for kind in ("weight", "bias") if bias else ("weight",):
@@ -87,7 +87,7 @@ LLAMA = llama_layout(
 
 
 def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
-    """A GPT; `layout` is `GPT` or `GPT_FAST`.
+    """Return a GPT; `layout` is `GPT` or `GPT_FAST`.
 
     The activation may be ReLU, which readers of the book put in place of its GELU.
     """
@@ -100,7 +100,7 @@ def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
 
 
 def open_llama(path: Path, weights: Mapping[str, Any]) -> Opened:
-    """A Llama. Older ones save rotary tables, which show heads and context.
+    """Return a Llama. Older ones save rotary tables, which show heads and context.
 
     Raises:
         ModelError: the tables have an impossible shape.

@@ -77,7 +77,7 @@ _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Meta's `consolidated.*.pth` files in a folder, in the order of their numbers."""
+    """Return Meta's `consolidated.*.pth` files in a folder, in the order of their numbers."""
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
 
@@ -98,7 +98,8 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """The whole tensors, joined from the files' shards; those of a single file are unchanged."""
+    """Return the whole tensors, joined from the files' shards; those of a single file are
+    unchanged."""
     if len(shards) == 1:
         return dict(shards[0])
     first = shards[0]
@@ -128,7 +129,7 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
 
 
 def _settings(path: Path, params: Any) -> Settings:
-    """Settings of Meta's Llama, from params.json.
+    """Return the settings of Meta's Llama, from params.json.
 
     The file lacks the context length, which Meta's code fixes for each model. It is guessed from
     the other settings, as in Hugging Face's config.json of the same model.

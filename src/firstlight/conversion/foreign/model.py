@@ -138,7 +138,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """The folder of another program's model that consists of several files.
+    """Return the folder of another program's model that consists of several files.
 
     Args:
         path: the folder, or for litgpt, Meta and OpenAI its file of weights.
@@ -224,7 +224,7 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
 def _config(
     path: Path, opened: Opened, shape: Shape, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The model's config.json, and notes on the settings that were assumed."""
+    """Return the model's config.json, and notes on the settings that were assumed."""
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
     if layout.kind != "gpt2":
@@ -245,8 +245,8 @@ def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
 def _sources(
     path: Path, weights: Mapping[str, Any], layout: Layout
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """The number of layers, and the names of the program's tensors that each Hugging Face tensor is
-    made of.
+    """Return the number of layers, and the names of the program's tensors that each Hugging Face
+    tensor is made of.
 
     nanoGPT's optional biases, if the file lacks them all, are made of no tensor: () stands for
     zeros. LLMs-from-scratch's optional biases of queries, keys and values are left out instead.
@@ -286,7 +286,7 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[str, int]:
-    """The size of each letter in the layout's shapes, read from the tensors of `SIZES`."""
+    """Return the size of each letter in the layout's shapes, read from the tensors of `SIZES`."""
     sizes = {}
     for letter, (ours, dimension) in SIZES[layout.kind].items():
         name = layout.names[ours][0].format(0)
@@ -298,12 +298,12 @@ def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[st
 
 
 def _shape_of(spec: str, sizes: Mapping[str, int]) -> list[int]:
-    """The shape that `spec` describes: "C 3C" is [64, 192] if the size of C is 64."""
+    """Return the shape that `spec` describes: "C 3C" is [64, 192] if the size of C is 64."""
     return [int(part[:-1] or 1) * sizes[part[-1]] for part in spec.split()]
 
 
 def _template(name: str) -> str:
-    """A tensor's name in the tables: `transformer.h.3.ln_1.weight` becomes
+    """Return a tensor's name in the tables: `transformer.h.3.ln_1.weight` becomes
     `transformer.h.{}.ln_1.weight`."""
     return re.sub(r"\.\d+\.", ".{}.", name)
 
@@ -344,8 +344,8 @@ def _convert(
     *,
     tied: bool,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors by Hugging Face name, and the names of the modules whose missing biases became
-    zeros."""
+    """Return the tensors by Hugging Face name, and the names of the modules whose missing biases
+    became zeros."""
     tensors, filled = {}, []
     for name, parts in sources.items():
         template = _template(name)
@@ -402,7 +402,8 @@ _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
 def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The caller's config without nulls; in a GPT-2's, aliases are replaced by GPT-2's own keys.
+    """Return the caller's config without nulls; in a GPT-2's, aliases are replaced by GPT-2's own
+    keys.
 
     Raises:
         ModelError: a key is unknown.
@@ -425,7 +426,7 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
 def _merged(
     path: Path, assumed: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
-    """All three merged; later ones take precedence.
+    """Return all three merged; later ones take precedence.
 
     Args:
         path: the file, for messages.
@@ -456,7 +457,7 @@ def gpt2_config(
     given: dict[str, Any],
     settings: Settings,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json of a GPT-2, and notes on the settings that were assumed.
+    """Return the config.json of a GPT-2, and notes on the settings that were assumed.
 
     Args:
         path: the file, for messages.
@@ -516,7 +517,7 @@ def gpt2_config(
 
 
 def _guess_heads(path: Path, width: int) -> int:
-    """The number of heads if their size is 64, as in all of OpenAI's GPT-2s."""
+    """Return the number of heads if their size is 64, as in all of OpenAI's GPT-2s."""
     if width % 64:
         raise ModelError(
             f"{path} doesn't say how many heads there are, and its width {width} is not a multiple "
@@ -534,7 +535,7 @@ def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
 def llama_config(
     path: Path, shape: Shape, given: dict[str, Any], settings: Settings, program: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json of a Llama-like or nanochat model, and notes on the settings that were
+    """Return the config.json of a Llama-like or nanochat model, and notes on the settings that were
     assumed.
 
     Args:

@@ -54,7 +54,7 @@ _SHOWN = 12
 
 
 def files_in(folder: Path) -> list[Path]:
-    """nanochat's `model_STEP.pt` files in a folder, in order of the steps."""
+    """Return nanochat's `model_STEP.pt` files in a folder, in order of the steps."""
     steps = {
         int(match[1]): path for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))
     }
@@ -89,8 +89,8 @@ def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
 
 
 def _settings(path: Path, meta: Any) -> Settings:
-    """Settings of a nanochat model: its shape from meta_STEP.json, the rest as fixed in nanochat's
-    code.
+    """Return the settings of a nanochat model: its shape from meta_STEP.json, the rest as fixed in
+    nanochat's code.
 
     Raises:
         ModelError: a setting is missing or not a positive integer.

@@ -28,7 +28,7 @@ _PADDED_VOCABULARY = 50304
 
 
 def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Opened:
-    """The model of a checkpoint.
+    """Return the model of a checkpoint.
 
     Args:
         content: the file's content, with `model_args` unless it is a bare state_dict.
@@ -48,7 +48,7 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
 
 
 def shape_notes(shape: Shape) -> list[str]:
-    """Notes on a padded vocabulary and an untied head."""
+    """Return notes on a padded vocabulary and an untied head."""
     notes = []
     if shape.sizes["V"] == _PADDED_VOCABULARY:
         notes.append(

@@ -64,8 +64,9 @@ _LANES = 4096
 
 
 def _names() -> dict[str, tuple[str, ...]]:
-    """OpenAI's tensors by Hugging Face's names: g (gain) and b of norms, w and b of linear layers,
-    and the embeddings, which have no suffix. `transformer.h.{}.ln_1` is `model/h{}/ln_1`."""
+    """Return OpenAI's tensors by Hugging Face's names: g (gain) and b of norms, w and b of linear
+    layers, and the embeddings, which have no suffix. `transformer.h.{}.ln_1` is
+    `model/h{}/ln_1`."""
     names: dict[str, tuple[str, ...]] = {}
     for module, (_, bias) in GPT2_MODULES.items():
         theirs = module.replace("h.{}", "h{}").replace(".", "/").replace("transformer", "model")
@@ -115,12 +116,12 @@ def open_folder(folder: Path) -> Opened:
 
 
 def bundles_in(folder: Path) -> list[Path]:
-    """The indices of the TensorFlow checkpoints in a folder."""
+    """Return the indices of the TensorFlow checkpoints in a folder."""
     return sorted(folder.glob("*.ckpt*.index"))
 
 
 def _settings(path: Path, hparams: Any) -> Settings:
-    """Settings of OpenAI's GPT-2, from hparams.json.
+    """Return the settings of OpenAI's GPT-2, from hparams.json.
 
     Raises:
         ModelError: hparams.json lacks the number of heads.
@@ -149,7 +150,7 @@ class _Entry:
 
 
 def read_bundle(prefix: Path) -> dict[str, Tensor]:
-    """The tensors of a TensorFlow checkpoint by name, mapped into memory.
+    """Return the tensors of a TensorFlow checkpoint by name, mapped into memory.
 
     Args:
         prefix: path of the checkpoint without `.index`.
@@ -185,7 +186,7 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
 
 
 def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
-    """The tensor of an entry, as a view of the data file's bytes, uint8 [N]."""
+    """Return the tensor of an entry, as a view of the data file's bytes, uint8 [N]."""
     part = content[entry.offset : entry.offset + entry.size]
     if _masked(crc32c(part.numpy())) != entry.checksum:
         raise _BundleError(f"has numbers of {name} that don't match their checksum")
@@ -196,7 +197,7 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
 
 
 def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
-    """The tensors' names and entries in an index."""
+    """Yield the tensors' names and entries in an index."""
     if len(table) < _FOOTER or not table.endswith(_MAGIC):
         raise _BundleError("does not end as an index does")
     _, position = _handle(table, len(table) - _FOOTER)
@@ -257,7 +258,7 @@ def _entry(key: bytes, value: bytes) -> _Entry:
 
 
 def _dimensions(name: str, shape: bytes) -> Iterator[int]:
-    """The sizes in a TensorShapeProto, outermost first."""
+    """Yield the sizes in a TensorShapeProto, outermost first."""
     for count, (number, content) in enumerate(_fields(shape)):
         if number != 2 or not isinstance(content, bytes) or count == _MAX_DIMENSIONS:
             raise _BundleError(f"has no plain shape of {name}")
@@ -268,8 +269,8 @@ def _dimensions(name: str, shape: bytes) -> Iterator[int]:
 
 
 def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a block. A key is stored without the prefix that it shares with the key
-    before it."""
+    """Yield the keys and values of a block. A key is stored without the prefix that it shares with
+    the key before it."""
     end = offset + size
     if end + _TRAILER > len(table) or size < 4:
         raise _BundleError("has a block beyond its end")
@@ -298,14 +299,15 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
 
 
 def _handle(content: bytes, position: int) -> tuple[tuple[int, int], int]:
-    """A block handle (offset and size of the block in bytes), and the position after the handle."""
+    """Return a block handle (offset and size of the block in bytes), and the position after the
+    handle."""
     offset, position = _varint(content, position)
     size, position = _varint(content, position)
     return (offset, size), position
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """A varint (an integer in base 128, lowest digit first), and the position after it."""
+    """Return a varint (an integer in base 128, lowest digit first), and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if position >= len(content):
@@ -319,8 +321,8 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Numbers and contents of a protocol buffer's fields. Contents are bytes for wire type 2, else
-    integers."""
+    """Yield the numbers and contents of a protocol buffer's fields. Contents are bytes for wire
+    type 2, else integers."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -340,13 +342,13 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _masked(checksum: int) -> int:
-    """A checksum as LevelDB stores it ("masked"), so that data with embedded checksums can have a
-    checksum of their own."""
+    """Return a checksum as LevelDB stores it ("masked"), so that data with embedded checksums can
+    have a checksum of their own."""
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
+    """Return CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
 
     The checksum is linear over GF(2). The bytes are treated as rows of `_LANES` words. Each row is
     advanced past the rows that follow it, and all are xored: the resulting row has the same
@@ -378,7 +380,7 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 @functools.cache
 def _byte_table() -> Sequence[int]:
-    """The CRC table: the checksum's change by each of the 256 values of a byte."""
+    """Return the CRC table: the checksum's change by each of the 256 values of a byte."""
     table = list(range(256))
     for _ in range(8):
         table = [value >> 1 ^ (_POLYNOMIAL if value & 1 else 0) for value in table]
@@ -387,8 +389,8 @@ def _byte_table() -> Sequence[int]:
 
 @functools.cache
 def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Two tables, uint32 [65536] each, for the low and the high 16 bits of a word: the word that it
-    becomes when the checksum advances past one row of zeros."""
+    """Return two tables, uint32 [65536] each, for the low and the high 16 bits of a word: the word
+    that it becomes when the checksum advances past one row of zeros."""
     table = np.array(_byte_table(), np.uint32)
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     for _ in range(4 * _LANES):

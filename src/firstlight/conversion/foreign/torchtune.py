@@ -30,7 +30,7 @@ LAYOUT = llama_layout(
 
 
 def open_weights(weights: Mapping[str, Any]) -> Opened:
-    """The model of a state_dict."""
+    """Return the model of a state_dict."""
     tensors = without_buffers(weights)
     tie(tensors)
     return Opened(LAYOUT, tensors)

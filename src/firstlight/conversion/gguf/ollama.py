@@ -69,7 +69,7 @@ class OllamaTemplate:
     stops: tuple[str, ...]
 
     def render(self, messages: Messages) -> str:
-        """The text that `go` renders."""
+        """Return the text that `go` renders."""
         system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
         has_system = bool(system) and self.system_head is not None
         shown = f"{self.system_head}{system}{self.system_end}"
@@ -106,8 +106,8 @@ class OllamaTemplate:
 
 
 def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
-    """The template that renders the same texts as the tokenizer's template, without the token that
-    llama.cpp puts before a text; None if there is none of this form."""
+    """Return the template that renders the same texts as the tokenizer's template, without the
+    token that llama.cpp puts before a text; None if there is none of this form."""
     try:
         template = _observed(tokenizer)
         for count in (1, 3, 5):
@@ -130,13 +130,14 @@ def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
 
 
 def _rendered(tokenizer: Tokenizer, messages: Messages, *, prompt: bool = True) -> str:
-    """The text of the tokenizer's template, without the token that llama.cpp puts before it."""
+    """Return the text of the tokenizer's template, without the token that llama.cpp puts before
+    it."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
     return text.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else text
 
 
 def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
-    """The texts around the messages, as the tokenizer's template renders them.
+    """Return the texts around the messages, as the tokenizer's template renders them.
 
     Raises:
         FirstlightError: the template refuses a plain conversation.
@@ -182,7 +183,8 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
 
 
 def _around(text: str, *contents: str) -> list[str]:
-    """The texts before, between and after `contents`, each of which is there once, in this order.
+    """Return the texts before, between and after `contents`, each of which is there once, in this
+    order.
 
     Raises:
         ValueError: one is not.
@@ -197,8 +199,8 @@ def _around(text: str, *contents: str) -> list[str]:
 
 
 def _stops(tokenizer: Tokenizer, end: str, user: str) -> tuple[str, ...]:
-    """Texts that end an answer: the special tokens after an answer and before a question, or that
-    beginning itself if it has none."""
+    """Return texts that end an answer: the special tokens after an answer and before a question, or
+    that beginning itself if it has none."""
     found = sorted(
         (place, token)
         for token in tokenizer.special_tokens
@@ -216,7 +218,7 @@ def modelfile(
     context: int,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[str, list[str]]:
-    """The text of the Modelfile for a GGUF file, and notes for the user.
+    """Return the text of the Modelfile for a GGUF file, and notes for the user.
 
     Args:
         file: name of the GGUF file in the same folder.

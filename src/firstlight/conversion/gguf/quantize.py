@@ -98,7 +98,7 @@ def average(values):
 
 
 def import_llama_cpp() -> Any:
-    """The package llama_cpp.
+    """Return the package llama_cpp.
 
     Raises:
         MissingDependencyError: the package is not installed.
@@ -113,7 +113,8 @@ def import_llama_cpp() -> Any:
 
 
 def perplexity_limit(dtype: str) -> float:
-    """Greatest allowed increase of the perplexity for a format, relative to the source's."""
+    """Return the largest allowed increase of the perplexity for a format, relative to the
+    source's."""
     return PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
 
 
@@ -177,7 +178,8 @@ def _said(library: Any) -> Iterator[list[str]]:
 def importance_matrix(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer, text: str
 ) -> dict[str, Tensor]:
-    """Mean square of each input of each matrix on a text, fp32 [inputs], by GGUF's names.
+    """Return the mean square of each input of each matrix on a text, fp32 [inputs], by GGUF's
+    names.
 
     Matrices of experts, embedding and head are left out.
 
@@ -215,7 +217,8 @@ def importance_matrix(
 
 
 def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
-    """A forward pre-hook that adds a module's squared inputs, [..., inputs], to `sums[name]`."""
+    """Return a forward pre-hook that adds a module's squared inputs, [..., inputs], to
+    `sums[name]`."""
 
     def add(_: nn.Module, inputs: Sequence[Tensor]) -> None:
         squares = inputs[0].float().square().flatten(0, -2).sum(0)
@@ -225,21 +228,22 @@ def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
 
 
 def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
-    """Token ids of `EVALUATION_TEXT`, int64 [1, T]; T is at most the context and 512."""
+    """Return the token ids of `EVALUATION_TEXT`, int64 [1, T]; T is at most the context and 512."""
     start = [tokenizer.separator_id] if tokenizer.add_bos else []
     ids = [*start, *tokenizer.encode(EVALUATION_TEXT)]
     return torch.tensor([ids[: min(context, _ROW_TOKENS)]])
 
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
-    """Perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V]. The first token is not counted,
-    since nothing predicts it. Infinite if the loss is above 709 nats, where exp overflows in fp64.
-    """
+    """Return the perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V]. The first token is
+    not counted, since nothing predicts it. Infinite if the loss is above 709 nats, where exp
+    overflows in fp64."""
     return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
 
 
 def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
-    """Logits that llama.cpp computes from a GGUF file, fp32 [1, T, V], for `ids`, int64 [1, T].
+    """Return logits that llama.cpp computes from a GGUF file, fp32 [1, T, V], for `ids`, int64 [1,
+    T].
 
     Raises:
         ModelError: llama.cpp can't open the file or compute the logits.

@@ -23,7 +23,7 @@ _MOST = 2**31
 
 
 def supported_model(config: Mapping[str, Any]) -> Any:
-    """The model config of a Hugging Face config.json, which llama.cpp supports.
+    """Return the model config of a Hugging Face config.json, which llama.cpp supports.
 
     Raises:
         ModelError: llama.cpp does not support the family or one of its settings, or a setting is
@@ -57,7 +57,7 @@ def supported_model(config: Mapping[str, Any]) -> Any:
 
 
 def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
-    """Settings that llama.cpp fixes for a family; see `GGUFSpec.fixed`."""
+    """Return the settings that llama.cpp fixes for a family; see `GGUFSpec.fixed`."""
     family = FAMILIES[model_type].spec
     fixed = dict(family.gguf.fixed)
     if not FAMILIES[model_type].config.has_rotary:
@@ -97,7 +97,7 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
 
 
 def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Settings of layers and head for which llama.cpp computes something else."""
+    """Yield the settings of layers and head for which llama.cpp computes something else."""
     spec = family.gguf
     if spec.layer == "delta":
         sizes = model.linear_key_head_dim, model.linear_value_head_dim
@@ -121,7 +121,7 @@ def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
 
 
 def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Settings of rotary positions for which llama.cpp computes something else."""
+    """Yield the settings of rotary positions for which llama.cpp computes something else."""
     if getattr(model, "rotary_dim", 0) % 2:
         yield f"{model.rotary_dim} rotated dimensions: only an even number"
     rope = getattr(model, "rope_scaling", None)
@@ -141,7 +141,7 @@ def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
 
 
 def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
-    """Settings of latent attention for which llama.cpp computes something else."""
+    """Yield the settings of latent attention for which llama.cpp computes something else."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
     # By these sizes llama.cpp recognises models without q_lora_rank, and does not read the key.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)

@@ -153,7 +153,8 @@ def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation_config.json of a file: sampling settings and the tokens that end a text."""
+    """Return the generation_config.json of a file: sampling settings and the tokens that end a
+    text."""
     content: dict[str, Any] = {}
     for name, key in _SAMPLING.items():
         value = metadata.get(key)
@@ -169,8 +170,8 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cached_sizes(model: Any) -> tuple[int, int, int]:
-    """(heads, size of a key, size of a value) in llama.cpp's cache. Latent attention caches one
-    head: the KV latent and the key's rotated part as the key, the KV latent as the value."""
+    """Return (heads, size of a key, size of a value) in llama.cpp's cache. Latent attention caches
+    one head: the KV latent and the key's rotated part as the key, the KV latent as the value."""
     if model.family.gguf.layer == "latent":
         rank = model.kv_lora_rank
         return 1, rank + model.rotary_dim, rank
@@ -205,7 +206,7 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
 
 
 def _yarn_factors(model: Any) -> tuple[float, float]:
-    """YaRN's numbers for llama.cpp: (attn_factor, m).
+    """Return YaRN's numbers for llama.cpp: (attn_factor, m).
 
     attn_factor is the factor of cos and sin. If m is 0, llama.cpp multiplies it by YaRN's own
     magnitude. m is a factor of DeepSeek's attention scores: llama.cpp multiplies the scores by the
@@ -221,8 +222,8 @@ def _yarn_factors(model: Any) -> tuple[float, float]:
 
 
 def rope_factors(model: Any) -> dict[str, Tensor]:
-    """Tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF's names; none
-    for kinds other than "llama3" and "longrope"."""
+    """Return tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF's
+    names; none for kinds other than "llama3" and "longrope"."""
     scaling = getattr(model, "rope_scaling", None)
     if isinstance(scaling, LongRope):
         return {
@@ -235,7 +236,7 @@ def rope_factors(model: Any) -> dict[str, Tensor]:
 
 
 def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor:
-    """Divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2].
+    """Return the divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2].
 
     Source: the rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
     """
@@ -279,28 +280,30 @@ class _Values:
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """An integer; anything else, such as a list with one integer per layer, is a ModelError."""
+        """Return an integer; anything else, such as a list with one integer per layer, is a
+        ModelError."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not a whole number")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A finite float, rounded to the decimal digits that fp32, its format in GGUF, has."""
+        """Return a finite float, rounded to the decimal digits that fp32, its format in GGUF,
+        has."""
         value = self.get(key, default)
         if not isinstance(value, float) or not math.isfinite(value):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not a number")
         return float(str(np.float32(value)))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The unchecked value."""
+        """Return the unchecked value."""
         return self._metadata.get(f"{self.architecture}.{key}", default)
 
 
 def config_of(
     metadata: Mapping[str, Any], stored: Shapes, factors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Hugging Face's config.json of a GGUF file.
+    """Return Hugging Face's config.json of a GGUF file.
 
     Args:
         metadata: the file's entries.
@@ -344,7 +347,7 @@ def config_of(
 
 
 def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The JSON object in firstlight.config; empty in files of other programs."""
+    """Return the JSON object in firstlight.config; empty in files of other programs."""
     try:
         kept = json.loads(metadata.get(KEPT, "{}"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -371,7 +374,8 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
-    """The config of a family with rotary positions, without these, under firstlight's keys."""
+    """Return the config of a family with rotary positions, without these, under firstlight's
+    keys."""
     sizes = {ours: values.whole(key) for key, ours in _SIZES.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
@@ -426,7 +430,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
 
 
 def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
-    """Config entries of DeepSeek's latent attention and of its routing of tokens to experts."""
+    """Return the config entries of DeepSeek's latent attention and of its routing of tokens to
+    experts."""
     return {
         "qk_nope_head_dim": values.whole("attention.key_length_mla") - rotary_dim,
         "qk_rope_head_dim": rotary_dim,
@@ -437,7 +442,7 @@ def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
 
 
 def _linear_config(values: _Values) -> dict[str, Any]:
-    """Config entries of Qwen3-Next's linear attention."""
+    """Return the config entries of Qwen3-Next's linear attention."""
     layers, kinds = values.whole("block_count"), values.get("attention.recurrent_layers")
     if not isinstance(kinds, list):
         period = max(values.whole("full_attention_interval", 4), 1)
@@ -454,7 +459,8 @@ def _linear_config(values: _Values) -> dict[str, Any]:
 def _layer_config(
     values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Config entries of families whose layers differ from Llama's, or from each other."""
+    """Return the config entries of families whose layers differ from Llama's, or from each
+    other."""
     own, found = family.own_keys, dict[str, Any]()
     if "query_pre_attn_scalar" in own:
         wide = config["num_hidden_layers"] == family.gguf.wide_scale_layers
@@ -482,7 +488,7 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
-    """The `model_type` of the architecture's first family that can have the file's number of
+    """Return the `model_type` of the architecture's first family that can have the file's number of
     experts and window (0 is none), of those with its gating function; the first of these if none
     can."""
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
@@ -500,7 +506,7 @@ def _family_of(values: _Values, experts: int, window: int) -> str:
 def _expert_config(
     values: _Values, stored: Shapes, names: ExpertNames | None, experts: int
 ) -> dict[str, Any]:
-    """Config entries of a mixture of experts."""
+    """Return the config entries of a mixture of experts."""
     layers = values.whole("block_count")
     routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
     router = next((shape for shape in routers if shape is not None), None)
@@ -529,7 +535,7 @@ def _rope_config(
     factors: Mapping[str, Tensor],
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Config entries of rotary positions, under the keys of transformers 5 and 4."""
+    """Return the config entries of rotary positions, under the keys of transformers 5 and 4."""
     family, found = FAMILIES[config["model_type"]].spec, dict[str, Any]()
     theta = values.real("rope.freq_base", 10_000.0)
     kind = values.get("rope.scaling.type", "none")
@@ -559,7 +565,8 @@ def _rope_config(
 
 
 def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """LongRoPE's settings: `known` (from firstlight.config), or else from the file's entries."""
+    """Return LongRoPE's settings: `known` (from firstlight.config), or else from the file's
+    entries."""
     if isinstance(known, dict):
         return {**known, "rope_type": "longrope"}
     return {
@@ -572,7 +579,7 @@ def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]
 
 
 def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
-    """YaRN's settings: `known` (from firstlight.config), or else from the file's entries."""
+    """Return YaRN's settings: `known` (from firstlight.config), or else from the file's entries."""
     if isinstance(known, dict):
         return {**known, "rope_type": "yarn"}
     factor = values.real("rope.scaling.factor")
@@ -596,8 +603,8 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
-    """Llama 3's rotary settings: `known` (from firstlight.config), or else `_LLAMA3`. They must
-    give the file's divisors of the frequencies, `factors`, fp32 [rotary_dim / 2]."""
+    """Return Llama 3's rotary settings: `known` (from firstlight.config), or else `_LLAMA3`. They
+    must give the file's divisors of the frequencies, `factors`, fp32 [rotary_dim / 2]."""
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
     model: Any = config_from_hf({"model_type": "llama", "rope_scaling": scaling}, "the file")

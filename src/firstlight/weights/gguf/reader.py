@@ -80,7 +80,7 @@ class GGUFModel:
         return generation_of(self.metadata)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The file's tokenizer; None if there is none.
+        """Return the file's tokenizer; None if there is none.
 
         Raises:
             TokenizerError: the vocabulary is damaged, or of a kind that is not supported.
@@ -131,7 +131,7 @@ def read_gguf(path: Path) -> GGUFModel:
 
 
 def gguf_folder(path: Path) -> Path:
-    """The Hugging Face folder of a GGUF file's model, in the cache of this machine.
+    """Return the Hugging Face folder of a GGUF file's model, in the cache of this machine.
 
     It is written in fp32 when the file is opened for the first time, or has changed.
 
@@ -202,7 +202,8 @@ class GGUFParser:
         self._position = self._values = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
-        """The metadata, the tensors' entries by name, and the position of the data section."""
+        """Return the metadata, the tensors' entries by name, and the position of the data
+        section."""
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is not a GGUF file")
         version = self._number("I")
@@ -247,7 +248,7 @@ class GGUFParser:
 
     @staticmethod
     def _kind_of(name: str, stored: GGUFTensor) -> tuple[Any, int]:
-        """A tensor's ggml type, and the number of bytes of one row."""
+        """Return a tensor's ggml type, and the number of bytes of one row."""
         gguf = import_gguf()
         try:
             kind = gguf.GGMLQuantizationType(stored.kind)
@@ -259,7 +260,7 @@ class GGUFParser:
         return kind, stored.shape[-1] // block * block_bytes
 
     def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
-        """A tensor's numbers, dequantised to fp32, in the shape `stored.shape`.
+        """Return a tensor's numbers, dequantised to fp32, in the shape `stored.shape`.
 
         Args:
             name: the tensor's name, for messages.

@@ -91,7 +91,8 @@ class TensorRule:
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
-        """A source tensor, of shape `shape`, in the file's layout (one of several if `stacked`)."""
+        """Return a source tensor, of shape `shape`, in the file's layout (one of several if
+        `stacked`)."""
         if self.taken:
             source = source.index_select(self.axis, torch.tensor(self.taken))
         if self.change == "transposed":
@@ -121,7 +122,7 @@ class TensorRule:
         whole.index_copy_(self.axis, torch.tensor(self.taken), values)
 
     def from_gguf(self, stored: Tensor) -> Tensor:
-        """The inverse of `to_gguf`: the source, or its slices `taken`."""
+        """Return the inverse of `to_gguf`: the source, or its slices `taken`."""
         if self.change == "transposed":
             return stored.mT.contiguous()
         if self.change in ("by_head", "by_head_transposed"):
@@ -139,7 +140,7 @@ class TensorRule:
 
 
 def tensor_rules(model: Any) -> Iterator[TensorRule]:
-    """All tensors of a model, except its rotary factors, in the order of the file.
+    """Yield all tensors of a model, except its rotary factors, in the order of the file.
 
     Args:
         model: the model's config.
@@ -160,7 +161,7 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
 
 
 def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of layer number `layer`, counted from 0."""
+    """Yield the tensors of layer number `layer`, counted from 0."""
     kind = model.family.gguf.layer
     if kind == "named":
         yield from _named_rules(model, theirs, ours)
@@ -191,7 +192,7 @@ def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[Ten
 
 
 def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
-    """The tensors of a norm over `size` numbers; 0 stands for hidden_size."""
+    """Yield the tensors of a norm over `size` numbers; 0 stands for hidden_size."""
     kind: Change = "one_plus" if model.family.norm_kind == "one_plus" else "none"
     sizes = (size or model.hidden_size,)
     yield TensorRule(f"{theirs}.weight", (f"{ours}.weight",), sizes, kind)
@@ -200,7 +201,7 @@ def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[T
 
 
 def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of a layer with biases everywhere, whose parts `GGUFSpec.block` names."""
+    """Yield the tensors of a layer with biases everywhere, whose parts `GGUFSpec.block` names."""
     C = model.hidden_size
     F = model.intermediate_size
     heads = model.num_attention_heads
@@ -222,7 +223,7 @@ def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _block_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of a layer of the Llama-like families."""
+    """Yield the tensors of a layer of the Llama-like families."""
     spec = model.family
     norms = spec.norms
     for word, name in (
@@ -274,7 +275,7 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
 def _head_norm_rules(
     model: Any, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
-    """The norm of queries or keys, if the model has one."""
+    """Yield the norm of queries or keys, if the model has one."""
     D = model.head_dim
     if model.qk_norm == "own":
         names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))
@@ -312,14 +313,14 @@ def _expert_rules(model: Any, names: ExpertNames, theirs: str, ours: str) -> Ite
 
 
 def _two_norm_rules(model: Any, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
-    """The norms before attention and MLP; `second` is llama.cpp's name of the latter."""
+    """Yield the norms before attention and MLP; `second` is llama.cpp's name of the latter."""
     yield from _norm_rules(model, f"{theirs}attn_norm", f"{ours}input_layernorm")
     yield from _norm_rules(model, theirs + second, f"{ours}post_attention_layernorm")
 
 
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of multi-head latent attention; kv_b_proj, with the rows of each head's key and
-    value, is split in two. H heads; L and Q are the ranks of the KV and query latents."""
+    """Yield the tensors of multi-head latent attention; kv_b_proj, with the rows of each head's key
+    and value, is split in two. H heads; L and Q are the ranks of the KV and query latents."""
     C = model.hidden_size
     H = model.num_attention_heads
     L = model.kv_lora_rank
@@ -351,7 +352,7 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Iterator[TensorRule]:
-    """A layer's routed experts, and its shared experts, which are one MLP."""
+    """Yield a layer's routed experts, and its shared experts, which are one MLP."""
     if model.family.experts is not None:
         yield from _expert_rules(model, model.family.experts, theirs, ours)
     C = model.hidden_size
@@ -368,8 +369,8 @@ def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Ite
 
 
 def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate between the
-    gate's and the up projection's."""
+    """Yield gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate
+    between the gate's and the up projection's."""
     C = model.hidden_size
     F = model.intermediate_size
     E = model.num_experts
@@ -388,9 +389,9 @@ def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorR
 
 
 def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of Qwen3-Next's linear attention. Rows of in_proj_qkvz, which has queries, keys,
-    values and gates of each key head, are split into all q, k, v, and all gates. G key heads of
-    size D, H value heads of size E."""
+    """Yield the tensors of Qwen3-Next's linear attention. Rows of in_proj_qkvz, which has queries,
+    keys, values and gates of each key head, are split into all q, k, v, and all gates. G key heads
+    of size D, H value heads of size E."""
     C = model.hidden_size
     G = model.linear_num_key_heads
     H = model.linear_num_value_heads

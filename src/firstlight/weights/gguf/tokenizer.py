@@ -307,7 +307,7 @@ def _refused(reason: str) -> TokenizerError:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Texts of all tokens, by id; `[PAD<id>]` for ids without a token."""
+    """Return texts of all tokens, by id; `[PAD<id>]` for ids without a token."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
@@ -320,7 +320,7 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
 def _types(
     tokens: Sequence[str], added: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """tokenizer.ggml.token_type of every token, by id."""
+    """Return tokenizer.ggml.token_type of every token, by id."""
 
     def kind(token: str) -> int:
         if token == model.get("unk_token"):
@@ -337,13 +337,13 @@ def _types(
 
 
 def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The merges as pairs (left, right); older tokenizer.json files have "left right"."""
+    """Return the merges as pairs (left, right); older tokenizer.json files have "left right"."""
     pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
     return [(left, right) for left, right in pairs]
 
 
 def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """tokenizer.ggml.pre of a byte-level BPE tokenizer, and notes for the user.
+    """Return tokenizer.ggml.pre of a byte-level BPE tokenizer, and notes for the user.
 
     Args:
         state: content of tokenizer.json.
@@ -373,7 +373,8 @@ def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str
 
 
 def _patterns(stage: Mapping[str, Any]) -> tuple[str, ...]:
-    """The patterns of a byte-level pre-tokenizer in tokenizer.json, in `_canonical` spelling.
+    """Return the patterns of a byte-level pre-tokenizer in tokenizer.json, in `_canonical`
+    spelling.
 
     Raises:
         TokenizerError: it is not byte-level, or has a step that is not a pattern.
@@ -400,7 +401,7 @@ def _patterns(stage: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _canonical(pattern: str) -> str:
-    """The pattern in the spelling of `PRE_TOKENIZERS`."""
+    """Return the pattern in the spelling of `PRE_TOKENIZERS`."""
     for other, ours in _SPELLINGS.items():
         pattern = pattern.replace(other, ours)
     return pattern
@@ -416,7 +417,8 @@ def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> No
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """(True if a tokenizer with byte fallback puts a space before a text, notes for the user).
+    """Return (True if a tokenizer with byte fallback puts a space before a text, notes for the
+    user).
 
     Raises:
         TokenizerError: the tokenizer treats spaces in another way than Llama 2's.
@@ -498,7 +500,8 @@ _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer in a GGUF file's metadata, with the ids of llama.cpp; None if there is none.
+    """Return the tokenizer in a GGUF file's metadata, with the ids of llama.cpp; None if there is
+    none.
 
     Raises:
         TokenizerError: the vocabulary is damaged, or of a kind that is not supported.
@@ -556,7 +559,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def _is_used(token: Any, index: int) -> bool:
-    """False for an id without a token.
+    """Return False for an id without a token.
 
     Raises:
         TokenizerError: the token is not a text.
@@ -609,7 +612,7 @@ def _pieces(
     vocabulary: dict[str, int],
     named: Mapping[str, str],
 ) -> tokenizers.Tokenizer:
-    """BPE with byte fallback, of the kind "llama".
+    """Return BPE with byte fallback, of the kind "llama".
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.

@@ -113,7 +113,7 @@ def write_gguf(
 
 
 def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
-    """The model's name, with which llama.cpp loads the file.
+    """Return the model's name, with which llama.cpp loads the file.
 
     If the name contains "phi3" or "phi-3", llama.cpp requires the special tokens of Phi-3's
     tokenizer. With another tokenizer, they become "phi 3".
@@ -125,7 +125,8 @@ def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
 
 
 def _header(writer: Any) -> bytes:
-    """The file up to the tensors' data: header, metadata, names and shapes of the tensors."""
+    """Return the file up to the tensors' data: header, metadata, names and shapes of the
+    tensors."""
     # The package gguf only writes to files that it opens: its writer gets a buffer instead.
     import gguf
 
@@ -189,7 +190,7 @@ def gguf_notes(
 
 
 def import_gguf() -> Any:
-    """The package gguf.
+    """Return the package gguf.
 
     Raises:
         MissingDependencyError: the package is not installed.
@@ -273,7 +274,8 @@ def _stored_type(dtype: GGUFDtype) -> GGMLQuantizationType:
 
 
 def _type_of(rule: TensorRule, dtype: GGUFDtype) -> GGMLQuantizationType:
-    """The ggml type of a tensor in a file of format `dtype`; exceptions as in `write_gguf`."""
+    """Return the ggml type of a tensor in a file of format `dtype`; exceptions as in
+    `write_gguf`."""
     if rule.small:
         return _stored_type("f32")
     if dtype == "q8_0" and rule.gguf_shape[-1] % _BLOCK:
@@ -295,7 +297,7 @@ def _add_tensor_info(
 def _encoded(
     rule: TensorRule, tensors: Mapping[str, Tensor], kind: GGMLQuantizationType
 ) -> Iterator[NDArray[Any]]:
-    """The bytes of a tensor, as one numpy array for each of its sources.
+    """Yield the bytes of a tensor, as one numpy array for each of its sources.
 
     Args:
         rule: the tensor.
