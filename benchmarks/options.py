@@ -106,7 +106,7 @@ class ScalingBench:
     """Options of `benchmarks scaling`.
 
     Attributes:
-        nproc: greatest number of processes: 1, 2, 4, ... and this number are measured.
+        nproc: maximum number of processes: 1, 2, 4, ... and this number are measured.
         model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or a
             recipe's.
         engines: only these: ddp, fsdp, fsdp-kept, fsdp-offload, hybrid, tensor, pipeline, zero-1,
@@ -181,7 +181,7 @@ class GPUBench(FolderBench):
     """Options of `benchmarks gpu`.
 
     Attributes:
-        seconds: greatest duration of the call, beside its imports; items that would not end in time
+        seconds: maximum duration of the call, beside its imports; items that would not end in time
             are left for the next.
         items: only these, such as A,C,D-124m; D stands for all whose names begin with D.
         device: cuda; or cpu, a dry run of every item with tiny shapes.

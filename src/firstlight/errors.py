@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable
 
 #: Exit code of `firstlight train` for a run that was stopped early and saved a checkpoint: the same
-#: command goes on with it (EX_TEMPFAIL of sysexits.h).
+#: command continues it (EX_TEMPFAIL of sysexits.h).
 STOPPED_EXIT_CODE = 75
 #: Exit code of `firstlight train` for a run that diverged.
 DIVERGED_EXIT_CODE = 76

@@ -56,7 +56,7 @@ CONVERSATION = [
 #: with heads of size 2 reach 0.13.
 TOLERANCES = {"f32": 3e-5, "f16": 0.04, "bf16": 0.2, "q8_0": 0.22}
 
-#: Greatest rounding error of a weight in the same formats, as (fraction of its tensor's largest
+#: Largest rounding error of a weight in the same formats, as (fraction of its tensor's largest
 #: absolute value, absolute error of subnormal numbers); the two are added.
 _ROUNDING = {
     "f32": (0.0, 0.0),
@@ -173,7 +173,7 @@ def require_same_tensors(
 
 
 def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
-    """Return the largest absolute value in `source`, and the greatest absolute difference between
+    """Return the largest absolute value in `source`, and the largest absolute difference between
     `source` and `result`; 0 and infinity if their shapes differ."""
     if source.shape != result.shape:
         return 0.0, float("inf")
@@ -197,14 +197,14 @@ def require_same_logits(
 
     Args:
         source, result: logits, [1, T, V].
-        limit: greatest allowed difference, as a fraction of the source's largest logit.
+        limit: largest allowed difference, as a fraction of the source's largest logit.
         is_routed: True if weights were rounded and the model has routers. Rounding sends a few
             tokens to other experts, where differences of up to 0.9 of the largest logit were
             measured. Only half of the positions must then be within the limit: at the median
             position, the measured difference is that of models without experts.
 
     Returns:
-        The greatest difference at any position, and the largest absolute logit of the source, both
+        The largest difference at any position, and the largest absolute logit of the source, both
         after the subtraction.
 
     Raises:

@@ -120,7 +120,7 @@ class Conversion:
         parameters: number of weights that were written.
         dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. A Hugging Face
             folder can also have "f64", or "mixed" for several dtypes, if its source has.
-        largest_difference: greatest difference between logits of source and result on a fixed
+        largest_difference: largest difference between logits of source and result on a fixed
             prompt, after the mean of each position is subtracted (softmax ignores it).
         largest_logit: largest absolute logit of the source, after the same subtraction.
         has_chat_template: True if source and result have the same chat template, False if neither
@@ -180,9 +180,9 @@ def convert(
         tokenizer: a tokenizer's folder or file, which replaces the source's tokenizer.
         config: a JSON file with keys of a Hugging Face config.json that another program's files
             lack.
-        tolerance: greatest allowed difference between logits, as a fraction of the largest logit;
-            None is the format's own limit (`TOLERANCES`). For formats of llama.cpp's quantiser,
-            the greatest allowed relative increase of the perplexity (`PERPLEXITY_LIMITS`).
+        tolerance: largest allowed difference between logits, as a fraction of the largest logit;
+            None is the format's own limit (`TOLERANCES`). For formats of llama.cpp's quantiser, the
+            largest allowed relative increase of the perplexity (`PERPLEXITY_LIMITS`).
         calibration: a text file for the importance matrix of llama.cpp's quantiser.
         best: take a run folder's checkpoint with the lowest validation loss, not the newest.
 
@@ -425,7 +425,7 @@ def _compare(
     """Refuse a result that differs from the source by more than the rounding of `kind`.
 
     Returns:
-        The greatest difference of two logits, the largest logit, and notes.
+        The largest difference of two logits, the largest logit, and notes.
     """
     notes: list[str] = []
     if model.tokenizer is not None:

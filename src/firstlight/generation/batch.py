@@ -37,7 +37,7 @@ _REACH_STEP = 64
 #: `BatchDecoder.pass_tokens` on a CPU and on a GPU, which take about as long for them.
 _CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
-#: Greatest number of logits (elements) in memory at a time while a prompt is scored.
+#: Maximum number of logits (elements) in memory at a time while a prompt is scored.
 _MOST_LOGITS = 2**22
 
 
@@ -54,9 +54,9 @@ class BatchDecoder:
 
     Args:
         model: a model in evaluation mode.
-        max_sequences: greatest number of sequences at a time.
-        max_tokens: greatest length of each sequence, its prompt and new tokens together; at most
-            the model's context.
+        max_sequences: maximum number of sequences at a time.
+        max_tokens: maximum length of each sequence, its prompt and new tokens together; at most the
+            model's context.
         reuse_prefixes: reuse the cached keys and values of an earlier sequence that begins with the
             same tokens, as in a conversation. A prompt that is computed in two parts is rounded
             differently, in the last digit.
@@ -66,8 +66,8 @@ class BatchDecoder:
     Attributes:
         lengths: tokens of each sequence so far.
         cache: keys and values of all sequences.
-        pass_tokens: greatest number of tokens, padding included, of prompts that `add_many`
-            computes together. Fewer would leave a part of the device idle.
+        pass_tokens: maximum number of tokens, padding included, of prompts that `add_many` computes
+            together. Fewer would leave a part of the device idle.
 
     Raises:
         ConfigError: the model can't be compiled on this machine.
@@ -88,7 +88,7 @@ class BatchDecoder:
         lay_out(model)
         parameter = next(model.parameters())
         self._device = parameter.device
-        # The cache is longer than the greatest reach, because torch.compile would specialise the
+        # The cache is longer than the maximum reach, because torch.compile would specialise the
         # step to a reach that equals the size of the cache.
         cache_tokens = self.max_tokens + (_REACH_STEP if compile else 0)
         self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
@@ -351,7 +351,7 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         )
 
 
-#: Greatest number of recorded steps; each takes some hundred KiB of GPU memory for its kernels. 64
+#: Maximum number of recorded steps; each takes some hundred KiB of GPU memory for its kernels. 64
 #: texts of up to 4,096 tokens have 11 numbers of texts and 11 reaches.
 _MOST_RECORDED = 128
 
@@ -442,7 +442,7 @@ class RaggedSteps:
 
     Args:
         compute: the step. The cache, which it also reads and writes, must keep its address.
-        max_sequences: greatest number of sequences.
+        max_sequences: maximum number of sequences.
         device: device of the model.
     """
 

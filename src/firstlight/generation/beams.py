@@ -66,7 +66,7 @@ def beam_search(
 ) -> tuple[list[int], str]:
     """Beam search, as in transformers with length_penalty 1.
 
-    In each step the `config.beams` continuations with the greatest sum of log-probabilities are
+    In each step the `config.beams` continuations with the largest sum of log-probabilities are
     kept. Texts that have ended are kept apart, ranked by their mean log-probability per token. The
     search stops when there are `config.beams` ended texts and the best beam's mean, at its present
     length, is not above that of the worst ended text.
@@ -127,7 +127,7 @@ def _next_beams(
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:
-    """Return the beams after one more token, likeliest first, and for each the index of the beam
+    """Return the beams after one more token, most likely first, and for each the index of the beam
     that it continues.
 
     Args:
@@ -145,7 +145,7 @@ def _next_beams(
     scores_N = torch.cat(scores)
     vocab_size = logits_BV.shape[1]
     # As many candidates as all beams' end tokens and `config.beams` more, so that enough beams are
-    # left if all end tokens are among the likeliest.
+    # left if all end tokens are among the most likely.
     wanted = min((1 + max(len(ends), 1)) * config.beams, len(scores_N))
     values, places = scores_N.topk(wanted)
     following, rows = list[_Beam](), list[int]()

@@ -67,7 +67,7 @@ def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -
 
 
 def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
-    """Return the greatest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true,
+    """Return the largest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true,
     and `fits` must be monotonic: if n turns fit, fewer turns do, too.
 
     The search doubles n and then bisects, so that `fits` is never called with more than twice the

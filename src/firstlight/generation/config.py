@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from firstlight.errors import ConfigError
 
-#: Greatest number of beams. It is limited because each beam has a key-value cache of its own.
+#: Maximum number of beams. It is limited because each beam has a key-value cache of its own.
 _MOST_BEAMS = 64
 
 
@@ -16,28 +16,28 @@ class SamplingConfig:
     """Settings of sampling, beam search and the length of the new text.
 
     Attributes:
-        max_new_tokens: greatest number of new tokens.
+        max_new_tokens: maximum number of new tokens.
         temperature: divisor of the logits; a higher temperature gives unlikely tokens more
-            probability; 0 always chooses the likeliest token.
-        top_k: number of likeliest tokens to choose from, together with any that are as likely as
+            probability; 0 always chooses the most likely token.
+        top_k: number of most likely tokens to choose from, together with any that are as likely as
             the last of them; 0 is off.
-        top_p: choose from the fewest likeliest tokens whose probabilities sum to at least this; 1
+        top_p: choose from the fewest most likely tokens whose probabilities sum to at least this; 1
             is off (Holtzman et al. 2020). Applied after temperature and top_k.
         seed: seed of the random numbers; the same seed gives the same text. Without a seed, one is
             drawn.
-        min_p: least probability of a token relative to that of the likeliest token; 0 is off
+        min_p: least probability of a token relative to that of the most likely token; 0 is off
             (Nguyen et al. 2024). Applied after temperature and before top_k and top_p.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
             tokens that the prompt or the new text contains; 1 is off (Keskar et al. 2019).
         stop: texts that end the continuation; they are not part of it.
-        logprobs: number of likeliest tokens whose log-probabilities are returned for each new
+        logprobs: number of most likely tokens whose log-probabilities are returned for each new
             token, besides its own; None returns none.
         frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each
             time that it was chosen; 0 is off. Defined as in OpenAI's API.
         presence_penalty: number from -2 to 2 that is subtracted from the logit of each token that
             was chosen before; 0 is off. Defined as in OpenAI's API.
         logit_bias: numbers from -100 to 100 by token id, added to the logits of these tokens.
-        prompt_logprobs: number of likeliest tokens whose log-probabilities are returned for each
+        prompt_logprobs: number of most likely tokens whose log-probabilities are returned for each
             token of the prompt, besides its own; None returns none. With it, `max_new_tokens` may
             be 0.
         slide: continue beyond the model's context: when the context is full, its latest half
@@ -46,8 +46,8 @@ class SamplingConfig:
             instead of half of the context. With 1, as in LLMs-from-scratch, each further token is
             computed from the whole context, which takes longer.
         beams: number of beams of a beam search, which does not sample, and returns the text with
-            the greatest mean log-probability per token that it finds; 1 is off.
-        choices: number of likeliest tokens that are returned for each new token, with their
+            the largest mean log-probability per token that it finds; 1 is off.
+        choices: number of most likely tokens that are returned for each new token, with their
             probability by the model and their probability in the choice (after penalties, biases,
             temperature, top_k, top_p and min_p); None returns none.
 

@@ -36,7 +36,8 @@ class Generation:
         finish_reason: "stop" at an end token or stop text, "length" at a limit.
         seed: seed that gives the same text again.
         logprobs: log-probability of each of `token_ids`; None if the config does not ask for them.
-        choices: likeliest tokens at each of `token_ids`; None if the config does not ask for them.
+        choices: most likely tokens at each of `token_ids`; None if the config does not ask for
+            them.
     """
 
     prompt: str
@@ -203,7 +204,7 @@ class Chosen:
     Attributes:
         token_id: id of the token.
         logprob: log-probability of the token; None if the config does not ask for it.
-        choices: likeliest tokens; empty if the config does not ask for them.
+        choices: most likely tokens; empty if the config does not ask for them.
     """
 
     token_id: int
@@ -329,7 +330,7 @@ def _chosen(
         logprob, further = _token_logprob(token_id, *further[:3]), further[3:]
     for one, model, sampled in zip(*further, strict=True):
         choices.append(TokenChoice(int(one), model, sampled, int(one) == token_id))
-    # The chosen token comes last, unless it is among the likeliest.
+    # The chosen token comes last, unless it is among the most likely.
     if any(choice.is_chosen for choice in choices[:-1]):
         choices.pop()
     return Chosen(token_id, logprob, choices)
@@ -402,7 +403,7 @@ class TokenLogprob:
     Attributes:
         token_id: id of the token.
         logprob: natural logarithm of its probability.
-        top: (id, log-probability) of the likeliest tokens, likeliest first.
+        top: (id, log-probability) of the most likely tokens, most likely first.
     """
 
     token_id: int
@@ -411,12 +412,12 @@ class TokenLogprob:
 
 
 def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """For each of T positions, the log-probabilities of its token and of the `top` likeliest.
+    """For each of T positions, the log-probabilities of its token and of the `top` most likely.
 
     Args:
         logits_TV: logits of the positions.
         token_ids: T token ids.
-        top: number of likeliest tokens.
+        top: number of most likely tokens.
 
     Raises:
         ModelError: a logit is NaN or infinite.
@@ -431,7 +432,7 @@ def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[T
 
 def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probability [T, 1] of a token of each position, and the ids and
-    log-probabilities [T, N] of the `top` likeliest."""
+    log-probabilities [T, N] of the `top` most likely."""
     logprobs_TV = logits_TV.float().log_softmax(-1)
     best = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))
     return logprobs_TV.gather(1, ids_T1), best.indices, best.values

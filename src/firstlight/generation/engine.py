@@ -331,16 +331,16 @@ def generate(
     Args:
         checkpoint: a folder or hub id as for `load`, or a model that `load` returned.
         prompt: text to continue; an empty one starts from the model's beginning-of-text token.
-        max_new_tokens: greatest number of new tokens.
-        temperature: divisor of the logits; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to choose from; 0 is all.
-        top_p: least total probability of the likeliest tokens to choose from; 1 is all.
+        max_new_tokens: maximum number of new tokens.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number of most likely tokens to choose from; 0 is all.
+        top_p: least total probability of the most likely tokens to choose from; 1 is all.
         seed: seed of the random choice; None draws one.
-        min_p: least probability of a token, relative to the likeliest token's; 0 is off.
+        min_p: least probability of a token, relative to the most likely token's; 0 is off.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
             tokens that the prompt or the new text contains; 1 is off.
         stop: texts that end the continuation.
-        logprobs: number of likeliest tokens whose log-probabilities are returned; None is off.
+        logprobs: number of most likely tokens whose log-probabilities are returned; None is off.
         frequency_penalty: number subtracted from a token's logit for each time that it was chosen.
         presence_penalty: number subtracted from the logit of each token that was chosen before.
         logit_bias: token id -> number added to its logit.
@@ -348,7 +348,8 @@ def generate(
         slide_tokens: number of the oldest tokens that slide forgets each time the context is full;
             None forgets half of the context.
         beams: number of beams of a beam search; 1 is no beam search.
-        choices: number of likeliest tokens that are returned with their probabilities; None is off.
+        choices: number of most likely tokens that are returned with their probabilities; None is
+            off.
         compile: see `GenerationStream`.
 
     Raises:
@@ -390,7 +391,7 @@ def generate_batch(
         loaded: a model from `load`.
         prompts: texts to continue.
         config: see `SamplingConfig`.
-        batch_size: greatest number of texts that are generated at a time.
+        batch_size: maximum number of texts that are generated at a time.
         compile: see `GenerationStream`.
 
     Returns:

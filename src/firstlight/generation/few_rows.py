@@ -35,7 +35,7 @@ from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.moe import Router
 
-#: Greatest number of rows for the kernels. With more rows, arithmetic takes more time than reading
+#: Maximum number of rows for the kernels. With more rows, arithmetic takes more time than reading
 #: the weights, and torch's kernels are faster.
 MOST_ROWS = 8
 
@@ -322,7 +322,7 @@ def _processor() -> str:
 
 # 8-bit weights
 
-#: Greatest number of rows for torch's int8 kernel on a CPU; with more rows it is faster to convert
+#: Maximum number of rows for torch's int8 kernel on a CPU; with more rows it is faster to convert
 #: the weights to bf16 first.
 _INT8_ROWS = 16
 #: torch's kernel reads past the end of rows whose length is not a multiple of this number, so rows
@@ -335,7 +335,7 @@ class Int8Linear(nn.Module):
     each output: half the bytes of bf16. Inputs and outputs are bf16.
 
     Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8). Weights are rounded to nearest;
-    the weight of an output with the greatest absolute value becomes 127 or -127.
+    the weight of an output with the largest absolute value becomes 127 or -127.
 
     Args:
         weight: weights to quantise, [out, in].

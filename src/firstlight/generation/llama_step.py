@@ -20,7 +20,7 @@ from firstlight.models.ops import Embedding, attention
 
 #: Sizes that the kernel takes: a head has whole vectors, of up to 16 numbers.
 _HEAD_MULTIPLE = 16
-#: Greatest number of texts of a step. For more, torch's products are faster.
+#: Maximum number of texts of a step. For more, torch's products are faster.
 MOST_TEXTS = 16
 
 
@@ -63,7 +63,7 @@ class LlamaStep:
         cache: its cache.
 
     Attributes:
-        most_rows: greatest number of sequences.
+        most_rows: maximum number of sequences.
     """
 
     def __init__(self, model: Llama, cache: KVCache) -> None:

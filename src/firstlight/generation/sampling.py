@@ -138,10 +138,10 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
     """Return the probabilities to draw from, fp32 [..., V], from logits [..., V]: temperature,
     min-p, top-k and top-p (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
     logits_V = logits_V.float()
-    # The greatest logit becomes 0, so that a small temperature can't overflow.
+    # The largest logit becomes 0, so that a small temperature can't overflow.
     logits_V = (logits_V - logits_V.amax(-1, keepdim=True)) / max(config.temperature, 1e-30)
     if config.min_p > 0:
-        # The likeliest token has logit 0, so that log(p / p_max) is the logit itself.
+        # The most likely token has logit 0, so that log(p / p_max) is the logit itself.
         logits_V = logits_V.masked_fill(logits_V < math.log(config.min_p), float("-inf"))
     if 0 < config.top_k < logits_V.shape[-1]:
         smallest_kept = logits_V.topk(config.top_k).values[..., -1:]
@@ -150,7 +150,7 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
     if config.top_p < 1:
         ordered, order = probabilities_V.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        # `before > 0` keeps the likeliest token also if top_p is rounded to 0 in fp32.
+        # `before > 0` keeps the most likely token also if top_p is rounded to 0 in fp32.
         dropped = (before >= config.top_p) & (before > 0)
         probabilities_V = probabilities_V.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
         probabilities_V = probabilities_V / probabilities_V.sum(-1, keepdim=True)

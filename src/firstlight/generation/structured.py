@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
 #: Limit of a process' memory, in bytes beyond what it has with the vocabulary loaded.
 _MEMORY = 256 * 2**20
-#: Greatest number of characters of a schema, and number of tokens that are tried with a new schema.
+#: Maximum number of characters of a schema, and number of tokens that are tried with a new schema.
 _LONGEST_SCHEMA, _TRIED_TOKENS = 2**16, 24
-#: Greatest number of characters of llguidance's text in an error message.
+#: Maximum number of characters of llguidance's text in an error message.
 _LONGEST_ERROR = 200
 
 

@@ -204,7 +204,7 @@ class RequestGuard:
     Args:
         app: application that gets the accepted requests.
         access: allowed hosts and origins, and the API key.
-        max_header_bytes: greatest size of path, query and headers together.
+        max_header_bytes: maximum size of path, query and headers together.
         count: callback with path and status of each request.
     """
 

@@ -232,8 +232,8 @@ class _Page:
             task.cancel()
 
 
-#: Field of `SamplingConfig` -> its label, description, and least and greatest value of its slider
-#: on the page; None is an input field for an integer.
+#: Field of `SamplingConfig` -> its label, description, and least and largest value of its slider on
+#: the page; None is an input field for an integer.
 _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
     "temperature": (
         "Temperature",

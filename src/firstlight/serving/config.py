@@ -20,22 +20,22 @@ KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
 
 _MAX_KEY_BYTES = 4096
 
-#: Greatest number of choices of a prompt.
+#: Maximum number of choices of a prompt.
 MAX_CHOICES = 8
-#: Greatest number of prompts of a request, and of token ids of one prompt in the JSON. The encoder
+#: Maximum number of prompts of a request, and of token ids of one prompt in the JSON. The encoder
 #: has the model's limit.
 MAX_PROMPTS, MAX_PROMPT_IDS = 64, 200_000
-#: Greatest number of messages of a conversation, and of parts of a message.
+#: Maximum number of messages of a conversation, and of parts of a message.
 MAX_MESSAGES, MAX_PARTS = 512, 64
-#: Greatest number of tools, and of the tool calls of a message.
+#: Maximum number of tools, and of the tool calls of a message.
 MAX_TOOLS = 128
-#: Greatest number of stop texts, and of characters of a stop text.
+#: Maximum number of stop texts, and of characters of a stop text.
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
-#: Greatest `logprobs` of a completion, and `top_logprobs` of a chat.
+#: Largest `logprobs` of a completion, and `top_logprobs` of a chat.
 MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
-#: Greatest number of entries of `logit_bias`.
+#: Maximum number of entries of `logit_bias`.
 MAX_BIASES = 1024
-#: Greatest number of names and objects in the JSON of a body. Validating a body of a million bytes
+#: Maximum number of names and objects in the JSON of a body. Validating a body of a million bytes
 #: that is nothing but names would hold up the answers of other clients.
 MAX_NAMES = 20_000
 #: OpenAI's default of `max_tokens` for completions. Without it, a chat's answer may fill the
@@ -54,9 +54,9 @@ class Limits:
         header_timeout: seconds for the headers of a request to arrive.
         body_timeout: seconds for the body of a request to arrive.
         write_timeout: seconds that a client may leave sent bytes unread.
-        max_body_bytes: greatest size of a request's body, in bytes.
-        max_header_bytes: greatest size of a request's headers, in bytes.
-        max_connections: greatest number of simultaneous connections; a further one closes one that
+        max_body_bytes: maximum size of a request's body, in bytes.
+        max_header_bytes: maximum size of a request's headers, in bytes.
+        max_connections: maximum number of simultaneous connections; a further one closes one that
             waits for a request, or is refused with status 503.
     """
 
@@ -70,7 +70,7 @@ class Limits:
 
 
 _MOST = 2**31
-#: Least and greatest value of each option that is a number.
+#: Least and largest value of each option that is a number.
 _RANGES = {
     "port": (0, 65535),
     "max_batch_size": (1, 4096),
@@ -100,11 +100,11 @@ class ServerOptions:
             several are allowed.
         allowed_origins: origin of another web page that may send requests (the header Origin);
             several are allowed.
-        max_batch_size: greatest number of texts that are generated at a time.
-        max_queue: greatest number of waiting texts; more are refused with status 429.
+        max_batch_size: maximum number of texts that are generated at a time.
+        max_queue: maximum number of waiting texts; more are refused with status 429.
         compile: decode through torch.compile, which takes one or two minutes of compiling before
             the first request.
-        max_context_tokens: greatest number of tokens of a text, prompt and answer together; without
+        max_context_tokens: maximum number of tokens of a text, prompt and answer together; without
             it, the model's limit.
         template_options: variables of the chat template, unless a request sets them.
         shutdown_timeout: seconds for running answers to end, after a signal.

@@ -184,9 +184,9 @@ class GenerationRequest(UnsupportedFields):
         model: name of the model, as in the response of `/v1/models`; may be missing.
         stream: send chunks while the answer is generated, as server-sent events.
         stream_options: options of a stream.
-        max_tokens: greatest number of new tokens of each choice; also limited by the context.
+        max_tokens: maximum number of new tokens of each choice; also limited by the context.
         n: number of choices of each prompt, whose seeds are `seed`, `seed + 1`, ...
-        temperature: divisor of the logits; 0 always chooses the likeliest token.
+        temperature: divisor of the logits; 0 always chooses the most likely token.
         top_p: see `SamplingConfig`.
         top_k, min_p, repetition_penalty: see `SamplingConfig`; OpenAI does not have these fields.
         stop: texts that end an answer; they are not part of it.
@@ -252,7 +252,7 @@ class CompletionRequest(GenerationRequest):
         prompt: a text, several texts, a list of token ids (control tokens are allowed), or several
             such lists.
         max_tokens: see `GenerationRequest`; 0 generates no tokens and is for `echo`.
-        logprobs: number of likeliest tokens whose log-probabilities are returned for each token,
+        logprobs: number of most likely tokens whose log-probabilities are returned for each token,
             besides its own.
         echo: begin each choice with the prompt and, with `logprobs`, its log-probabilities.
     """
@@ -377,7 +377,7 @@ class ChatRequest(GenerationRequest):
         messages: the conversation so far.
         max_completion_tokens: OpenAI's newer name of `max_tokens`.
         logprobs: return the log-probabilities of the chosen tokens.
-        top_logprobs: number of likeliest tokens whose log-probabilities are returned, too.
+        top_logprobs: number of most likely tokens whose log-probabilities are returned, too.
         tools: tools that the model may call, if its chat template has a place for them.
         tool_choice: "auto" lets the model decide; with "none" it does not know the tools; with
             "required", or a tool, the answer is a call, which a grammar forces.
@@ -441,7 +441,7 @@ class ChatRequest(GenerationRequest):
 
 #: Least likeness of an unknown field's name to a known one for which it is refused as mistyped.
 _LIKENESS = 0.9
-#: Greatest number of names of ignored fields that are counted by name.
+#: Maximum number of names of ignored fields that are counted by name.
 _MAX_IGNORED = 100
 #: Field -> error message, for fields of which pydantic's messages are unclear.
 _MESSAGES = {
@@ -624,8 +624,8 @@ class RequestEncoder:
     Args:
         loaded: a model with a tokenizer.
         name: the model's name for clients.
-        context: greatest number of tokens of a text, prompt and answer together.
-        capacity: greatest number of texts of one request.
+        context: maximum number of tokens of a text, prompt and answer together.
+        capacity: maximum number of texts of one request.
         template_options: variables of the chat template, unless a request sets them.
 
     Raises:

@@ -72,7 +72,7 @@ class ChatToken(BaseModel):
 
 
 class ChosenChatToken(ChatToken):
-    """A token of an answer, with the likeliest tokens at its position."""
+    """A token of an answer, with the most likely tokens at its position."""
 
     top_logprobs: list[ChatToken]
 
@@ -507,8 +507,8 @@ class LogprobsWriter:
         )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """Return the name -> log-probability of the likeliest tokens and of the chosen token. If
-        several tokens have the same name, the greatest log-probability is returned."""
+        """Return the name -> log-probability of the most likely tokens and of the chosen token. If
+        several tokens have the same name, the largest log-probability is returned."""
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             name = self._texts.name(token_id)

@@ -73,13 +73,13 @@ class Scheduler:
 
     Args:
         make_decoder: factory of the decoder; `start` calls it in the thread that uses the decoder.
-        max_queue: greatest number of waiting texts, not counting those in the decoder.
+        max_queue: maximum number of waiting texts, not counting those in the decoder.
         deliver: callback for the updates of all sequences in a step. It is called in the
             scheduler's thread and must return soon.
 
     Attributes:
-        max_tokens: greatest length of a text, prompt and new tokens together; set by `start`.
-        max_sequences: greatest number of texts in the batch; set by `start`.
+        max_tokens: maximum length of a text, prompt and new tokens together; set by `start`.
+        max_sequences: maximum number of texts in the batch; set by `start`.
         failure: exception of the decoder's last call; None if it succeeded.
     """
 
@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Greatest number of running and waiting texts together."""
+        """Maximum number of running and waiting texts together."""
         return self.max_sequences + self._max_queue
 
     @property

@@ -39,7 +39,7 @@ from firstlight.serving.scheduler import (
 
 T = TypeVar("T")
 
-#: Greatest size of a small body, in bytes; it takes milliseconds to encode.
+#: Maximum size of a small body, in bytes; it takes milliseconds to encode.
 _SMALL_BODY_BYTES = 32 * 2**10
 #: Upper bounds of the histograms' buckets.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -61,7 +61,7 @@ QUANTISED = {
     "iq1_m": 31,
 }
 
-#: Greatest allowed relative increase of the perplexity, by the number of bits in a format's name.
+#: Largest allowed relative increase of the perplexity, by the number of bits in a format's name.
 #: These bounds are loose: on stories260K, whose width makes every format 4 bits or more, the
 #: perplexity rose by at most 6 %.
 PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
@@ -287,7 +287,7 @@ class QuantisationLoss:
         source: perplexity on `EVALUATION_TEXT` under the source's own logits.
         result: the same under the result's logits in llama.cpp.
         bits: size of the file in bits, divided by the number of weights.
-        difference: greatest difference between logits of source and result, after the mean of each
+        difference: largest difference between logits of source and result, after the mean of each
             position is subtracted.
         largest: largest absolute logit of the source, after the same subtraction.
     """
@@ -318,7 +318,7 @@ def quantise_source(
         dtype: one of `QUANTISED`.
         config, tensors, tokenizer: the source of the conversion.
         text: calibration text for the importance matrix; None quantises without one.
-        limit: greatest allowed relative increase of the perplexity; None is the format's own limit
+        limit: largest allowed relative increase of the perplexity; None is the format's own limit
             (`PERPLEXITY_LIMITS`).
 
     Raises:
