@@ -33,7 +33,8 @@ def perplexity_of(loss: float) -> float:
 
 def row_losses(model: Model) -> LossFunction:
     """Return a loss function that returns the summed loss of each row in nats, fp64 [B], instead of
-    one sum for the batch. It has the logits of the whole batch, [B, T, V], in memory at once."""
+    one sum for the batch. It has the logits of the whole batch, [B, T, V], in memory at once.
+    """
 
     def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return token_losses(model, input_ids, labels, document_ids).double().sum(1)
@@ -330,7 +331,8 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean of equally weighted values, and its standard error: the sample standard
-    deviation divided by the root of the number of values; None for a single value."""
+    deviation divided by the root of the number of values; None for a single value.
+    """
     n = len(values)
     mean = math.fsum(values) / n
     if n < 2:

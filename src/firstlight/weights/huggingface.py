@@ -222,7 +222,8 @@ def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a generation_config.json that replace defaults of `SamplingConfig`.
 
     As in transformers, a model that samples has temperature 1 unless the file has another, and one
-    with `do_sample` false always takes the most likely token. """
+    with `do_sample` false always takes the most likely token.
+    """
     found = {"temperature": 1.0} if generation.get("do_sample") is True else {}
     for name in _SAMPLING:
         value = generation.get(name)

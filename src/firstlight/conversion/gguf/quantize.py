@@ -237,7 +237,8 @@ def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
 def perplexity(logits: Tensor, ids: Tensor) -> float:
     """Return the perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V]. The first token is
     not counted, since nothing predicts it. Infinite if the loss is above 709 nats, where exp
-    overflows in fp64."""
+    overflows in fp64.
+    """
     return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
 
 
