@@ -116,8 +116,8 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: a weight, a moment or a number in the state is not finite, so nothing is
-            saved; or the run folder no longer belongs to this run. StorageError: a file system
-            error occurred; the checkpoint is not created.
+            saved; or the run folder no longer belongs to this run.
+        StorageError: a file system error occurred; the checkpoint is not created.
     """
     require_finite(step, checkpoint.model)
     require_finite(step, checkpoint.optimizer)
@@ -235,8 +235,9 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
     """Copy a verified checkpoint of another run into a run folder without checkpoints.
 
     Args:
-        folder: the checkpoint of the other run. run_folder: the run folder to copy it to. run_id:
-            id of the run in `run_folder`, for the manifest of the copy.
+        folder: the checkpoint of the other run.
+        run_folder: the run folder to copy it to.
+        run_id: id of the run in `run_folder`, for the manifest of the copy.
 
     Raises:
         CheckpointError: a file has changed since it was verified.

@@ -33,9 +33,9 @@ class HeldFolder:
     """A run folder that this process has locked.
 
     Args:
-        path: the folder. opened: open file descriptor of the folder. It stays open while the folder
-            is locked, so that the file system can't reuse its inode number for a new folder at the
-            path.
+        path: the folder.
+        opened: open file descriptor of the folder. It stays open while the folder is locked, so
+            that the file system can't reuse its inode number for a new folder at the path.
 
     Attributes:
         run_id: id of the run, which is also in its checkpoints' manifests; None before `claim`.

@@ -168,8 +168,8 @@ def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
 
 
 def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
-    """Return the shapes and dtypes of the tensors in a folder's shards, after checking that the shards are
-    complete.
+    """Return the shapes and dtypes of the tensors in a folder's shards, after checking that the
+    shards are complete.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.

@@ -48,8 +48,9 @@ class RowOptions(TypedDict, total=False):
     Attributes:
         seq_len: number of tokens per row.
         batch_size: number of rows per forward pass; affects only the speed.
-        device: device of the model. document_masking: True lets tokens attend only to their own
-            document, as in training with `data.document_masking`.
+        device: device of the model.
+        document_masking: True lets tokens attend only to their own document, as in training with
+            `data.document_masking`.
         first_id: token id that is inserted before the split's very first token, so that this token
             is also predicted and all bytes of the text count. None skips that token.
         on_rows: function that is called after each batch with the numbers of completed and of all
@@ -174,8 +175,8 @@ def evaluated_folder(
 
     Args:
         loaded: the model.
-        data: a prepared folder or its URL; None uses the data that the model was trained on. split:
-            name of the split to download.
+        data: a prepared folder or its URL; None uses the data that the model was trained on.
+        split: name of the split to download.
         progress: show a progress bar of the download.
 
     Raises:
@@ -440,10 +441,11 @@ def evaluate(
     standard errors from a random sample of its rows.
 
     Args:
-        checkpoint: a folder or hub id as in `firstlight.load`, or the model that it returned. data:
-            a prepared folder or its URL; None uses the data that the model was trained on. split:
-            "val" or "train". sample: number of rows, drawn at random without replacement. None, or
-            a number that is not below the number of rows, evaluates the entire split.
+        checkpoint: a folder or hub id as in `firstlight.load`, or the model that it returned.
+        data: a prepared folder or its URL; None uses the data that the model was trained on.
+        split: "val" or "train".
+        sample: number of rows, drawn at random without replacement. None, or a number that is not
+            below the number of rows, evaluates the entire split.
         seed: seed of the sample.
         seq_len: tokens of a row; None is that of training, or else the model's context, 1,024 at
             most.

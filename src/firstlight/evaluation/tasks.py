@@ -87,10 +87,10 @@ def ready_tasks(
         tasks: names of the form `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`.
             `hellaswag` without a file loads its data from the Hugging Face hub.
         loaded: a model with the context length and the tokenizer of the models that will be scored.
-        items: number of items per task, taken from the beginning; None means all. task_folder:
-            folder with additional tasks for lm-evaluation-harness. chat_template: True renders the
-            items with the model's chat template. None follows `apply_chat_template` in the task's
-            metadata; tasks without this entry are not rendered.
+        items: number of items per task, taken from the beginning; None means all.
+        task_folder: folder with additional tasks for lm-evaluation-harness.
+        chat_template: True renders the items with the model's chat template. None follows
+            `apply_chat_template` in the task's metadata; tasks without this entry are not rendered.
 
     Raises:
         ConfigError: a name is unknown or repeated, `items` is less than 1, or the model or a task
@@ -171,9 +171,9 @@ def evaluate_tasks(
     Args:
         checkpoint: a folder or hub id as in `firstlight.load`, or the model that it returned.
         tasks: see `ready_tasks`; a single string is one task.
-        items: number of items per task; see `ready_tasks`. task_folder: folder with additional
-            tasks; see `ready_tasks`. batch_size: number of texts per forward pass; affects only the
-            speed.
+        items: number of items per task; see `ready_tasks`.
+        task_folder: folder with additional tasks; see `ready_tasks`.
+        batch_size: number of texts per forward pass; affects only the speed.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         chat_template: see `ready_tasks`.
         on_texts: function that is called after each batch with the numbers of scored and of all
@@ -451,8 +451,8 @@ class HarnessTasks:
 
     Attributes:
         loaded_tasks: the result of the harness' `TaskManager.load`.
-        items: number of items per task, taken from the beginning; None means all. chat_tasks: names
-            of the tasks whose items are rendered with the model's chat template.
+        items: number of items per task, taken from the beginning; None means all.
+        chat_tasks: names of the tasks whose items are rendered with the model's chat template.
     """
 
     loaded_tasks: Mapping[str, Any]
@@ -525,10 +525,10 @@ def ready_harness(
 
     Args:
         names: names of tasks, groups or tags.
-        items: number of items per task, taken from the beginning; None means all. task_folder:
-            folder with additional tasks in the harness' YAML format. If it contains all tasks in
-            `names`, the harness' own tasks are not indexed, which would take seconds. The harness
-            runs any Python code that the folder contains.
+        items: number of items per task, taken from the beginning; None means all.
+        task_folder: folder with additional tasks in the harness' YAML format. If it contains all
+            tasks in `names`, the harness' own tasks are not indexed, which would take seconds. The
+            harness runs any Python code that the folder contains.
 
     Raises:
         MissingDependencyError: the harness is not installed.

@@ -128,8 +128,8 @@ class LimitedProcess:
             seconds: limit of processor time.
 
         Raises:
-            LimitExceededError: the call exceeded a limit or ended its process. FirstlightError: the
-                child could not be started, or the function raised this error.
+            LimitExceededError: the call exceeded a limit or ended its process.
+            FirstlightError: the child could not be started, or the function raised this error.
         """
         with self.lock:
             self.start()

@@ -25,7 +25,7 @@ class SamplingConfig:
         top_p: probability mass to choose from: only the smallest set of most likely tokens whose
             probabilities sum to at least this value is kept; 1 is off (Holtzman et al. 2020).
             Applied after temperature and top_k.
-        seed: random seed; the same seed gives the same text. None draws a seed.
+        seed: random seed; the same seed gives the same text. By default, a seed is drawn at random.
         min_p: minimum probability of a token relative to that of the most likely token; 0 is off
             (Nguyen et al. 2024). Applied after temperature and before top_k and top_p.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
@@ -42,8 +42,8 @@ class SamplingConfig:
         prompt_logprobs: number of most likely tokens whose log-probabilities are returned for each
             token of the prompt, in addition to the token's own; None returns none. If set,
             `max_new_tokens` may be 0.
-        slide: True continues beyond the model's context: when the context is full, its most recent
-            half becomes the new prompt and older text is dropped.
+        slide: continue beyond the model's context: when the context is full, its most recent half
+            becomes the new prompt and older text is dropped.
         slide_tokens: number of oldest tokens that `slide` drops each time the context is full,
             instead of half of the context. With 1, as in LLMs-from-scratch, each additional token
             is computed from the full context, which takes longer.

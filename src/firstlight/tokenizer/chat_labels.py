@@ -240,9 +240,10 @@ class _Rendered:
     """A rendered conversation.
 
     Attributes:
-        messages, variables: input of the template. probe: the same input with marks around the
-            texts. texts: the texts of the conversation with their positions in `text`. pattern:
-            pattern that matches special tokens and the marks around their names.
+        messages, variables: input of the template.
+        probe: the same input with marks around the texts.
+        texts: the texts of the conversation with their positions in `text`.
+        pattern: pattern that matches special tokens and the marks around their names.
         text: the rendered text.
     """
 
@@ -300,9 +301,9 @@ class ChatEncoder:
         Args:
             messages: objects with the strings `role` and `content`; tool calls and reasoning in the
                 form returned by `messages.normalize_message`.
-            options: additional variables of the template, as plain JSON, such as `tools`. masked:
-                indices of the assistant's messages that are excluded from the loss. train_on:
-                choice of labels; "all" means all tokens except those of the masked messages.
+            options: additional variables of the template, as plain JSON, such as `tools`.
+            masked: indices of the assistant's messages that are excluded from the loss.
+            train_on: choice of labels; "all" means all tokens except those of the masked messages.
 
         Raises:
             InputError: the messages are not such objects, or the template refuses them.

@@ -99,8 +99,8 @@ def render_chat(
         template: the template, in Jinja.
         messages: objects with the strings `role` and `content`. Additional entries must be plain
             JSON; the template may use them.
-        variables: additional variables of the template, such as `bos_token`. add_generation_prompt:
-            True ends the text with the beginning of the assistant's next turn.
+        variables: additional variables of the template, such as `bos_token`.
+        add_generation_prompt: True ends the text with the beginning of the assistant's next turn.
 
     Raises:
         InputError: the messages are not such objects, or the template refuses them.
@@ -154,9 +154,10 @@ def render_with_beginnings(
     Args:
         template: the template, in Jinja.
         messages: the messages, from `plain_messages`.
-        variables: additional variables of the template. beginnings: for each beginning, (number of
-            messages, True to end with the beginning of the assistant's next turn). probe: other
-            messages and variables to render in the same call.
+        variables: additional variables of the template.
+        beginnings: for each beginning, (number of messages, True to end with the beginning of the
+            assistant's next turn).
+        probe: other messages and variables to render in the same call.
 
     Returns:
         (text, lengths, text of `probe`). The lengths are the numbers of characters of the

@@ -171,8 +171,8 @@ def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> di
 
     Args:
         config: content of tokenizer_config.json; its `bos_token` and `eos_token` are not used.
-        bos: value of `bos_token`; None if there is none. eos: value of `eos_token`; None if there
-            is none.
+        bos: value of `bos_token`; None if there is none.
+        eos: value of `eos_token`; None if there is none.
     """
     further = config.get("extra_special_tokens")
     entries = {name: token for name, token in config.items() if name.endswith("_token")}
@@ -291,8 +291,8 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
     """Turn an error or panic of the library into a one-line `TokenizerError`.
 
     Args:
-        problem: beginning of the message. muted: True also suppresses the text that the library
-            writes to stderr when it panics.
+        problem: beginning of the message.
+        muted: True also suppresses the text that the library writes to stderr when it panics.
     """
     try:
         with _muted_library() if muted else contextlib.nullcontext():

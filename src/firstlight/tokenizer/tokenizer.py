@@ -48,9 +48,10 @@ class Tokenizer:
 
     Args:
         backend: the `tokenizers.Tokenizer`, which is modified: truncation and padding are disabled.
-        bos_token: beginning-of-text token; None if there is none. eos_token: end-of-document token;
-            None if there is none. add_bos: True starts documents and prompts with `bos_token`.
-            config: other entries of `tokenizer_config.json` (chat template, ...), kept unchanged.
+        bos_token: beginning-of-text token; None if there is none.
+        eos_token: end-of-document token; None if there is none.
+        add_bos: True starts documents and prompts with `bos_token`.
+        config: other entries of `tokenizer_config.json` (chat template, ...), kept unchanged.
     """
 
     def __init__(
@@ -292,8 +293,9 @@ class Tokenizer:
         """Render a conversation as one text, like the transformers method of the same name.
 
         Args:
-            messages: objects with the strings `role` and `content`. add_generation_prompt: True
-                ends the text with the beginning of the assistant's next turn.
+            messages: objects with the strings `role` and `content`.
+            add_generation_prompt: True ends the text with the beginning of the assistant's next
+                turn.
 
         Raises:
             InputError: the messages are not such objects, or the template refuses them.
