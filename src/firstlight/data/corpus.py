@@ -1,18 +1,18 @@
-"""`Corpus`: a split of prepared data, as training, evaluation and planning use it. Its classes:
+"""`Corpus`: a split of prepared data, used by training, evaluation and planning. Its classes:
 
     text                `TokenDataset`; rows that begin with documents: `packing.AlignedDataset`
     conversations       `packing.ExampleDataset`
     preference pairs    `packing.PreferenceDataset`
     a mix of corpora    `mixing.MixedDataset`
 
-`shards` describes the files of a prepared folder; its `CorpusWriter` writes those of all kinds.
+`shards` describes the files of a prepared folder; its `CorpusWriter` writes all kinds of them.
 
-A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens
-i*T+1 ... i*T+T, each from the token before it. So every token but the very first is predicted
-exactly once, and the last row may be shorter. (Conversations are packed into rows: see `packing`.)
+A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens i*T+1
+... i*T+T, each from the token before it. Every token except the very first is therefore predicted
+exactly once, and the last row may be shorter. (Conversations are packed into rows; see `packing`.)
 
-With document masking, the tokens of a row are numbered by document, and a token is predicted from
-its own document only. What this means depends on the tokens around a document's text:
+With document masking, the tokens of a row are numbered by document, and a token is predicted only
+from tokens of the same document. The details depend on the tokens around a document's text:
 
     bos text eos | bos text eos     The eos is the last label of a document. The label after it,
                                     the next document's bos, is masked.
@@ -48,10 +48,11 @@ from firstlight.data.shards import (
 )
 from firstlight.errors import DataError
 
-#: Arrays of one row of a batch, [seq_len]: token ids or labels; number of each position's document.
+#: Arrays for one row of a batch, [seq_len]: token ids or labels, and the document number of each
+#: position.
 RowIds = npt.NDArray[np.int64]
 DocumentIds = npt.NDArray[np.int32]
-#: Kind of the data in a prepared folder (the values of `data.kind`), or "mix".
+#: Kind of data in a prepared folder (a value of `data.kind`), or "mix".
 Kind = Literal["text", "chat", "preference", "mix"]
 
 
@@ -61,27 +62,27 @@ def num_rows(num_tokens: int, seq_len: int) -> int:
 
 
 def row_span(row: int, seq_len: int) -> slice:
-    """Return the span of a row's tokens in the stream: `seq_len` inputs and the last label after
-    them. It may reach beyond the end of the stream."""
+    """Return the range of a row's tokens in the stream: `seq_len` inputs and the last label after
+    them. It may extend beyond the end of the stream."""
     return slice(row * seq_len, row * seq_len + seq_len + 1)
 
 
 def separate_documents(
     starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return the number the documents of a row's inputs, and find labels in another document than
-    their input.
+    """Number the documents of a row's inputs, and find labels that belong to a different document
+    than their input.
 
     Args:
         starts: positions of documents' first tokens among the row's num_inputs + 1 tokens,
             ascending, int64 [documents].
         num_inputs: number of inputs of the row.
-        eos_opens: the token before a document's first token, an eos, is the first input of the
-            document.
+        eos_opens: True if the token before a document's first token, an eos, is the first input of
+            the document.
 
     Returns:
-        (number of each input's document, counted from 0 within the row, int32 [num_inputs];
-        positions of the labels to mask, int64 [masked labels])
+        (document number of each input, counted from 0 within the row, int32 [num_inputs]; positions
+        of the labels to mask, int64 [masked labels])
     """
     inner = starts[starts > 0]
     masked = inner[:0] if eos_opens else inner - 1
@@ -92,12 +93,12 @@ def separate_documents(
 
 
 def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
-    """Return the element `position` of a random permutation of `range(length)`, in O(1) memory.
+    """Return element `position` of a random permutation of `range(length)`, in O(1) memory.
 
-    Each (seed, epoch) gives another permutation. A 4-round Feistel network permutes all numbers of
-    the smallest even bit width that holds every index. It is applied repeatedly until the result
-    is below `length` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002).
+    Each (seed, epoch) gives a different permutation. A 4-round Feistel network permutes all numbers
+    of the smallest even bit width that can represent every index. It is applied repeatedly until
+    the result is below `length` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002).
     """
     assert 0 <= position < length
     half_bits = max((length - 1).bit_length() + 1, 2) // 2
@@ -119,7 +120,7 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """Return the finalizer of splitmix64 (Steele et al. 2014) on 64 bits: every bit of the result
+    """Apply the 64-bit finalizer of splitmix64 (Steele et al. 2014): every bit of the result
     depends on every bit of `value`."""
     value &= 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
@@ -129,10 +130,10 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One corpus of a mix, or a corpus alone.
+    """One corpus of a mix, or a single corpus.
 
     Attributes:
-        name: name in the corpus's metrics; "" for a corpus alone.
+        name: name in the corpus's metrics; "" for a single corpus.
         dataset: the split.
         weight: number of the corpus's rows in a period of the mix (see `mixing`).
     """
@@ -147,12 +148,12 @@ class Corpus(Protocol):
 
     Attributes:
         kind: the kind of the data.
-        has_examples: some rows are packed conversations, which need document masking.
+        has_examples: True if some rows are packed conversations, which need document masking.
         folder: the prepared folder, with the tokenizer.
         split: "train" or "val".
         manifest: the folder's manifest; for a mix, the manifests of all corpora with their weights.
-        vocab_size: number of ids of the tokenizer.
-        num_tokens: number of tokens of the split.
+        vocab_size: vocabulary size of the tokenizer.
+        num_tokens: number of tokens in the split.
     """
 
     kind: Kind = "text"
@@ -170,73 +171,73 @@ class Corpus(Protocol):
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """Bits for each byte of the text after gzip -9, a baseline for a model's bits per byte;
-        None if not recorded."""
+        """Bits per byte of the text after gzip -9, a baseline for a model's bits per byte; None if
+        not recorded."""
         return None
 
     def num_rows(self, seq_len: int) -> int:
-        """Return the number of rows of an epoch; a DataError if a conversation doesn't fit into a
-        row."""
+        """Return the number of rows in an epoch. Raises a DataError if a conversation doesn't fit
+        into a row."""
         ...
 
     def require_row(self, seq_len: int) -> None:
-        """Raise a DataError if the text is shorter than a row, or a conversation longer."""
+        """Raise a DataError if the text is shorter than a row, or a conversation is longer."""
         ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
-        """Return (split, number of the row in it) of the row that comes after `position` other rows
-        in the order of a run with this seed, counted over all epochs."""
+        """Return (split, index of the row in it) for the row at `position` in the order of a run
+        with this seed, counted over all epochs."""
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """Return the share of the rows' positions that have a label: 1 for text as a stream;
-        prompts and padding have no label."""
+        """Return the fraction of the rows' positions that have a label: 1 for text as a stream;
+        prompts and padding have no labels."""
         return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """Return the lines of output about a split's rows: how full they are, and what is left
-        out."""
+        """Return lines of output about a split's rows: how full they are, and which examples are
+        dropped or cut."""
         return iter(())
 
     def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
-        """Return the lines of output about the first `rows` rows of a mix: the share of each
-        corpus."""
+        """Return lines of output about the share of each corpus in the first `rows` rows of a
+        mix."""
         return iter(())
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
-        """Return the entries for the run log, a dict for each corpus of conversations."""
+        """Return entries for the run log, one dict per corpus of conversations."""
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that, together with the manifest, identify the data of a run, by
-        name."""
+        """Return, by name, the settings that identify the data of a run together with the
+        manifest."""
         return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """Return the epochs of each corpus in the first `rows_seen` rows of a mix, by the corpus's
-        name."""
+        """Return the number of epochs of each corpus in the first `rows_seen` rows of a mix, by
+        corpus name."""
         return {}
 
 
 class TokenDataset(Corpus):
-    """One split of prepared text, which can be sliced like one long array of token ids. Each block
-    of a shard is checked when it is read: a shard that changes while it is in use is an error (see
-    `shards`).
+    """One split of prepared text, which can be sliced like a long array of token ids. Each block of
+    a shard is checked when it is read, so a shard that changes while it is in use causes an error
+    (see `shards`).
 
     Args:
         folder: a folder that `prepare` wrote.
         split: "train" or "val".
-        verify: first compare every shard with the sha256 in the manifest, and all ids with the
-            vocabulary, which takes about a second for each GB. Sizes, headers and document offsets
+        verify: True first checks every shard against the sha256 in the manifest and all ids against
+            the vocabulary, which takes about a second per GB. Sizes, headers and document offsets
             are always checked, and so is each id when it is read.
 
     Raises:
-        DataError: the folder is not a prepared corpus, lacks the split, or is damaged; or it holds
-            conversations, for which there is `packing.ExampleDataset`.
+        DataError: the folder is not a prepared corpus, lacks the split, is damaged, or contains
+            conversations (use `packing.ExampleDataset`).
 
     Attributes:
-        text_bytes: UTF-8 bytes of the split's text.
-        gzip_bytes: bytes of the text after gzip -9; None if not recorded.
+        text_bytes: number of UTF-8 bytes in the split's text.
+        gzip_bytes: size of the text in bytes after gzip -9; None if not recorded.
     """
 
     #: Version of the folders that this class reads.
@@ -248,7 +249,7 @@ class TokenDataset(Corpus):
         if self.manifest["version"] != self.version:
             kinds = {VERSION: "text", LABELLED_VERSION: "conversations"}
             raise DataError(
-                f"{folder} holds {kinds[self.manifest['version']]}, not {kinds[self.version]}"
+                f"{folder} contains {kinds[self.manifest['version']]}, not {kinds[self.version]}"
             )
         entry = self.manifest["splits"].get(split)
         if entry is None:
@@ -263,7 +264,7 @@ class TokenDataset(Corpus):
         self.vocab_size = self.manifest["vocab_size"]
         names = [shard["file"] for shard in entry["shards"]]
         if len(set(names)) != len(names):
-            raise DataError(f"{folder}: the manifest names a shard of '{split}' twice: {ADVICE}")
+            raise DataError(f"{folder}: the manifest lists a shard of '{split}' twice: {ADVICE}")
         self._shards = [
             open_shard(self.folder, shard, self.version, self.vocab_size, verify=verify)
             for shard in entry["shards"]
@@ -272,15 +273,15 @@ class TokenDataset(Corpus):
         self.num_tokens = self._starts[-1]
         documents = sum(shard.num_documents for shard in self._shards)
         if (self.num_tokens, documents) != (entry["tokens"], entry["documents"]):
-            raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
+            raise DataError(f"{folder}: the shards of '{split}' don't match its manifest")
 
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
         """Return the token ids `start:stop`, int64 [stop - start] (fewer at the end, as for any
         slice).
 
         Raises:
-            DataError: a shard was changed or truncated since it was opened, or holds an id beyond
-                the vocabulary.
+            DataError: a shard was changed or truncated since it was opened, or contains an id
+                beyond the vocabulary.
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
@@ -317,7 +318,7 @@ class TokenDataset(Corpus):
 
     @functools.cached_property
     def documents_begin_with_bos(self) -> bool:
-        """True if documents begin with a bos, as the first token of the split shows."""
+        """True if documents begin with a bos token, judging by the first token of the split."""
         first = self[0:1].tolist()
         return bool(first == [self.manifest.get("bos_token_id")])
 
@@ -354,13 +355,13 @@ class TokenDataset(Corpus):
     def fill_row(
         self, row: int, input_ids: RowIds, labels: RowIds, document_ids: DocumentIds | None
     ) -> None:
-        """Write a row into the arrays of a batch.
+        """Write a row to the arrays of a batch.
 
         Args:
-            row: number of the row.
+            row: index of the row.
             input_ids: inputs of the row, int64 [seq_len]; the end of a short row is not written.
             labels: labels of the row, int64 [seq_len]; positions without a label are not written.
-            document_ids: number of each position's document, int32 [seq_len], written at every
+            document_ids: document number of each position, int32 [seq_len], written at every
                 position; None without document masking.
         """
         span = row_span(row, len(input_ids))
@@ -388,7 +389,7 @@ class TokenDataset(Corpus):
         return first_id is not None and int(self[0:1][0]) != first_id
 
     def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
-        """Return the factor that turns a loss in nats per token into bits per byte of the text."""
+        """Return the factor that converts a loss in nats per token to bits per byte of the text."""
         predicted = self._num_predicted(document_masking=document_masking, first_id=first_id)
         return predicted / self.text_bytes / math.log(2)
 

@@ -4,9 +4,8 @@ text.
 Every file format is loaded as a `Tokenizer`, which wraps the `tokenizers` library. A tokenizer is
 always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers reads.
 
-By default, all text is plain text: `<|endoftext
-` in a document is encoded as the ordinary tokens of these characters, never as the special token.
-Special tokens are also called control tokens here.
+By default, all text is plain text: `<|endoftext|>` in a document is encoded as the ordinary tokens
+of these characters, never as the special token. Special tokens are also called control tokens here.
 """
 
 from __future__ import annotations

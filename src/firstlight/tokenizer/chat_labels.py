@@ -678,9 +678,8 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     template, or if turns end in plain text.
 
     Generation must stop at this token, even if it is not one of the model's eos tokens. For
-    example, `<|im_end
-    ` in a template that was added later is not an eos token, so the model would otherwise continue
-    with more turns.
+    example, `<|im_end|>` in a template that was added later is not an eos token, so the model would
+    otherwise continue with more turns.
     """
     if tokenizer.chat_template is None:
         return ()
