@@ -293,7 +293,7 @@ class ChangeCounts:
         self._last: dict[str, str] = {}
 
     def add(self, origin: str, changes: Iterable[str]) -> None:
-        """Count the changes of a document. Documents of a file come one after the other.
+        """Count the changes to a document. All documents of a file must be added consecutively.
 
         Args:
             origin: name of the document's file.
@@ -311,14 +311,14 @@ class ChangeCounts:
         return {key: {"documents": n, "files": self._files[key]} for key, n in sorted(counts)}
 
     def names(self) -> dict[str, str]:
-        """Return the name of the file for each change that only one file had."""
+        """Return the file name for each change that occurred in only one file."""
         return {key: name for key, name in self._last.items() if self._files[key] == 1}
 
 
 def change_lines(
     record: Mapping[str, Mapping[str, int]], names: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[str]:
-    """Yield a message for the user about each kind of change.
+    """Yield a user message for each kind of change.
 
     Args:
         record, names: see `ChangeCounts`.
@@ -329,7 +329,7 @@ def change_lines(
         where = names.get(change) or f"{files:,} file{'s' if files != 1 else ''}"
         within = "" if documents == files else f" in {number}"
         if change == CRLF:
-            yield f"{where}: CRLF line ends became LF{within} (--as-is keeps them)"
+            yield f"{where}: CRLF line endings replaced with LF{within} (--as-is keeps them)"
         elif change == GUTENBERG:
             what = "Project Gutenberg's header and licence"
             yield f"{where}: {what} removed{within} (--as-is keeps them)"
@@ -344,4 +344,4 @@ def change_lines(
                 f"text{within}; use --kind chat (prepare) for a file that contains only chats"
             )
         else:
-            yield f"{where}: {number}, separated by {change} (--as-is makes it text)"
+            yield f"{where}: {number}, separated by {change} (--as-is treats it as text)"

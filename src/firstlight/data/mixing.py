@@ -1,16 +1,18 @@
-"""Mixes of several corpora: each corpus gives rows in exact proportion to its weight.
+"""Mixes of several corpora. Each corpus contributes rows in exact proportion to its weight.
 
-The corpus of a row is a pure function of the row's position in the run. The weights are taken as
-exact fractions (0.7 is 7/10) and scaled to the smallest whole numbers in the same ratio. Their sum
-is the period: weights 7 and 3 repeat every ten rows.
+The corpus of a row is a pure function of the row's position in the run. The weights are interpreted
+as exact fractions (0.7 is 7/10) and scaled to the smallest integers in the same ratio. Their sum is
+the period: weights 7 and 3 repeat every ten rows.
 
-Positions, and the rows j of each corpus, are counted from 0 within a period. A corpus with the
-share w of the rows may give its row j from position j / w (rounded down) on, and must give it
-before position (j + 1) / w (rounded up). At each position, the row with the earliest deadline is
-drawn. All deadlines are then met (Baruah et al., "Proportionate progress", 1996), so after any n
-rows a corpus has given more than n * w - 1 and fewer than n * w + 1 of them.
+Positions, and the rows j of each corpus, are counted from 0 within a period. A corpus with a
+fraction w of the rows may provide its row j at position j / w (rounded down) at the earliest, and
+must provide it before position (j + 1) / w (rounded up). At each position, the row with the
+earliest deadline is drawn. All deadlines are then met (Baruah et al., "Proportionate progress",
+1996), so after any n rows a corpus has provided more than n * w - 1 and fewer than n * w + 1 of
+them.
 
-In a mix, a corpus gives its rows in the same order as alone: shuffled anew in each of its epochs.
+In a mix, a corpus provides its rows in the same order as it would alone: reshuffled in each of its
+epochs.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ import numpy.typing as npt
 from firstlight.data.corpus import Corpus, CorpusPart, Kind, TokenDataset
 from firstlight.errors import ConfigError, DataError
 
-#: Longest period in rows: the corpus of each row of a period is computed and held in memory.
+#: Maximum period in rows. The corpus of each row in a period is computed and kept in memory.
 MAX_PERIOD = 1_000_000
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers in the same ratio as the weights, whose decimal notation is
+    """Return the smallest integers in the same ratio as the weights, whose decimal notation is
     taken as exact: [0.7, 0.3] gives [7, 3].
 
     Raises:
-        ConfigError: there is no weight, a weight is not finite and above 0, or the whole numbers
-            add up to more than `MAX_PERIOD`.
+        ConfigError: there are no weights, a weight is not finite and above 0, or the integers add
+            up to more than `MAX_PERIOD`.
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"the weights of a mix must be above 0, not {list(weights)}")
@@ -46,27 +48,27 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
         math.gcd(*(share.numerator for share in exact)),
         math.lcm(*(share.denominator for share in exact)),
     )
-    # `unit` is the greatest common divisor of the fractions, which are in their lowest terms.
+    # `unit` is the greatest common divisor of the fractions, which are in lowest terms.
     whole = [int(share / unit) for share in exact]
     if sum(whole) > MAX_PERIOD:
         total = sum(exact)
         rounded = [max(round(1000 * share / total), 1) for share in exact]
         raise ConfigError(
-            f"the weights of a mix, {', '.join(map(repr, weights))}, repeat only after "
-            f"{sum(whole):,} rows, more than {MAX_PERIOD:,}: round them, for instance to "
-            f"{', '.join(map(str, rounded))}"
+            f"the weights of a mix ({', '.join(map(repr, weights))}) repeat only after "
+            f"{sum(whole):,} rows, more than the limit of {MAX_PERIOD:,}: round them, for "
+            f"example to {', '.join(map(str, rounded))}"
         )
     return whole
 
 
 class Turns:
-    """Maps the position of a row in the run to the corpus that gives the row.
+    """Maps the position of a row in the run to the corpus that provides it.
 
     Args:
-        parts: rows of each corpus in a period, from `whole_weights`.
+        parts: number of rows of each corpus in a period, from `whole_weights`.
 
     Attributes:
-        period: rows of a period.
+        period: number of rows in a period.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
@@ -75,8 +77,8 @@ class Turns:
         self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return (index of the corpus that gives the row at `position`, number of rows that this
-        corpus has given before)."""
+        """Return (index of the corpus that provides the row at `position`, number of rows that this
+        corpus has provided before)."""
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
         before = int(np.searchsorted(self._positions[corpus], within))
@@ -95,8 +97,8 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
     """Return the index of the corpus of each row of one period, uint32 [period]; see the module's
     docstring.
 
-    `waiting` has (first position at which its next row may be drawn, corpus), `ready` has
-    (deadline of its next row, corpus).
+    `waiting` contains (earliest position of the corpus's next row, corpus), `ready` contains
+    (deadline of the corpus's next row, corpus).
     """
     period = sum(parts)
     corpora = np.empty(period, dtype=np.uint32)
@@ -117,22 +119,22 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class MixedDataset(Corpus):
-    """The same split of several corpora, whose rows are drawn by weight.
+    """The same split of several corpora, from which rows are drawn by weight.
 
-    An epoch has as many rows as all corpora together. If the weights are in the ratio of the
-    corpora's sizes, each corpus is seen once in an epoch; otherwise a corpus with a larger weight
-    is seen more than once, and a corpus with a smaller weight in part.
+    An epoch has as many rows as all corpora together. If the weights are proportional to the
+    corpora's sizes, each corpus is seen once per epoch; otherwise, a corpus with a larger weight is
+    seen more than once, and a corpus with a smaller weight only in part.
 
     Args:
         parts: the corpora.
 
     Attributes:
-        turns: the corpus of each row.
+        turns: assignment of rows to corpora.
         has_examples: True if at least one corpus consists of conversations.
         folder: folder of the first corpus of conversations, or of the first corpus if there are no
             conversations. The tokenizer is read from it; all corpora have the same tokenizer.
         manifest: manifests of all corpora, with their weights.
-        num_tokens: tokens of all corpora together.
+        num_tokens: total number of tokens in all corpora.
 
     Raises:
         DataError: a corpus is in the mix twice, or tokenizers or chat templates differ.
@@ -150,7 +152,7 @@ class MixedDataset(Corpus):
             _require_same_tokenizer(first, dataset)
             if dataset.manifest in [other.manifest for other in datasets[:number]]:
                 raise DataError(
-                    f"{dataset.folder} is in the mix twice: name it once, with the sum of the "
+                    f"{dataset.folder} is in the mix twice: list it once, with the sum of the "
                     "weights"
                 )
         chats = [one for one in datasets if one.has_examples]
@@ -200,7 +202,7 @@ class MixedDataset(Corpus):
         return [record for one in self.parts for record in one.dataset.records(seq_len)]
 
     def identity(self) -> dict[str, Any]:
-        # The weights, as people write a ratio: "7:3".
+        # The weights, written as a ratio: "7:3".
         ratio = {"mix": ":".join(str(one.weight) for one in self.parts)}
         return ratio | {key: v for one in self.parts for key, v in one.dataset.identity().items()}
 
