@@ -1,4 +1,4 @@
-"""GGUF's architectures, and checks that refuse models which llama.cpp does not compute."""
+"""GGUF architectures, and checks that refuse models that llama.cpp does not support."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ ARCHITECTURES = {
     if family.spec.gguf.architecture
 }
 
-#: Whole numbers in GGUF's metadata are below this: llama.cpp reads most of them as int32.
+#: Exclusive upper limit for integers in GGUF metadata, most of which llama.cpp reads as int32.
 _MOST = 2**31
 
 
 def supported_model(config: Mapping[str, Any]) -> Any:
-    """Return the model config of a Hugging Face config.json, which llama.cpp supports.
+    """Return the model config of a Hugging Face config.json, after checking that llama.cpp supports
+    it.
 
     Raises:
         ModelError: llama.cpp does not support the family or one of its settings, or a setting is
@@ -33,7 +34,7 @@ def supported_model(config: Mapping[str, Any]) -> Any:
     if model_type not in ARCHITECTURES:
         why = ": llama.cpp files of it are not implemented" if model_type in FAMILIES else ""
         raise ModelError(
-            f"model_type '{model_type}' can't be put into GGUF{why} (can: "
+            f"model_type '{model_type}' can't be converted to GGUF{why} (supported: "
             f"{', '.join(ARCHITECTURES)})"
         )
     family = FAMILIES[model_type].spec
@@ -41,17 +42,18 @@ def supported_model(config: Mapping[str, Any]) -> Any:
         value = config.get(key, family.hf_defaults.get(key, values[0]))
         if value not in values:
             raise ModelError(
-                f"llama.cpp has no {model_type} with {key} {value!r}: only {values[0]!r} can be "
-                "put into GGUF"
+                f"llama.cpp does not support {model_type} with {key} {value!r}: GGUF requires "
+                f"{values[0]!r}"
             )
-    # Derived keys follow from other keys, and some families' config classes do not know them.
+    # Derived keys are computed from other keys, and the config classes of some families do not have
+    # them.
     model = config_from_hf(
         {key: value for key, value in config.items() if key not in family.derived_keys},
         "config.json",
     )
     for key, value in model.model_dump().items():
         if isinstance(value, int) and value >= _MOST:
-            raise ModelError(f"{key} {value} can't be put into GGUF: it has to be below {_MOST}")
+            raise ModelError(f"{key} {value} can't be stored in GGUF: it must be below {_MOST}")
     _check_computed(family, model)
     return model
 
@@ -62,8 +64,8 @@ def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
     fixed = dict(family.gguf.fixed)
     if not FAMILIES[model_type].config.has_rotary:
         return fixed
-    # llama.cpp computes the tanh approximation of GELU, which is near the exact one: the
-    # difference is a note (`gguf_notes`), not an error.
+    # llama.cpp uses the tanh approximation of GELU, which is close to the exact function, so the
+    # difference is a note (`gguf_notes`) and not an error.
     if family.activation != "gelu":
         fixed[family.activation_key] = (family.activation,)
     if "partial_rotary_factor" not in family.own_keys:
@@ -72,7 +74,7 @@ def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
 
 
 def _check_computed(family: FamilySpec, model: Any) -> None:
-    """Refuse settings for which llama.cpp computes something else.
+    """Refuse settings for which llama.cpp computes a different result.
 
     Args:
         family: facts of the family.
@@ -86,18 +88,19 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
     if kind not in family.gguf.rope_kinds:
         named = [n for n in ARCHITECTURES if kind in FAMILIES[n].spec.gguf.rope_kinds]
         can = f"; it can for {', '.join(named)}" if named else ""
-        raise ModelError(f"rope type '{kind}' can't be put into GGUF for {model.model_type}{can}")
+        raise ModelError(f"rope type '{kind}' can't be stored in GGUF for {model.model_type}{can}")
     faults = [*_wrong_layers(family, model), *_wrong_rotation(family, model)]
     if family.gguf.layer == "latent":
         faults += _wrong_latents(model, family.gguf)
     if faults:
         raise ModelError(
-            f"llama.cpp has no {model.model_type} with {faults[0]} can be put into GGUF"
+            f"llama.cpp does not support {model.model_type} with {faults[0]} can be converted to "
+            "GGUF"
         )
 
 
 def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Yield the settings of layers and head for which llama.cpp computes something else."""
+    """Yield the settings of layers and head for which llama.cpp computes a different result."""
     spec = family.gguf
     if spec.layer == "delta":
         sizes = model.linear_key_head_dim, model.linear_value_head_dim
@@ -113,27 +116,27 @@ def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
         if getattr(model, key) is None and key not in spec.optional:
             yield f"{key} None: only a number"
     if spec.has_windows and model.layer_types is not None:
-        yield "layer_types of another pattern: only the family's own"
+        yield "layer_types with another pattern: only the family's pattern"
     if spec.head == "tied" and not model.tie_word_embeddings:
-        yield "a head of its own: only tie_word_embeddings true"
+        yield "an untied head: only tie_word_embeddings true"
     if spec.exact_heads and model.head_dim * model.num_attention_heads != model.hidden_size:
         yield f"head_dim {model.head_dim}: only hidden_size / num_attention_heads"
 
 
 def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Yield the settings of rotary positions for which llama.cpp computes something else."""
+    """Yield the settings of rotary positions for which llama.cpp computes a different result."""
     if getattr(model, "rotary_dim", 0) % 2:
         yield f"{model.rotary_dim} rotated dimensions: only an even number"
     rope = getattr(model, "rope_scaling", None)
     if isinstance(rope, YarnRope):
         if rope.factor < 1:
-            yield f"yarn of factor {rope.factor}: only 1 and more"
+            yield f"yarn with factor {rope.factor}: only at least 1"
         if (rope.beta_fast, rope.beta_slow) != (32.0, 1.0):
-            yield "yarn of other bounds: only beta_fast 32 and beta_slow 1"
+            yield "yarn with other bounds: only beta_fast 32 and beta_slow 1"
     if isinstance(rope, Llama3Rope) and rope.low_freq_factor >= rope.high_freq_factor:
         yield f"low_freq_factor {rope.low_freq_factor}: only less than high_freq_factor"
     if getattr(model, "no_rope_layers", None) is not None:
-        yield "no_rope_layers of another pattern: only the family's own"
+        yield "no_rope_layers with another pattern: only the family's pattern"
     if family.gguf.has_windows and not family.gguf.has_window_base:
         local = model.rope_local_base_freq if "rope_local_base_freq" in family.own_keys else None
         if model.sliding_window is not None and local not in (None, model.rope_theta):
@@ -141,9 +144,9 @@ def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
 
 
 def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
-    """Yield the settings of latent attention for which llama.cpp computes something else."""
+    """Yield the settings of latent attention for which llama.cpp computes a different result."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
-    # By these sizes llama.cpp recognises models without q_lora_rank, and does not read the key.
+    # llama.cpp recognises models without q_lora_rank by these sizes and does not read the key.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
     if model.q_lora_rank is not None and lacks_rank:
         yield f"q_lora_rank in {layers} layers: only null"

@@ -1,6 +1,7 @@
-"""The metadata of a GGUF file: shape and settings of a model, from and to a config.json.
+"""Metadata of a GGUF file: conversion of a model's shape and settings from and to config.json.
 
-`add_model` writes the entries, `config_of` reads them. The tokenizer's are written by `writer`.
+`add_model` writes the entries and `config_of` reads them. The tokenizer's entries are written by
+`writer`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ KEPT_KEYS = (
     "topk_group",
     "use_sliding_window",
 )
-#: GGUF's keys of sizes that all families have, after the architecture's name -> our keys.
+#: GGUF keys for sizes that all families have, without the architecture prefix -> firstlight's keys.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -58,12 +59,12 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 
-#: GGUF's tensor of Llama 3's frequency divisors.
+#: GGUF tensor with Llama 3's frequency divisors.
 ROPE_FACTORS = "rope_freqs.weight"
-#: GGUF's tensors of LongRoPE's frequency divisors.
+#: GGUF tensors with LongRoPE's frequency divisors.
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
-#: GGUF entry of firstlight's own: a JSON object with settings that have no GGUF key.
+#: GGUF entry specific to firstlight: a JSON object with settings that have no GGUF key.
 KEPT = "firstlight.config"
 
 #: Sampling settings of generation_config.json -> GGUF's keys.
@@ -74,7 +75,7 @@ _SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-#: GGUF's keys of tokens that end a generation: the tokenizer's end of text, and two others.
+#: GGUF keys for tokens that end a generation: the tokenizer's end-of-text token and two others.
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 #: Shapes of the tensors in a file by name, outermost dimension first.
@@ -153,8 +154,8 @@ def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation_config.json of a file: sampling settings and the tokens that end a
-    text."""
+    """Build generation_config.json from a file's metadata: sampling settings and the tokens that
+    end a text."""
     content: dict[str, Any] = {}
     for name, key in _SAMPLING.items():
         value = metadata.get(key)
@@ -163,7 +164,7 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if "temperature" in content:
         content["do_sample"] = content["temperature"] != 0
         if not content["do_sample"]:
-            del content["temperature"]  # transformers refuses to write a temperature of 0
+            del content["temperature"]  # transformers refuses to write a temperature of 0.
     if ends := [metadata[key] for key in _ENDS if type(metadata.get(key)) is int]:
         content["eos_token_id"] = ends
     return content
@@ -179,8 +180,8 @@ def _cached_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
-    """Add the entries for the rescaling of rotary positions. Return the settings as an entry of
-    firstlight.config if GGUF's entries do not hold all of them."""
+    """Add the entries for the rescaling of rotary positions. Return the settings as an entry for
+    firstlight.config if GGUF's entries can't represent all of them."""
     import gguf
 
     scaling = model.rope_scaling
@@ -190,7 +191,8 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
         return {}
-    # The file has the divisors of Llama 3's frequencies, from which the settings can't be computed.
+    # The file contains the divisors of Llama 3's frequencies, from which the settings can't be
+    # recovered.
     if not isinstance(scaling, Llama3Rope):
         magnitude = rope_magnitude(scaling, model.max_position_embeddings)
         if isinstance(scaling, YarnRope):
@@ -206,10 +208,10 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
 
 
 def _yarn_factors(model: Any) -> tuple[float, float]:
-    """Return YaRN's numbers for llama.cpp: (attn_factor, m).
+    """Return YaRN's parameters for llama.cpp: (attn_factor, m).
 
-    attn_factor is the factor of cos and sin. If m is 0, llama.cpp multiplies it by YaRN's own
-    magnitude. m is a factor of DeepSeek's attention scores: llama.cpp multiplies the scores by the
+    attn_factor is the factor for cos and sin. If m is 0, llama.cpp multiplies it by YaRN's default
+    magnitude. m is a factor for DeepSeek's attention scores: llama.cpp multiplies the scores by the
     square of attn_factor and the square of 1 + 0.1 m ln(factor).
     """
     rope = model.rope_scaling
@@ -222,8 +224,8 @@ def _yarn_factors(model: Any) -> tuple[float, float]:
 
 
 def rope_factors(model: Any) -> dict[str, Tensor]:
-    """Return tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF's
-    names; none for kinds other than "llama3" and "longrope"."""
+    """Return tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF name.
+    Empty for kinds other than "llama3" and "longrope"."""
     scaling = getattr(model, "rope_scaling", None)
     if isinstance(scaling, LongRope):
         return {
@@ -264,7 +266,7 @@ def _add_windows(writer: GGUFWriter, model: Any) -> None:
     """Add the entries for the sliding window and for the rotary base of layers that have it."""
     window, spec = model.sliding_window, model.family.gguf
     if window is None and spec.needs_window:
-        # llama.cpp needs a window for this family: one that covers the whole context.
+        # llama.cpp requires a window for this family, so use one that covers the full context.
         window = model.max_position_embeddings
     if window is not None:
         writer.add_sliding_window(window)
@@ -280,16 +282,15 @@ class _Values:
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return an integer; anything else, such as a list with one integer per layer, is a
+        """Return an integer. Any other value, such as a list with one integer per layer, raises a
         ModelError."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ModelError(f"{self.architecture}.{key} is {value!r}, not a whole number")
+            raise ModelError(f"{self.architecture}.{key} is {value!r}, not an integer")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return a finite float, rounded to the decimal digits that fp32, its format in GGUF,
-        has."""
+        """Return a finite float, rounded to the decimal precision of fp32, its format in GGUF."""
         value = self.get(key, default)
         if not isinstance(value, float) or not math.isfinite(value):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not a number")
@@ -303,7 +304,7 @@ class _Values:
 def config_of(
     metadata: Mapping[str, Any], stored: Shapes, factors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return Hugging Face's config.json of a GGUF file.
+    """Build Hugging Face's config.json for a GGUF file.
 
     Args:
         metadata: the file's entries.
@@ -323,9 +324,10 @@ def config_of(
     rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
     kept = _kept(metadata, architecture)
     layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
-    # `tensor_rules` yields several tensors for each layer: a damaged count would make that endless.
+    # `tensor_rules` yields several tensors per layer, so a damaged count would make it run
+    # endlessly.
     if embedding is None or layers > len(stored) // _LAYER_TENSORS:
-        raise ModelError(f"the file holds {len(stored)} tensors, too few for {layers} layers")
+        raise ModelError(f"the file contains {len(stored)} tensors, too few for {layers} layers")
     config: dict[str, Any] = {
         "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in stored,
@@ -336,7 +338,8 @@ def config_of(
         if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
             config[name] = token_id
     if rotary:
-        # Some of transformers' config classes have a default id, maybe beyond the vocabulary.
+        # Some of transformers' config classes have a default id, which may be beyond the
+        # vocabulary.
         config["pad_token_id"] = None
         config |= _rope_config(values, kept, factors, config)
     family = FAMILIES[config["model_type"]].spec
@@ -347,7 +350,7 @@ def config_of(
 
 
 def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Return the JSON object in firstlight.config; empty in files of other programs."""
+    """Return the JSON object in firstlight.config; empty for files of other programs."""
     try:
         kept = json.loads(metadata.get(KEPT, "{}"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -355,7 +358,7 @@ def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if not isinstance(kept, dict) or (
         "model_type" in kept and ARCHITECTURES.get(str(kept["model_type"])) != architecture
     ):
-        raise ModelError(f"the file is damaged: {KEPT} does not fit the architecture")
+        raise ModelError(f"the file is damaged: {KEPT} does not match the architecture")
     return kept
 
 
@@ -374,8 +377,8 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
-    """Return the config of a family with rotary positions, without these, under firstlight's
-    keys."""
+    """Return the config of a family with rotary positions, under firstlight's keys, without the
+    rotary settings."""
     sizes = {ours: values.whole(key) for key, ours in _SIZES.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
@@ -387,11 +390,13 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
     value_dim = values.whole("attention.value_length", head_dim)
     if is_latent:
-        # llama.cpp's key length is that of the KV latent with the rotated part, Hugging Face's
-        # head_dim the rotated part alone.
+        # llama.cpp's key length is that of the KV latent plus the rotated part; Hugging Face's
+        # head_dim is only the rotated part.
         head_dim = rotary_dim
     elif value_dim != head_dim or not is_whole:
-        raise ModelError("heads whose keys, values and rotary part differ in size: not supported")
+        raise ModelError(
+            "heads whose keys, values and rotary part differ in size are not supported"
+        )
     eps = "layer_norm_epsilon" if family.norm_kind == "layer" else "layer_norm_rms_epsilon"
     config: dict[str, Any] = {
         "model_type": model_type,
@@ -402,7 +407,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "head_dim": head_dim,
         family.activation_key: family.activation,
         "rms_norm_eps": values.real(f"attention.{eps}"),
-        # None is written as well, since Mistral's default is a window.
+        # None is also written, since Mistral's default is a window.
         "sliding_window": window or None,
     }
     if "attention_bias" in family.own_keys:
@@ -469,9 +474,9 @@ def _layer_config(
     if "qk_layernorm" in own:
         norm = stored.get("blk.0.attn_q_norm.weight")
         found["qk_layernorm"] = norm is not None
-        # `tensor_rules` yields a norm for each head: checked first, as the number of layers is.
+        # `tensor_rules` yields a norm per head, so check the number of heads first.
         if norm is not None and norm[0] != config["num_attention_heads"]:
-            raise ModelError(f"the file is damaged: norms of {norm[0]} heads")
+            raise ModelError(f"the file is damaged: it has norms for {norm[0]} heads")
     if "use_parallel_residual" in own:
         is_parallel = "blk.0.ffn_norm.weight" not in stored
         found["use_parallel_residual"] = values.get("use_parallel_residual", is_parallel) is True
@@ -488,9 +493,9 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
-    """Return the `model_type` of the architecture's first family that can have the file's number of
-    experts and window (0 is none), of those with its gating function; the first of these if none
-    can."""
+    """Return the `model_type` of the architecture's first family that supports the file's gating
+    function, number of experts and window (0 means none). If none supports the experts and window,
+    return the first with the gating function."""
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
     forms = {name: FAMILIES[name].spec.gguf for name in _families_of(values.architecture)}
     named = [n for n, form in forms.items() if form.layer != "latent" or form.gating == gating]
@@ -510,11 +515,11 @@ def _expert_config(
     layers = values.whole("block_count")
     routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
     router = next((shape for shape in routers if shape is not None), None)
-    # `tensor_rules` yields tensors for each expert: checked first, as the number of layers is.
-    # Each expert has three matrices, and each matrix at least one number.
+    # `tensor_rules` yields tensors per expert, so check the number of experts first. Each expert
+    # has three matrices with at least one number each.
     numbers = sum(math.prod(shape) for shape in stored.values())
     if router is None or router[0] != experts or 3 * layers * experts > numbers:
-        raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
+        raise ModelError(f"the file is damaged: its routers do not have {experts} experts")
     used = {"num_experts_per_tok": values.whole("expert_used_count")}
     if names is None or names.size == "intermediate_size":
         return {"num_local_experts": experts, **used}
@@ -552,7 +557,9 @@ def _rope_config(
     elif kind == "yarn":
         scaling = _yarn_scaling(values, kept.get("rope_scaling"))
     elif kind != "none":
-        raise ModelError(f"rope scaling {kind!r} is not supported: linear, yarn and Llama 3's are")
+        raise ModelError(
+            f"rope scaling {kind!r} is not supported (supported: linear, yarn and Llama 3's)"
+        )
     rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     if "partial_rotary_factor" in family.own_keys:
         part = kept.get("partial_rotary_factor", rotary_dim / config["head_dim"])
@@ -592,25 +599,25 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     own = values.real("rope.scaling.attn_factor", 1.0)
     if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
         if own != 1:
-            raise ModelError(f"yarn with an attn_factor of {own} is not supported: only 1 is")
-        # The inverse of `_yarn_factors`. The file has 0.1 times m: llama.cpp divides it by 0.1.
+            raise ModelError(f"yarn with an attn_factor of {own} is not supported: it must be 1")
+        # Inverse of `_yarn_factors`. The file contains 0.1 times m, which llama.cpp divides by 0.1.
         multiplier = round(multiplier / 0.1, 6)
         if multiplier:
             return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
         return {**scaling, "attention_factor": yarn_magnitude(factor), "mscale_all_dim": 1.0}
-    # llama.cpp multiplies attn_factor by YaRN's own magnitude.
+    # llama.cpp multiplies attn_factor by YaRN's default magnitude.
     return scaling if own == 1 else {**scaling, "attention_factor": own * yarn_magnitude(factor)}
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
     """Return Llama 3's rotary settings: `known` (from firstlight.config), or else `_LLAMA3`. They
-    must give the file's divisors of the frequencies, `factors`, fp32 [rotary_dim / 2]."""
+    must result in the file's frequency divisors, `factors`, fp32 [rotary_dim / 2]."""
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
     model: Any = config_from_hf({"model_type": "llama", "rope_scaling": scaling}, "the file")
     expected = llama3_factors(model.rope_scaling, theta, rotary_dim)
     if expected.shape != factors.shape:
-        raise ModelError(f"the file is damaged: tensor {ROPE_FACTORS} does not fit the heads")
+        raise ModelError(f"the file is damaged: tensor {ROPE_FACTORS} does not match the heads")
     if not torch.allclose(expected, factors, rtol=1e-4):
-        raise ModelError(f"tensor {ROPE_FACTORS} holds no rotary factors of Llama 3")
+        raise ModelError(f"tensor {ROPE_FACTORS} does not contain Llama 3's rotary factors")
     return scaling
