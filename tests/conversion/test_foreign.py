@@ -58,7 +58,7 @@ def test_nanogpts_file_tells_the_whole_config(saved: Save) -> None:
     }
     assert {key: foreign.config[key] for key in expected} == expected
     note, left_out = foreign.notes
-    assert left_out.startswith("The optimizer's state in it (optimizer) is left out: training")
+    assert left_out.startswith("Its optimizer state (optimizer) is not converted: training")
     assert "exact GELU" in note
 
 
@@ -120,7 +120,7 @@ def test_the_padded_vocabulary_is_kept_and_noted(saved: Save) -> None:
     [
         ({"n_layer": 3}, r"model_args say n_layer 3, its tensors 2"),
         ({"block_size": 6}, r"model_args say block_size 6, its tensors 5"),
-        ({"n_head": 5}, r"n_head is 5, expected a divisor of the width 64"),
+        ({"n_head": 5}, r"n_head is 5, but must be a divisor of the width 64"),
         ({"n_head": 0}, r"n_head is 0"),
         ({"n_head": "4"}, r"n_head is '4'"),
         ({"dropout": 2.0}, r"embd_pdrop"),
@@ -137,7 +137,7 @@ def test_a_bare_nanogpt_state_dict_has_its_heads_guessed_or_given(saved: Save) -
     path = saved(nanogpt()["model"])
     guessed = read_foreign(path)
     assert guessed.config["n_head"] == 1
-    assert any('give "n_head"' in note for note in guessed.notes)
+    assert any('set "n_head"' in note for note in guessed.notes)
     given = read_foreign(path, config={"num_attention_heads": 16})
     assert given.config["n_head"] == 16
     assert not any("heads" in note for note in given.notes)
@@ -167,7 +167,7 @@ def test_the_books_missing_qkv_biases_stay_missing(saved: Save) -> None:
     assert not any(name.endswith("c_attn.bias") for name in foreign.tensors)
     assert "transformer.h.0.attn.c_proj.bias" in foreign.tensors
     assert foreign.notes[-1].startswith("Its queries, keys and values have no biases")
-    with pytest.raises(ModelError, match="has qkv_bias False, and the config given says True"):
+    with pytest.raises(ModelError, match="has qkv_bias False, but the config specifies True"):
         read_foreign(path, config={"qkv_bias": True})
     assert "qkv_bias" not in read_foreign(saved(book_gpt(qkv_bias=True))).config
 
@@ -182,7 +182,7 @@ def test_a_head_equal_to_the_embedding_is_tied(saved: Save) -> None:
 
 def test_heads_that_cant_be_guessed_are_asked_for(saved: Save) -> None:
     path = saved(book_gpt(C=48))
-    with pytest.raises(ModelError, match=r'width 48 is not a multiple of 64.*give "n_head"'):
+    with pytest.raises(ModelError, match=r'width 48 is not a multiple of 64.*set "n_head"'):
         read_foreign(path)
     assert read_foreign(path, config={"n_head": 3}).config["n_head"] == 3
 
@@ -230,7 +230,7 @@ def test_what_a_llamas_file_doesnt_say_is_asked_for_by_name(
     saved: Save, lacking: set[str], named: str
 ) -> None:
     config = {key: value for key, value in LLAMA_CONFIG.items() if key not in lacking}
-    with pytest.raises(ModelError, match=rf"doesn't say its {named}"):
+    with pytest.raises(ModelError, match=rf"does not specify {named}"):
         read_foreign(saved(book_llama()), config=config)
 
 
@@ -247,16 +247,16 @@ def test_a_llama_with_tables_tells_heads_and_context_and_checks_the_base(saved: 
     assert foreign.config["max_position_embeddings"] == 12
     with pytest.raises(ModelError, match="rotary tables that rope_theta 10000"):
         read_foreign(path, config={"rope_theta": 10000.0})
-    with pytest.raises(ModelError, match="num_attention_heads 4, and the config given says 8"):
+    with pytest.raises(ModelError, match="num_attention_heads 4, but the config specifies 8"):
         read_foreign(path, config=LLAMA_CONFIG)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"n_embd": 65}, "has n_embd 64, and the config given says 65"),
-        ({"hidden_size": 65}, "has n_embd 64, and the config given says 65"),
-        ({"n_head": 2}, "has n_head 4, and the config given says 2"),
+        ({"n_embd": 65}, "has n_embd 64, but the config specifies 65"),
+        ({"hidden_size": 65}, "has n_embd 64, but the config specifies 65"),
+        ({"n_head": 2}, "has n_head 4, but the config specifies 2"),
         ({"tie_word_embeddings": False}, "has tie_word_embeddings True"),
         ({"model_type": "llama"}, "has model_type 'gpt2'"),
         ({"n_heads": 4}, r"no key 'n_heads' \(did you mean 'n_head'\?\)"),

@@ -73,7 +73,13 @@ def test_the_text_is_as_long_as_the_context(stories: Path) -> None:
 def test_what_quantising_needs_is_asked_for_first(
     stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"--calibration is for llama\.cpp's formats"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"--calibration requires one of llama\.cpp's formats, "
+            r"for example"
+        ),
+    ):
         convert(stories, tmp_path / "out", to="gguf", calibration=stories / "greedy.txt")
     with pytest.raises(ConfigError, match=r"'q4_k' is not one of gguf \(did you mean"):
         convert(stories, tmp_path / "out", to="gguf", dtype="q4_k")

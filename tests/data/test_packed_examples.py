@@ -245,7 +245,7 @@ def test_an_example_whose_beginning_teaches_nothing_is_dropped(tmp_path: Path) -
     packing = ExampleDataset(tmp_path, "train", long="cut").packing(6)
     assert (packing.dropped, packing.cut, packing.num_labels) == (1, 0, 1)
     says = "no example of the 'train' split .* fits .* start from a model with a longer context"
-    with pytest.raises(DataError, match=f"{says}, or choose data.long cut"):
+    with pytest.raises(DataError, match=f"{says}, or set data.long to cut"):
         ExampleDataset(tmp_path, "train", long="drop").packing(2)
     with pytest.raises(DataError, match=f"{says}$"):
         ExampleDataset(tmp_path, "train", long="cut").packing(2)
@@ -284,7 +284,7 @@ def test_a_manifest_that_does_not_fit_its_labels_is_refused(
     manifest = make_examples(tmp_path, [4, 5]).manifest
     manifest["splits"]["train"].update(change)
     write_json(tmp_path / "manifest.json", manifest)
-    with pytest.raises(DataError, match="don't fit its manifest"):
+    with pytest.raises(DataError, match="don't match its manifest"):
         ExampleDataset(tmp_path, "train")
 
 

@@ -368,7 +368,7 @@ def test_killed_workers_change_no_byte(
     prepare([corpus], TOKENIZER, tmp_path / "killed", workers=2)
     assert len(set(killed)) == 3
     assert contents(tmp_path / "killed") == contents(tmp_path / "one")
-    line = "a tokenizing process was killed: its documents are encoded again\n"
+    line = "a tokenizing process was killed: encoding its documents again\n"
     # One that has nothing when it is killed is replaced when it is given something.
     said = capsys.readouterr().err
     assert said == said.count("\n") * line
@@ -383,7 +383,13 @@ def test_a_batch_that_kills_each_worker_is_one_clear_error_and_leaves_nothing(
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 1)
     monkeypatch.setattr(encoding, "_work", work_or_die)
-    with pytest.raises(DataError, match=r"process was killed, .* memory: use fewer --workers"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"process was killed, .* because memory ran out: use "
+            r"fewer --workers"
+        ),
+    ):
         prepare([source], TOKENIZER, tmp_path / "new" / "out", workers=2)
     assert names(tmp_path) == ["a.jsonl"]
     assert capsys.readouterr().err.count("encoded again") >= 2
@@ -459,7 +465,13 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
     assert next(documents).value == "one"
     with open(sources[0], "a", encoding="utf-8") as file:
         file.write('{"text": "four"}\n')
-    with pytest.raises(InputError, match=r"a\.jsonl was changed while it was read: call again"):
+    with pytest.raises(
+        InputError,
+        match=(
+            r"a\.jsonl was changed while it was being read: run "
+            r"the command again"
+        ),
+    ):
         list(documents)
     documents = read_documents(find_sources(sources[1:]))
     assert next(documents).value == "one"
@@ -499,7 +511,7 @@ def test_an_input_that_changes_after_it_was_read_is_named(
     later = write_jsonl(tmp_path / "b.jsonl", ["three"])
     manifest = prepare([path, later], TOKENIZER, tmp_path / "out", split_of=split_of)
     assert manifest["documents"]["written"] == 3
-    assert "a.jsonl changed while the corpus was prepared; " in capsys.readouterr().err
+    assert "a.jsonl changed while the corpus was being prepared, so " in capsys.readouterr().err
 
 
 # Long documents
@@ -742,11 +754,11 @@ def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
         ({"engine": "spark"}, "engine must be one of local, ray, not spark"),
         (
             {"engine": "ray", "workers": 2},
-            "workers are processes of the local engine: leave them out with ray",
+            "workers applies only to the local engine: omit it with engine ray",
         ),
         (
             {"ray_address": "auto"},
-            "ray_address is where engine ray finds its cluster: choose that engine",
+            "ray_address requires engine ray: set engine",
         ),
     ],
 )
@@ -783,7 +795,7 @@ def _damaged_after_good_documents(folder: Path) -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (_empty, "the corpus is empty: the inputs hold no documents"),
+        (_empty, "the corpus is empty: the inputs contain no documents"),
         (
             _all_rejected,
             r"the corpus is empty: all 3 documents read were rejected \(1 nothing but white space, "
@@ -819,7 +831,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
 
 def test_text_of_one_repeated_character_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("b" * 20_000 + "\n")
-    said = r"100\.0% of the text is the one character 'b'"
+    said = r"100\.0% of the text is the single character 'b'"
     with pytest.raises(InputError, match=said):
         prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -835,7 +847,7 @@ def test_tokenizer_of_one_repeated_character_is_refused_and_leaves_nothing(
     out = str(tmp_path / "out")
     words = ["tokenizer", "train", str(tmp_path / "a.txt"), "--vocab-size", "300", "--out", out]
     assert main(words) == 1
-    assert "of the text is the one character 'b'" in capsys.readouterr().err
+    assert "of the text is the single character 'b'" in capsys.readouterr().err
     assert not Path(out).exists()
 
 

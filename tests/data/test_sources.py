@@ -227,7 +227,7 @@ def test_a_folder_called_stdlib_is_named_with_its_path(
     monkeypatch.chdir(tmp_path)
     assert names("./stdlib") == ["stdlib/mine.txt"]
     assert "stdlib/os.py" in names("stdlib")
-    assert note_on_inputs(["stdlib"]).endswith("for what lies here under that name: ./stdlib")
+    assert note_on_inputs(["stdlib"]).endswith("for the file or folder of that name")
     assert note_on_inputs(["./stdlib"]) == ""
 
 
@@ -262,20 +262,20 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist: name files"),
         ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(firstlight reads text "),
         ("no[xyz]", r"matches no text files"),
-        ("empty", r"folder empty holds no text files .*\): put some there$"),
+        ("empty", r"folder empty holds no text files .*\): add some$"),
         (
             "corpus",
             r"folder corpus holds no text files; it has 1 \.odt: corpus/table\.odt is an .*"
             r"\(firstlight reads text and code with any ending or none, \.jsonl, \.ndjson, ",
         ),
-        ("corpus/table.odt", r"table\.odt is an OpenDocument text: make text of it with pandoc "),
-        ("https://a.org/b.txt", r"https://a\.org/b\.txt is a URL: download it, with curl -LO "),
+        ("corpus/table.odt", r"table\.odt is an OpenDocument text: extract its text with pandoc "),
+        ("https://a.org/b.txt", r"https://a\.org/b\.txt is a URL: download it with curl -LO "),
         (
             "pipe.txt",
             r"pipe\.txt is a pipe, neither a file .*: inputs .* cat \S*pipe\.txt > pipe\.txt\.txt",
         ),
-        ("hf:", r"hf: needs a dataset's name"),
-        ("hf::x", r"hf: needs a dataset's name"),
+        ("hf:", r"hf: requires the name of a dataset"),
+        ("hf::x", r"hf: requires the name of a dataset"),
         ("", r"an input is empty"),
         ("~nobody-of-that-name/a.txt", r"~nobody-of-that-name/a\.txt can't be found: "),
         ("x" * 300, r"can't be found: File name too long"),
@@ -594,8 +594,8 @@ def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("still read", encoding="utf-8")
     (tmp_path / "c.csv").write_text("", encoding="utf-8")
     detail = (
-        "no column 'text' (did you mean 'texts'?) (columns: id, texts): name the one with the text "
-        "with --text-key"
+        "no column 'text' (did you mean 'texts'?) (columns: id, "
+        "texts): specify the field with the text with --text-key"
     )
     assert seen(read(tmp_path)) == [
         (str(tmp_path / "a.csv"), 1, "no_text", detail),
@@ -717,7 +717,9 @@ def test_each_bad_line_is_rejected_by_number_and_reason(tmp_path: Path) -> None:
     ]
     details = {r.line: str(r.error) for r in found if r.error is not None}
     assert details[4].startswith("byte 0xff is not UTF-8: convert it with iconv -f ENCODING ")
-    assert details[5].startswith("no field 'text' (fields: body, id): name the one with the text ")
+    assert details[5].startswith(
+        "no field 'text' (fields: body, id): specify the field with the text "
+    )
     assert details[7] == "the text is list, not a string"
     assert {r.error.reason for r in found if r.error is not None} <= set(REASONS)
     assert {e.origin for e in found} == {str(path)}
@@ -763,7 +765,7 @@ def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
         ("eins", str(path), 1),
         (str(path), 2, "no_text", "the text is NoneType, not a string"),
         ("日本", str(path), 3),
-        (str(path), 4, "empty", "nothing but white space"),
+        (str(path), 4, "empty", "only white space"),
         ("fünf", str(path), 5),
     ]
 

@@ -303,7 +303,7 @@ def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -
     "line, said",
     [
         ("{", "is no HellaSwag item: Expecting property name"),
-        ("[1]", "it is no JSON object"),
+        ("[1]", "it is not a JSON object"),
         ({**ROW, "ctx": 5}, "ctx must be a text"),
         ({"endings": ["a", "b"], "label": 0}, "ctx is missing"),
         ({**ROW, "ctx_a": "x"}, "ctx_b is missing"),
@@ -318,7 +318,7 @@ def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -
         ({**ROW, "label": ""}, "label must be a number from 0 to 1, not ''"),
         ({**ROW, "label": "-1"}, "label must be a number"),
         ('{"ctx": "\\ud800", "endings": ["a", "b"], "label": 0}', "ctx must be a text"),
-        ("[" * 60_000, "is no HellaSwag item"),
+        ("[" * 60_000, "is not a HellaSwag item"),
         ({**ROW, "ctx": "a" * 70_000}, "bytes, more than 65,536"),
     ],
 )
@@ -338,7 +338,7 @@ def test_bytes_that_are_no_utf8_are_a_bad_line(tmp_path: Path) -> None:
 
 
 def test_files_of_nothing_and_no_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no items"):
+    with pytest.raises(InputError, match="contains no items"):
         read_hellaswag(write(tmp_path / "x.jsonl", "", " "))
     with pytest.raises(InputError, match="nowhere does not exist"):
         read_hellaswag(tmp_path / "nowhere")
@@ -420,7 +420,7 @@ def test_a_task_is_scored_by_name(loaded: LoadedModel, file: Path) -> None:
     [
         (["hellasvag"], r"task 'hellasvag' is unknown \(did you mean 'hellaswag'\?\)"),
         (["x.jsonl"], r"known: hellaswag, hellaswag,FILE\.jsonl, and lm-eval:NAME"),
-        (["hellaswag,"], "names no file"),
+        (["hellaswag,"], "has no file name: use"),
         (["lm-eval:"], "names none"),
         (["lm-eval:a,,b"], "names none"),
         (["hellaswag,x", "hellaswag,y"], "two are called hellaswag"),

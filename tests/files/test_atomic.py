@@ -601,7 +601,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], 
     """As /dev/null, which is there for all."""
     make(tmp_path / "thing")
     before = (tmp_path / "thing").stat()
-    with pytest.raises(StorageError, match="thing is no file that could be replaced"):
+    with pytest.raises(StorageError, match="thing is not a regular file and can't be replaced"):
         write_file(tmp_path / "thing", "content")
     assert (tmp_path / "thing").stat() == before
     assert names(tmp_path) == ["thing"]

@@ -398,7 +398,7 @@ def test_the_files_of_a_run_are_no_texts(tmp_path: Path) -> None:
 
 def test_a_text_of_one_repeated_character_is_refused_by_its_cause(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("b" * 20_000 + "\n")
-    with pytest.raises(InputError, match=r"100\.0% of the text is the one character 'b'"):
+    with pytest.raises(InputError, match=r"100\.0% of the text is the single character 'b'"):
         scan_corpus(find_sources([tmp_path / "a.txt"]))
     (tmp_path / "a.txt").write_text("b\n" * 10_000)
     assert scan_corpus(find_sources([tmp_path / "a.txt"])).facts.common_characters == 2

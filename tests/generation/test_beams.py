@@ -155,7 +155,7 @@ def test_beams_refuse_what_a_search_has_no_place_for() -> None:
     SamplingConfig(beams=2, temperature=0)
     with pytest.raises(ConfigError, match="beams must be between 1"):
         SamplingConfig(beams=0)
-    with pytest.raises(ConfigError, match="slide forgets text"):
+    with pytest.raises(ConfigError, match="slide drops old text"):
         SamplingConfig(slide=True, prompt_logprobs=0)
 
 
@@ -206,7 +206,7 @@ def test_slide_of_one_token_reads_the_whole_context_for_each_token(tokenizer: To
                 push(text, model(torch.tensor([window]))[0, -1])
         assert found.token_ids == text.token_ids
         assert len(found.token_ids) == 40
-    with pytest.raises(ConfigError, match="slide_tokens is for slide: add slide"):
+    with pytest.raises(ConfigError, match="slide_tokens requires slide: enable slide"):
         generate(loaded, "a b", slide_tokens=1)
 
 

@@ -468,7 +468,7 @@ def test_a_system_message_that_would_be_lost_is_refused(tokenizer: Tokenizer) ->
     without = tokenizer.extended(
         ["<z>"], "{% for m in messages if m.role != 'system' %}{{ m.content }}<z>{% endfor %}"
     )
-    with pytest.raises(InputError, match="leaves system messages out"):
+    with pytest.raises(InputError, match="ignores system messages"):
         session_of(without, system="x")
     refusing = tokenizer.extended(
         [], "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}x"
@@ -477,7 +477,7 @@ def test_a_system_message_that_would_be_lost_is_refused(tokenizer: Tokenizer) ->
     with pytest.raises(InputError, match="refuses these messages: none"):
         session.set_system("x")
     assert session.messages == []
-    with pytest.raises(ConfigError, match="no chat template, so that it knows no system message"):
+    with pytest.raises(ConfigError, match="no chat template and therefore no system message"):
         session_of(tokenizer, system="x")
 
 

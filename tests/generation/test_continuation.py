@@ -196,7 +196,7 @@ def test_biases_ban_and_force_tokens(tokenizer: Tokenizer) -> None:
         push(text, logits)
         assert text.token_ids == [expected]
     beyond = SamplingConfig(logit_bias={tokenizer.vocab_size: 1.0})
-    with pytest.raises(ConfigError, match="logit_bias names the token id 320"):
+    with pytest.raises(ConfigError, match="logit_bias has token id 320"):
         push(Continuation([1], beyond, context=999), logits)
 
 

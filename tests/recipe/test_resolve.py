@@ -581,9 +581,13 @@ def test_kind_of_data_decides_masking_and_preference_section(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "sections", "message"),
     [
-        ("chat", {"data": {"dir": "data", "document_masking": False}}, "can't be off with"),
+        (
+            "chat",
+            {"data": {"dir": "data", "document_masking": False}},
+            ("can't be disabled for conversations, because"),
+        ),
         ("text", {"preference": {"beta": 0.2}}, "set data.kind preference, or leave it out"),
-        ("preference", {}, "need a model that answers already"),
+        ("preference", {}, "to train a chat model on them"),
     ],
 )
 def test_recipe_that_contradicts_its_data_is_refused(

@@ -538,7 +538,9 @@ def test_a_vocabulary_is_filled_up_to_the_embedding(tmp_path: Path, tokenizer: T
 
 def test_a_tokenizer_with_too_many_tokens_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config, tensors = drawn("llama", tmp_path, vocab_size=319)
-    with pytest.raises(TokenizerError, match="320 tokens, the model's embedding only 319 rows"):
+    with pytest.raises(
+        TokenizerError, match=("320 tokens, but the model's embedding has only 319 rows")
+    ):
         write_gguf(tmp_path / "m.gguf", config, tensors, tokenizer, dtype="f32")
     assert not (tmp_path / "m.gguf").exists()
 
@@ -590,7 +592,7 @@ def test_damaged_gguf_file_opened_by_path_is_refused_in_one_line_and_leaves_noth
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert main(["info", str(tmp_path / "m.gguf")]) == 1
-    message = f"firstlight: error: {tmp_path}/m.gguf: the file is damaged or cut short\n"
+    message = f"firstlight: error: {tmp_path}/m.gguf: the file is damaged or truncated\n"
     assert capsys.readouterr() == ("", message)
     assert [path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir()] == []
 
@@ -618,7 +620,7 @@ _OTHER_BASE = {
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gpt2", {"model_type": "bert"}, "model_type 'bert' can't be put into GGUF"),
+        ("gpt2", {"model_type": "bert"}, "model_type 'bert' can't be converted to GGUF"),
         ("gpt2", {"activation_function": "relu"}, "no gpt2 with activation_function 'relu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"n_embd": 7, "n_head": 2}, "hidden_size 7 must be a multiple"),
@@ -655,13 +657,21 @@ _OTHER_BASE = {
         ),
         ("qwen3_next", {"mlp_only_layers": [0]}, r"no qwen3_next with mlp_only_layers \[0\]"),
         ("llama", {"rope_parameters": {**YARN, "factor": 0.5}}, "no llama with yarn of factor 0.5"),
-        ("granite", {"rope_parameters": YARN}, "rope type 'yarn' can't be put into GGUF for gra"),
+        (
+            "granite",
+            {"rope_parameters": YARN},
+            ("rope type 'yarn' can't be stored in GGUF for gra"),
+        ),
         (
             "llama",
             {"rope_parameters": {**LLAMA3, "factor": None}},
             "rope_scaling: llama3: factor: ",
         ),
-        ("qwen2", {"rope_parameters": LLAMA3}, "rope type 'llama3' can't be put into GGUF for q"),
+        (
+            "qwen2",
+            {"rope_parameters": LLAMA3},
+            ("rope type 'llama3' can't be stored in GGUF for q"),
+        ),
         ("qwen3", {"attention_bias": True}, "no qwen3 with attention_bias True"),
         ("qwen3_moe", {"norm_topk_prob": False}, "no qwen3_moe with norm_topk_prob False"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
@@ -686,7 +696,7 @@ _OTHER_BASE = {
         (
             "llama",
             {"max_position_embeddings": 2**33},
-            "max_position_embeddings 8589934592 can't be put into GGUF",
+            "max_position_embeddings 8589934592 can't be stored in GGUF",
         ),
     ],
 )
@@ -709,8 +719,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     headless = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
     for changed, message in (
         ({**tensors, "model.extra": tensors[norm]}, "unknown tensors: model.extra"),
-        ({**tensors, norm: tensors[norm] / 0}, f"integer or not finite tensors: {norm}"),
-        ({**tensors, norm: tensors[norm].int()}, f"integer or not finite tensors: {norm}"),
+        ({**tensors, norm: tensors[norm] / 0}, f"integer or non-finite tensors: {norm}"),
+        ({**tensors, norm: tensors[norm].int()}, f"integer or non-finite tensors: {norm}"),
         (headless, "lacks lm_head.weight"),
     ):
         with pytest.raises(ModelError, match=message):
@@ -731,7 +741,7 @@ def test_numbers_too_large_for_a_format_are_refused(dtype: GGUFDtype, tmp_path: 
                             num_key_value_heads=1)  # fmt: skip
     name = "model.layers.0.self_attn.v_proj.weight"
     tensors[name] = tensors[name] + 1e7
-    with pytest.raises(ModelError, match=f"{name} holds a number too large for {dtype}"):
+    with pytest.raises(ModelError, match=f"{name} contains a number too large for {dtype}"):
         write_gguf(tmp_path / "m.gguf", config, tensors, None, dtype=dtype)
 
 
@@ -953,7 +963,7 @@ def test_tensors_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
         struct.pack_into("<Q", content, place, 0)
     largest = max(4 * math.prod(tensor.shape) for tensor in stored.values())
     path.write_bytes(content[: data_start + largest])
-    with pytest.raises(ModelError, match=r"model\.gguf: .*fewer than its tensors have together"):
+    with pytest.raises(ModelError, match=r"model\.gguf: .*fewer than its tensors in total"):
         read_gguf(path)
 
 

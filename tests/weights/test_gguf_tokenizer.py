@@ -214,20 +214,23 @@ def _model(**changes: Any) -> Callable[[dict[str, Any]], None]:
 def test_byte_level_tokenizers_that_llama_cpp_can_not_follow_are_refused(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    with pytest.raises(TokenizerError, match=f"can't be put into GGUF.*{message}"):
+    with pytest.raises(TokenizerError, match=f"can't be stored in GGUF.*{message}"):
         describe_tokenizer(changed(tiny("tokenizer.json"), change), 1000)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s["model"]["merges"].pop(), "'.*' and '.*' make a token, but are not a merge"),
+        (
+            lambda s: s["model"]["merges"].pop(),
+            ("'.*' and '.*' form a token, but are not a merge"),
+        ),
         (
             lambda s: s["model"]["merges"].append(s["model"]["merges"].pop(2)),
-            "merges into '.*' and '.*' come mixed",
+            "merges into '.*' and '.*' are interleaved",
         ),
-        (lambda s: s.update(pre_tokenizer={"type": "Whitespace"}), "does not turn spaces into ▁"),
-        (lambda s: s["normalizer"]["normalizers"].reverse(), "does not turn spaces into ▁"),
+        (lambda s: s.update(pre_tokenizer={"type": "Whitespace"}), "does not convert spaces to ▁"),
+        (lambda s: s["normalizer"]["normalizers"].reverse(), "does not convert spaces to ▁"),
         (
             lambda s: s["model"]["vocab"].update({"<0xZZ>": s["model"]["vocab"].pop("<0x41>")}),
             "without all 256 byte tokens",
@@ -237,7 +240,7 @@ def test_byte_level_tokenizers_that_llama_cpp_can_not_follow_are_refused(
 def test_pieces_that_llama_cpp_can_not_follow_are_refused(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    with pytest.raises(TokenizerError, match=f"can't be put into GGUF.*{message}"):
+    with pytest.raises(TokenizerError, match=f"can't be stored in GGUF.*{message}"):
         described(changed(tiny("pieces"), change))
 
 
@@ -246,7 +249,7 @@ def test_a_token_that_its_own_merges_miss_is_refused_where_llama_cpp_looks_it_up
         state["model"]["ignore_merges"] = True
         state["model"]["vocab"]["zq"] = len(state["model"]["vocab"])
 
-    with pytest.raises(TokenizerError, match="merges do not lead to its token 'zq'"):
+    with pytest.raises(TokenizerError, match="merges do not produce its token 'zq'"):
         described(changed(tiny("tokenizer.json"), unreachable))
 
 
@@ -364,13 +367,13 @@ def test_file_without_vocabulary_has_no_tokenizer() -> None:
     ("kind", "changes", "message"),
     [
         ("pieces", {"model": "bert"}, "of the kind 'bert' are not supported"),
-        ("pieces", {"tokens": None}, "token types do not fit its tokens"),
-        ("pieces", {"token_type": [1, 2]}, "token types do not fit its tokens"),
-        ("pieces", {"scores": [0.0]}, "scores do not fit its tokens"),
-        ("pieces", {"scores": ["x"] * 276}, "scores do not fit its tokens"),
+        ("pieces", {"tokens": None}, "token types do not match its tokens"),
+        ("pieces", {"token_type": [1, 2]}, "token types do not match its tokens"),
+        ("pieces", {"scores": [0.0]}, "scores do not match its tokens"),
+        ("pieces", {"scores": ["x"] * 276}, "scores do not match its tokens"),
         ("tokenizer.json", {"pre": "kimi-k2"}, "by 'kimi-k2', which is not supported"),
-        ("tokenizer.json", {"merges": ["zq"]}, "its merges do not fit"),
-        ("tokenizer.json", {"merges": ["Zz Qq"]}, "its merges do not fit"),
+        ("tokenizer.json", {"merges": ["zq"]}, "its merges are invalid"),
+        ("tokenizer.json", {"merges": ["Zz Qq"]}, "its merges are invalid"),
         ("tokenizer.json", {"tokens": [7], "token_type": [1]}, "token 0 is not a text"),
     ],
 )

@@ -39,8 +39,9 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
         found={"layer_norm_epsilon": 1e-5},
         assumed={"activation_function": "gelu"},
         notes={
-            "activation_function": "The activation is assumed to be the exact GELU, which nanoGPT has "
-            'used since May 2023 (set "activation_function": "gelu_new" for a file of an older version).'
+            "activation_function": "The activation is assumed to be the exact GELU, which nanoGPT "
+            'has used since May 2023 (set "activation_function": "gelu_new" for a file of an older '
+            "version)."
         },
         model_args=args if isinstance(args, Mapping) else None,
     )
