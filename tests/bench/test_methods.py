@@ -243,7 +243,7 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_has_no_tf32() -> None:
     rows = {row.name: row for row in ladder_rows(8, old)}
     assert "+fp16" in rows
     reason = why_skipped(rows["+tf32"], old, 4, quick=False)
-    assert reason == "needs a GPU of compute capability 8.0: this one has no TF32"
+    assert reason == "needs a GPU with compute capability 8.0: this one has no TF32"
 
 
 def test_a_written_out_model_computes_the_same() -> None:
@@ -293,7 +293,7 @@ def test_what_can_not_run_on_a_cpu_says_why() -> None:
         "blockwise +tf32 +pinned-memory +ddp".split()
     )
     assert reasons["offload"] == "needs a GPU: a CPU's activations lie in its memory already"
-    assert reasons["compile-budget"] == "left out by --quick"
+    assert reasons["compile-budget"] == "skipped by --quick"
     on_gpu = {row.name for row in all_rows(_GPU) if why_skipped(row, _GPU, 4, quick=False)}
     assert on_gpu == {"huge-pages", "+ddp"}
     one_row = {row.name for row in all_rows(_CPU) if why_skipped(row, _CPU, 1, quick=False)}

@@ -271,7 +271,7 @@ def test_a_state_of_another_step_than_the_manifests_is_refused(tmp_path: Path) -
     (folder,) = save(tmp_path, 8)
     reseal(folder, step=9)
     moved = folder.rename(folder.with_name("step-00000009"))
-    with pytest.raises(CheckpointError, match=r"trainer_state.json is of step 8, and .* of step 9"):
+    with pytest.raises(CheckpointError, match=r"trainer_state.json is for step 8, .* for step 9"):
         verify_checkpoint(moved)
 
 
@@ -338,7 +338,7 @@ _ENTRY = {"bytes": 3, "sha256": "0" * 64}
         ({"format": "other"}, "is not the manifest of a checkpoint"),
         ({"version": 1}, "has version 1, but this firstlight reads version 2"),
         ({"version": "2"}, "has version 2"),
-        ({"step": 9}, "holds step 9, unlike its name"),
+        ({"step": 9}, "contains step 9, which does not match its name"),
         ({"step": True}, "lacks required keys of a checkpoint's manifest"),
         ({"step": None}, "lacks required keys"),
         ({"sequence": 0}, "lacks required keys"),

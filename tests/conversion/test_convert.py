@@ -365,7 +365,7 @@ def test_a_family_without_gguf_is_refused_in_one_line(
     pytest.importorskip("gguf")
     with pytest.raises(
         ModelError,
-        match=(f"model_type '{family}' can't be converted to GGUF: llama.cpp .*can: gpt2"),
+        match=(f"model_type '{family}' can't be converted to GGUF: llama.cpp .*supported: gpt2"),
     ):
         convert(folder(family), tmp_path / "out", to="gguf")
 
@@ -633,7 +633,7 @@ def test_the_tolerance_is_kept(tmp_path: Path, folder: Folder) -> None:
             "LLMs-from-scratch does not support rotary positions of type 'linear'",
         ),
         ("llama", {"rms_norm_eps": 1e-2}, "has rms_norm_eps 1e-05, but the config specifies 0.01"),
-        ("gpt", {"activation_function": "gelu"}, "its program computes 'gelu_new' or 'relu'"),
+        ("gpt", {"activation_function": "gelu"}, "its program supports only 'gelu_new' or 'relu'"),
         ("gpt", {"layer_norm_epsilon": 1e-2}, "has layer_norm_epsilon 1e-05"),
         ("nanogpt", {"layer_norm_epsilon": 1e-2}, "has layer_norm_epsilon 1e-05"),
     ],
@@ -681,7 +681,7 @@ def test_a_chat_template_that_is_lost_is_refused(
     source = folder(with_template=True)
     names = [n for n in conversion._TOKENIZER_FILES if n != "chat_template.jinja"]
     monkeypatch.setattr(conversion, "_TOKENIZER_FILES", names)
-    with pytest.raises(ModelError, match="renders a conversation as None, the source's as"):
+    with pytest.raises(ModelError, match="renders a conversation as None, but that of"):
         convert(source, tmp_path / "out")
     assert_nothing_written(tmp_path)
 
@@ -691,7 +691,7 @@ def test_a_tokenizer_that_is_lost_is_refused(
 ) -> None:
     source = folder()
     monkeypatch.setattr(conversion, "_TOKENIZER_FILES", ())
-    with pytest.raises(ModelError, match="the tokenizer of the converted folder is not the source"):
+    with pytest.raises(ModelError, match="the tokenizer of the converted folder differs"):
         convert(source, tmp_path / "out")
     assert_nothing_written(tmp_path)
 
@@ -778,7 +778,7 @@ def test_a_few_tokens_may_visit_other_experts_and_most_may_not() -> None:
     source = torch.randn(1, 9, 50, generator=torch.Generator().manual_seed(0))
     result = source.clone()
     result[0, :4] = source[0, :4].roll(1, -1)
-    with pytest.raises(ModelError, match=r"their logits differ by up to"):
+    with pytest.raises(ModelError, match=r"the logits differ by up to"):
         check.require_same_logits(source, result, 0.12)
     difference, largest = check.require_same_logits(source, result, 0.12, is_routed=True)
     assert difference > 0.12 * largest
@@ -792,7 +792,7 @@ def test_tensors_that_only_one_of_them_has_are_named() -> None:
     for source, result in ((one, two), (two, one)):
         with pytest.raises(ModelError, match="only one of them has b"):
             check.require_same_tensors(source, result, "f32")
-    with pytest.raises(ModelError, match="numbers of a differ by up to inf"):
+    with pytest.raises(ModelError, match="values of a differ by up to inf"):
         check.require_same_tensors({"a": torch.ones(3)}, two, "f32")
 
 
@@ -801,7 +801,7 @@ def test_a_number_that_became_nan_is_refused_wherever_it_is(row: int) -> None:
     source = torch.ones(10_000, 2)
     result = source.clone()
     result[row, 1] = float("nan")
-    with pytest.raises(ModelError, match="numbers of a differ by up to nan"):
+    with pytest.raises(ModelError, match="values of a differ by up to nan"):
         check.require_same_tensors({"a": source}, {"a": result}, "f32")
 
 
@@ -814,7 +814,7 @@ def test_rounding_itself_is_never_refused(dtype: str, scale: float) -> None:
     check.require_same_tensors({"a": source}, {"a": result}, dtype)
     result[4500, 1] += scale / 30
     if scale > 1e-7:
-        with pytest.raises(ModelError, match="numbers of a differ"):
+        with pytest.raises(ModelError, match="values of a differ"):
             check.require_same_tensors({"a": source}, {"a": result}, dtype)
 
 
@@ -836,8 +836,11 @@ def test_rounding_to_q8_0_itself_is_never_refused(scale: float) -> None:
     "options, problem",
     [
         ({"to": "ggfu"}, r"to 'ggfu' is unknown \(did you mean 'gguf'\?\)"),
-        ({"dtype": "q8_0"}, "dtype 'q8_0' is not one of hf: auto, f32, f16, bf16"),
-        ({"dtype": "int4", "to": "gguf"}, "not one of gguf: auto, f32, f16, bf16, q8_0"),
+        ({"dtype": "q8_0"}, "hf does not support dtype 'q8_0': auto, f32, f16, bf16"),
+        (
+            {"dtype": "int4", "to": "gguf"},
+            "gguf does not support dtype 'int4': auto, f32, f16, bf16",
+        ),
         ({"tolerance": -0.1}, "tolerance -0.1 is invalid"),
         ({"tolerance": float("nan")}, "tolerance nan is invalid"),
         ({"config": "given.json"}, "--config applies only to other programs"),
@@ -870,7 +873,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, folder: Fol
     (tmp_path / "out" / "letter.txt").write_text("dear")
     with pytest.raises(InputError, match=r"folder .*out already exists and is not overwritten"):
         convert(source, tmp_path / "out")
-    with pytest.raises(InputError, match=r"exists already"):
+    with pytest.raises(InputError, match="already exists"):
         convert(source, tmp_path / "out" / "letter.txt")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["letter.txt"]
 
@@ -913,7 +916,7 @@ def test_a_source_that_is_none_is_refused(
         ("{", InputError, "is not valid JSON"),
         ("[1]", ConfigError, "is not a JSON object"),
         ('{"n_haed": 1}', ModelError, r"no key 'n_haed' \(did you mean 'n_head'\?\)"),
-        ('{"n_head": 7}', ModelError, "n_head is 7, expected a divisor"),
+        ('{"n_head": 7}', ModelError, "n_head is 7, but must be a divisor"),
     ],
 )
 def test_a_config_that_cant_be_used_is_refused(
@@ -934,7 +937,7 @@ def test_a_tokenizer_of_another_model_is_refused(
     source = folder()
     tokenizer.save_pretrained(tmp_path / "tok")
     checkpoint = save(tmp_path / "ckpt.pt", nanogpt())
-    with pytest.raises(ModelError, match="has 320 tokens, more than the 7 of ckpt: they don't"):
+    with pytest.raises(ModelError, match="has 320 tokens, more than the 7 of ckpt: use"):
         convert(checkpoint, tmp_path / "out", tokenizer=tmp_path / "tok")
     with pytest.raises(TokenizerError, match="does not exist"):
         convert(source, tmp_path / "out", tokenizer=tmp_path / "nowhere")

@@ -163,11 +163,11 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
     "save, message",
     [
         (cut, rf"{BIN} is damaged, truncated or not a checkpoint with only weights"),
-        (one_shard_gone, rf"{TWO} is missing but .* names it"),
+        (one_shard_gone, rf"{TWO} is missing but is listed in .*"),
         (shards_changed_places, rf"has tensor .*, which {INDEX} puts {TWO}"),
         (shard_elsewhere, rf"{INDEX} names a file outside its folder: \.\./{TWO}"),
         (lambda folder, _: (folder / INDEX).write_text("[]"), f"{INDEX} has no weight_map"),
-        (lambda folder, _: torch.save([1], folder / BIN), "holds a list, not a model's state_dict"),
+        (lambda folder, _: torch.save([1], folder / BIN), "contains a list, not a model's"),
         (
             lambda folder, sound: torch.save({"state_dict": sound}, folder / BIN),
             "'state_dict' is not a plain named tensor, so this is",
@@ -175,7 +175,7 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
         (
             # One number, and 320 rows of it.
             changed(transformer__wte__weight=torch.zeros(1, 1).expand(320, 32)),
-            r"'transformer\.wte\.weight' is no plain tensor",
+            r"'transformer\.wte\.weight' is not a plain named tensor, so this is",
         ),
         (
             changed(transformer__wte__weight=torch.zeros(320, 32, device="meta")),
@@ -187,7 +187,7 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
         ),
         (
             changed(transformer__ln_f__weight=torch.ones(32, dtype=torch.int8)),
-            r"quantised tensors: transformer\.ln_f\.weight \(int8\)",
+            r"quantised tensors \(transformer\.ln_f\.weight \(int8\)",
         ),
         (changed(extra=torch.ones(1)), "has unknown tensors: extra"),
         (

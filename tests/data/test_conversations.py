@@ -462,7 +462,7 @@ def test_broken_row_of_a_table_is_left_out_with_its_line(tmp_path: Path, chatml:
     assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"broken_row": 1}}
     [line] = chat_notes(tmp_path / "out", manifest)
     assert line.startswith(
-        "1 of 3 records left out: not a valid row of a table; first: "
+        "1 of 3 records rejected: not a valid row of a table; first: "
         f"{tmp_path / 'a.csv'}:4: 1 fields, but the header has 3; listed in "
     )
 
@@ -474,7 +474,7 @@ def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml:
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([first, second], chatml, tmp_path / "out", options=options)
     form, role = chat_notes(tmp_path / "out", manifest)
-    assert f"1 of 5 records left out: of no known form; first: {second}:1: " in form
+    assert f"1 of 5 records rejected: of no known form; first: {second}:1: " in form
     start = f"3 of 5 records rejected: an unknown role (2 of {first}, 1 of {second}); "
     assert role.startswith(f"{start}first: {first}:2: `messages[0]` has the role 'wizard'")
 

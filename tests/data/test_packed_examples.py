@@ -417,7 +417,7 @@ def test_the_command_prepares_conversations(
     captured = capsys.readouterr()
     assert "train: 9 conversations" in captured.err
     assert (
-        f"1 of 11 records left out: nothing said; first: {path}:11: there is no message"
+        f"1 of 11 records rejected: nothing said; first: {path}:11: there is no message"
         in captured.err
     )
     assert json.loads(captured.out)["documents"]["rejected"] == {"empty": 1}

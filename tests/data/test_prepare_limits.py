@@ -364,8 +364,8 @@ def test_random_tokens_are_those_of_their_seed(tmp_path: Path) -> None:
                 r"for example"
             ),
         ),
-        (["random:0"], {}, InputError, r"random:0 is not random:TOKENS"),
-        (["random:10:x"], {}, InputError, r"random:10:x is not random:TOKENS"),
+        (["random:0"], {}, InputError, r"random:0 is not of the form random:TOKENS"),
+        (["random:10:x"], {}, InputError, r"random:10:x is not of the form random:TOKENS"),
         (
             ["random:10", "stdlib"],
             {},
@@ -375,7 +375,7 @@ def test_random_tokens_are_those_of_their_seed(tmp_path: Path) -> None:
                 r"inputs"
             ),
         ),
-        (["random:10"], {"max_tokens": 5}, ConfigError, "random:10 takes no limits"),
+        (["random:10"], {"max_tokens": 5}, ConfigError, "random:10 already specifies"),
     ],
 )
 def test_random_tokens_that_make_no_sense_are_refused(

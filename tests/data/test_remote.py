@@ -213,7 +213,8 @@ class Forbidden(MemoryFileSystem):  # type: ignore[misc]
 def test_what_may_not_be_read_is_not_tried_again() -> None:
     fsspec.register_implementation("forbidden", Forbidden, clobber=True)
     assert refusal("forbidden://x") == (
-        "forbidden://x/manifest.json may not be read: access denied for you; check your credentials"
+        "access to forbidden://x/manifest.json was denied: access denied for you; "
+        "check your credentials"
     )
     assert Forbidden.opened == 1
 

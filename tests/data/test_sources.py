@@ -259,13 +259,13 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("corpsu", r"corpsu does not exist \(did you mean 'corpus'\?\)"),
         ("stdlb", r"stdlb does not exist \(did you mean 'stdlib'\?\)"),
-        ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist: name files"),
+        ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist: specify files"),
         ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(firstlight reads text "),
         ("no[xyz]", r"matches no text files"),
         ("empty", r"folder empty holds no text files .*\): add some$"),
         (
             "corpus",
-            r"folder corpus holds no text files; it has 1 \.odt: corpus/table\.odt is an .*"
+            r"folder corpus contains no text files; it has 1 \.odt: corpus/table\.odt is an .*"
             r"\(firstlight reads text and code with any ending or none, \.jsonl, \.ndjson, ",
         ),
         ("corpus/table.odt", r"table\.odt is an OpenDocument text: extract its text with pandoc "),
@@ -791,7 +791,7 @@ def test_a_parquet_file_without_the_column_is_rejected_and_the_rest_read(tmp_pat
     write_parquet(tmp_path / "b.parquet", text=["y"])
     bad, good = read(tmp_path)
     assert (bad.line, bad.error and bad.error.reason, good.value) == (1, "no_text", "y")
-    assert str(bad.error).startswith("no column 'text' (columns: body, id): name the one with ")
+    assert str(bad.error).startswith("no column 'text' (columns: body, id): specify ")
     assert texts_of(tmp_path / "a.parquet", text_key="body") == ["x"]
 
 

@@ -123,7 +123,7 @@ _ANSWERS = {
     "talk.pptx": " is a presentation: save it as PDF, and extract the text from that with ",
     "letter.odt": " is an OpenDocument text: extract its text with pandoc -f odt letter.odt -t ",
     "novel.epub": " is an e-book: extract its text with pandoc -f epub novel.epub -t plain -o ",
-    "texts.zip": " is a ZIP archive: unpack it with unzip texts.zip -d texts, and name that ",
+    "texts.zip": " is a ZIP archive: unpack it with unzip texts.zip -d texts, and use that ",
     "texts.tar": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar -C texts, ",
     "texts.tar.gz": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar.gz -C ",
     "text.gz": " is a compressed file: unpack it with gzip -dc < text.gz > text.txt (",

@@ -258,7 +258,7 @@ def test_an_upload_that_breaks_off_goes_on_with_the_same_command(
     # Named as the folder that the GGUF file is made in could be.
     command = ["push", str(run), "ada/gguf", "--gguf", "f32"]
     hub.uploads_left = 1
-    assert "give the same command again" in refusal(capfd, *command)
+    assert "run the same command again to upload" in refusal(capfd, *command)
     assert (len(hub.objects), files_of(hub, "ada/gguf")) == (1, {})
     hub.uploads_left, begun = None, len(hub.requests)
     assert main(command) == 0
@@ -299,7 +299,7 @@ def test_what_the_hub_or_the_model_does_not_allow_is_one_line(
         said = refusal(capfd, "push", str(run), taken)
         assert f"{taken} can't be uploaded: the token has no write permission there" in said
     said = refusal(capfd, "push", str(run), "ada/public", "--private")
-    assert "ada/public is there already and public" in said
+    assert "ada/public already exists and is public" in said
     said = refusal(capfd, "push", str(run), "ada/tiny", "--license", "none at all")
     assert "the hub refuses the card: " in said
     assert '"license" must be one of [apache-2.0, ' in said

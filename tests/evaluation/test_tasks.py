@@ -326,14 +326,14 @@ def test_a_bad_line_is_named(line: object, said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", ROW, line, ROW)
     with pytest.raises(InputError) as raised:
         read_hellaswag(path)
-    assert f"{path}:2 is no HellaSwag item: " in str(raised.value)
+    assert f"{path}:2 is not a HellaSwag item: " in str(raised.value)
     assert said in str(raised.value)
 
 
 def test_bytes_that_are_no_utf8_are_a_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(json.dumps(ROW).encode() + b"\n\xff\xfe\n")
-    with pytest.raises(InputError, match=r"x\.jsonl:2 is no HellaSwag item"):
+    with pytest.raises(InputError, match=r"x\.jsonl:2 is not a HellaSwag item"):
         read_hellaswag(path)
 
 
@@ -355,7 +355,7 @@ def test_without_a_file_or_the_hub_one_is_told_to_give_a_file(
             raise OSError(f"no route to {name} {split}")
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
-    said = r"Rowan/hellaswag can't be had .*\(OSError: no route to Rowan/hellaswag validation\)"
+    said = r"Rowan/hellaswag could not be .*\(OSError: no route to Rowan/hellaswag validation\)"
     with pytest.raises(InputError, match=said + ".*--tasks hellaswag,FILE.jsonl"):
         hub_hellaswag()
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -501,7 +501,7 @@ def test_the_command_names_a_bad_line(
     path = write(tmp_path / "bad.jsonl", ROW, "{")
     assert main(["eval", str(folder), "--tasks", f"hellaswag,{path}", "--json"]) == 1
     answer = capfd.readouterr()
-    assert answer.err.startswith(f"firstlight: error: {path}:2 is no HellaSwag item")
+    assert answer.err.startswith(f"firstlight: error: {path}:2 is not a HellaSwag item")
     assert json.loads(answer.out)["error"]["type"] == "InputError"
 
 
@@ -677,7 +677,7 @@ def test_tasks_that_can_not_be_scored_are_refused_before_the_first_step(
 
 def test_a_bad_line_is_found_before_the_first_step(recipe: dict[str, Any], tmp_path: Path) -> None:
     bad = write(tmp_path / "bad.jsonl", ROW, {**ROW, "label": 4})
-    with pytest.raises(InputError, match=r"bad\.jsonl:2 is no HellaSwag item"):
+    with pytest.raises(InputError, match=r"bad\.jsonl:2 is not a HellaSwag item"):
         train(with_tasks(recipe, bad))
     long = write(tmp_path / "long.jsonl", {**ROW, "endings": ["a", "日本 " * 40]})
     with pytest.raises(InputError, match=r"long\.jsonl: an ending of item 1 has .* 1 to 64"):

@@ -244,7 +244,7 @@ def test_a_shard_that_is_listed_twice_is_seen_twice(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     make_split(folder, [range(60), range(60)], splits=manifest["splits"])
-    with pytest.raises(DataError, match="names a shard of 'train' twice"):
+    with pytest.raises(DataError, match="lists a shard of 'train' twice"):
         TokenDataset(folder, "train")
 
 

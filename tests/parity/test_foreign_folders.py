@@ -178,11 +178,11 @@ def test_litgpts_models_compute_the_same(
         ({"norm_eps": float("nan")}, "model_config.yaml: norm_eps is infinite"),
         (
             {"sliding_window_size": 8, "sliding_window_indices": 3},
-            "model_config.yaml: sliding_window_indices is no list",
+            "model_config.yaml: sliding_window_indices is not a list",
         ),
         ({"block_size": None}, "has no block_size"),
-        ({"n_embd": 50}, "its settings say hidden_size 50, its tensors 48"),
-        ({"n_query_groups": 1}, r"qkv.weight is \[96, 48\], and model_config.yaml asks for 72"),
+        ({"n_embd": 50}, "its settings specify hidden_size 50, but its tensors have 48"),
+        ({"n_query_groups": 1}, r"qkv.weight has shape \[96, 48\], but model_config.yaml requires 72"),
     ],
 )
 def test_litgpts_settings_that_dont_fit_are_refused(
@@ -201,10 +201,10 @@ def test_litgpts_settings_that_dont_fit_are_refused(
         ({"dim": "wide"}, "params.json: dim is not a number"),
         ({"vocab_size": None}, "params.json: vocab_size is not a number"),
         ({"rope_theta": 10**400}, "params.json: rope_theta is not finite or is 2\\^63 or more"),
-        ({"n_heads": 5}, "num_attention_heads is 5, expected a divisor"),
-        ({"n_kv_heads": 4}, "its settings say num_key_value_heads 4, its tensors 2"),
-        ({"n_layers": 3}, "its settings say num_hidden_layers 3, its tensors 2"),
-        ({"vocab_size": 63}, "its settings say vocab_size 63, its tensors 64"),
+        ({"n_heads": 5}, "num_attention_heads is 5, but must be a divisor"),
+        ({"n_kv_heads": 4}, "its settings specify num_key_value_heads 4, but its tensors have 2"),
+        ({"n_layers": 3}, "its settings specify num_hidden_layers 3, but its tensors have 2"),
+        ({"vocab_size": 63}, "its settings specify vocab_size 63, but its tensors have 64"),
     ],
 )
 def test_metas_settings_that_dont_fit_are_refused(
@@ -237,8 +237,8 @@ def test_metas_parts_that_are_missing_or_others_are_refused(tmp_path: Path) -> N
     "hparams, message",
     [
         ({"n_head": 5}, "n_head is 5, but must be a divisor of the width 48"),
-        ({"n_ctx": 12}, "hparams.json say block_size 12, its tensors 24"),
-        ({"n_layer": 3}, "hparams.json say n_layer 3, its tensors 2"),
+        ({"n_ctx": 12}, "hparams.json specify block_size 12, but its tensors have 24"),
+        ({"n_layer": 3}, "hparams.json specify n_layer 3, but its tensors have 2"),
     ],
 )
 def test_openais_settings_that_dont_fit_are_refused(
@@ -259,7 +259,7 @@ def test_files_of_no_settings_are_refused(tmp_path: Path) -> None:
         read_foreign(tmp_path)
     (tmp_path / "lit_model.pth").write_bytes(b"")
     (tmp_path / "model_config.yaml").write_text("n_layer: [1\n")
-    with pytest.raises(ModelError, match=r"model_config\.yaml is no valid YAML .*: copy it again$"):
+    with pytest.raises(ModelError, match=r"config\.yaml is not valid YAML .*: copy it again$"):
         read_foreign(tmp_path)
 
 
@@ -395,12 +395,12 @@ def test_later_forms_of_nanochat_are_refused_by_what_they_have(tmp_path: Path) -
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"n_head": "6"}, "meta_000650.json: n_head is no whole number"),
-        ({"n_kv_head": None}, "meta_000650.json: n_kv_head is no whole number"),
+        ({"n_head": "6"}, "meta_000650.json: n_head is not an integer"),
+        ({"n_kv_head": None}, "meta_000650.json: n_kv_head is not an integer"),
         ({"n_layer": 10**30}, r"meta_000650\.json: n_layer is not finite or is 2\^63 or more"),
-        ({"n_layer": 3}, "its settings say num_hidden_layers 3, its tensors 2"),
+        ({"n_layer": 3}, "its settings specify num_hidden_layers 3, but its tensors have 2"),
         ({"n_head": 5}, "num_attention_heads is 5, but must be a divisor of the width 48"),
-        ({"vocab_size": 65}, "its settings say vocab_size 65, its tensors 64"),
+        ({"vocab_size": 65}, "its settings specify vocab_size 65, but its tensors have 64"),
     ],
 )
 def test_nanochats_settings_that_dont_fit_are_refused(

@@ -123,7 +123,7 @@ def test_a_template_that_lays_out_earlier_answers_otherwise_is_found_in_by_marks
         (
             "{%- generation -%}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
             "{%- endgeneration -%}",
-            "makes 1 .* of 2 answers",
+            "renders 1 .* for 2 answers",
         ),
         (
             "{%- set x -%}{%- generation -%}{{ messages[-1].content }}{%- endgeneration -%}"

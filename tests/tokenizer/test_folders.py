@@ -90,7 +90,7 @@ def test_of_two_pairs_each_file_goes_with_its_own(tmp_path: Path) -> None:
 
 def test_merges_without_their_vocabulary_say_so(tmp_path: Path) -> None:
     (tmp_path / "some.txt").write_bytes(b"#version: 0.2\na b\n")
-    with pytest.raises(TokenizerError, match=r"some\.txt needs vocab\.json beside it"):
+    with pytest.raises(TokenizerError, match=r"some\.txt needs vocab\.json in the same folder"):
         Tokenizer.from_pretrained(tmp_path / "some.txt")
 
 

@@ -197,10 +197,7 @@ def test_a_template_whose_tokens_are_missing_is_refused_before_anything(
     del chat["model"]
     with pytest.raises(
         TokenizerError,
-        match=(
-            r"has no chat template: set with "
-            r"data.template"
-        ),
+        match="has no chat template: set data.template",
     ):
         train(chat, init_from=base)
     chat["data"]["template"] = "chatml"
@@ -354,7 +351,7 @@ def test_long_conversations_are_refused_by_default_and_counted_by_choice(
         ({"kind": "chat"}, "data.dir is missing"),
         ({"kind": "chat", "files": "a", "dir": "b"}, "set exactly one of dir"),
         ({"kind": "chat", "files": []}, "at least 1 item"),
-        ({"dir": "a", "template": "chatml"}, "template: only of files"),
+        ({"dir": "a", "template": "chatml"}, "template: applies only to files, not to"),
         (
             {"kind": "chat", "files": "a", "document_masking": False},
             ("can't be disabled for conversations, because"),

@@ -189,7 +189,7 @@ def _model(**changes: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: _split(s, pattern={"Regex": r"\w+"}), r"by the pattern \\w\+; known are those"),
+        (lambda s: _split(s, pattern={"Regex": r"\w+"}), r"by the pattern \\w\+; supported are those"),
         (lambda s: _split(s, behavior="Removed"), "it splits texts by .*Removed"),
         (lambda s: _split(s, invert=True), "it splits texts by"),
         (lambda s: s.update(pre_tokenizer=None), "neither byte-level BPE without a leading space"),
@@ -204,10 +204,10 @@ def _model(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda s: s.update(normalizer={"type": "Lowercase"}), 'its normalizer is {"type": "Low'),
         (_model(dropout=0.5), "its BPE has dropout 0.5"),
         (_model(merges=[]), "it has no merges"),
-        (lambda s: s["added_tokens"].append(_added("x", lstrip=True)), "'x' takes in white space"),
+        (lambda s: s["added_tokens"].append(_added("x", lstrip=True)), "'x' strips white space"),
         (
             lambda s: s["added_tokens"].append(_added("[PAD700]", special=True)),
-            r"called \[PAD\.\.\] as",
+            r"called \[PAD\.\.\] like",
         ),
     ],
 )
@@ -374,7 +374,7 @@ def test_file_without_vocabulary_has_no_tokenizer() -> None:
         ("tokenizer.json", {"pre": "kimi-k2"}, "by 'kimi-k2', which is not supported"),
         ("tokenizer.json", {"merges": ["zq"]}, "its merges are invalid"),
         ("tokenizer.json", {"merges": ["Zz Qq"]}, "its merges are invalid"),
-        ("tokenizer.json", {"tokens": [7], "token_type": [1]}, "token 0 is not a text"),
+        ("tokenizer.json", {"tokens": [7], "token_type": [1]}, "token 0 is not a string"),
     ],
 )
 def test_damaged_vocabulary_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:

@@ -195,7 +195,7 @@ def test_a_mapped_file_that_is_written_into_is_noticed(mode: LoadingMode, tmp_pa
     (folder / WEIGHTS_NAME).write_bytes(content)
     again = load_model(folder, mode=mode)
     os.truncate(folder / WEIGHTS_NAME, len(content) - 4)
-    with pytest.raises(ModelError, match=r"model\.safetensors was changed in place"):
+    with pytest.raises(ModelError, match=r"model\.safetensors was modified in place"):
         again.require_unchanged()
 
 
