@@ -1,11 +1,12 @@
-"""`benchmarks generation`: tokens per second, and the share of the memory bandwidth's limit.
+"""`benchmarks generation`: measures tokens per second, and the fraction of the memory bandwidth
+limit.
 
-A step of decoding takes at least the time of reading the weights once. The memory bandwidth is
-measured in the same run, as that of copying a large tensor (bytes read and written). Each row runs
-in a process of its own, the rows take turns, and each number is the median over the turns.
+A decoding step takes at least as long as reading the weights once. The memory bandwidth is measured
+in the same run by copying a large tensor (bytes read and written). Each row runs in a separate
+process, the rows take turns, and each number is the median over the turns.
 
-`measure` describes how a row is timed. A row without the key-value cache computes the whole
-text again for each token; its tokens must equal those of the row with the cache.
+`measure` describes how a row is timed. A row without the key-value cache recomputes the full text
+for each token; its tokens must equal those of the row with the cache.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class GenerationRow(ProgramRow):
     Attributes:
         dtype: number format of the weights.
         compile: True compiles the steps of decoding; see `BatchDecoder`.
-        cache: False computes the whole text again for each token.
+        cache: False recomputes the full text for each token.
     """
 
     dtype: str
@@ -71,7 +72,8 @@ ROWS = (
     GenerationRow("transformers-fp32", "transformers", "float32"),
     GenerationRow(REFERENCE, "transformers", "bfloat16"),
     GenerationRow("fp32", "firstlight", "float32"),
-    # Only in fp32: in bf16, rounding soon makes the two computations choose different tokens.
+    # Only in fp32, because rounding in bf16 soon makes the two computations choose different
+    # tokens.
     GenerationRow("fp32-no-cache", "firstlight", "float32", cache=False),
     GenerationRow("bf16", "firstlight", "bfloat16"),
     GenerationRow("int8", "firstlight", "int8"),
@@ -127,7 +129,7 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
     hardware, own = find_hardware(bench.device), for_generation()
     rows = installed_rows([row for row in ROWS if row.name in bench.rows])
     if hardware.device.type != "cpu" and any(row.program == "llama.cpp" for row in rows):
-        say("llama.cpp is measured on CPUs only: its rows are left out")
+        say("llama.cpp is measured only on CPUs: its rows are skipped")
         rows = [row for row in rows if row.program != "llama.cpp"]
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder, config = _model_folder(bench, Path(temporary))
@@ -152,7 +154,8 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             machine["copy_bytes_per_second"] = max(rates)
             if row.program == "firstlight":
                 environment = dict(own) | environment
-            # An empty cache: the first turn measures compilation, whatever ran before.
+            # The cache is empty, so that the first turn measures compilation regardless of earlier
+            # runs.
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(temporary) / "caches")
             environment["HF_HUB_OFFLINE"] = "1"
             # Without the cache, one continuation takes minutes.
@@ -161,7 +164,8 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             if row.program == "llama.cpp":
                 try:
                     of_row["folder"] = str(_gguf_folder(folder, Path(temporary), row.dtype))
-                except FirstlightError as error:  # a model that GGUF lacks: one row has no result
+                # GGUF does not support the model, so this row has no result.
+                except FirstlightError as error:
                     return error_of(type(error).__name__, str(error))
             return ask("benchmarks.generation", of_row, environment)
 
@@ -198,8 +202,8 @@ def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelC
     needed = (bench.prompt_tokens or 0) + (bench.new_tokens or 0)
     if needed > config.max_position_embeddings:
         raise ConfigError(
-            f"{bench.prompt_tokens} tokens of prompt and {bench.new_tokens} new ones don't fit the "
-            f"model's context of {config.max_position_embeddings}"
+            f"{bench.prompt_tokens} prompt tokens and {bench.new_tokens} new tokens don't fit "
+            f"the model's context of {config.max_position_embeddings}"
         )
     return folder, config
 

@@ -1,10 +1,11 @@
-"""`python -m benchmarks loading`: memory and time of each loading mode, and of transformers.
+"""`python -m benchmarks loading`: measures memory and time of each loading mode, and of
+transformers.
 
-The benchmark makes a checkpoint with random weights in the shape of Qwen2.5-0.5B (or wider or
-narrower). Each row loads it in a process of its own: firstlight in one of its modes, or
-transformers' `from_pretrained`. The docstring of `memory.py` describes the measurements. The file
-is in the page cache, the number of threads is the same for all rows, the rows take turns (A B C,
-A B C), and each number is the median over the turns.
+The benchmark creates a checkpoint with random weights in the shape of Qwen2.5-0.5B (or wider or
+narrower). Each row loads it in a separate process: firstlight in one of its modes, or transformers'
+`from_pretrained`. The docstring of `memory.py` describes the measurements. The file is in the page
+cache, the number of threads is the same for all rows, the rows take turns (A B C, A B C), and each
+number is the median over the turns.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class LoadingRow(ProgramRow):
         layout: model folder that is loaded, one of `LAYOUTS`; "sharded" and "per-tensor" have an
             index file.
         cast: True converts the weights: from bfloat16 to float32, or from float32 to bfloat16.
-        huge_pages: True lets torch take huge pages, False does not; None keeps the user's setting.
+        huge_pages: True lets torch use huge pages, False does not; None keeps the user's setting.
     """
 
     way: str | None = None
@@ -89,8 +90,8 @@ def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
     """
     if not SMALLEST <= bench.parameters <= LARGEST:
         raise ConfigError(
-            f"{bench.parameters:,} parameters are outside what this benchmark makes: "
-            f"between {SMALLEST:,} and {LARGEST:,}"
+            f"{bench.parameters:,} parameters are outside the supported range of {SMALLEST:,} to "
+            f"{LARGEST:,}"
         )
     require_positive(repeats=bench.repeats)
     if bench.dtype not in ("bfloat16", "float32"):
@@ -98,7 +99,7 @@ def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
     chosen = chosen_rows("way", ROWS, bench.ways)
     rows = [row for row in chosen if not (bench.no_transformers and row.program != "firstlight")]
     if not rows:
-        raise ConfigError("no way is left to measure")
+        raise ConfigError("no loading mode is left to measure")
     return rows
 
 
@@ -117,7 +118,7 @@ def bench_loading(bench: LoadingBench, on_run: Keep = lambda _: None) -> Result:
     """
     rows = installed_rows(loading_rows(bench))
     if not rows:
-        raise ConfigError("no way is left to measure: transformers is not installed")
+        raise ConfigError("no loading mode is left to measure: transformers is not installed")
     hardware = find_hardware(bench.device)
     if hardware.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"benchmarks loading runs on cpu and cuda, not on {hardware.device.type}")
@@ -190,7 +191,7 @@ def measure(row: LoadingRow, folder: Path, dtype: str, device: str = "cpu") -> F
     environment = os.environ | {HUGE_PAGES: pages, "HF_HUB_OFFLINE": "1"}
     found = ask("benchmarks.memory", request, environment)
     if "error" in found:
-        raise ModelError(f"loading by way of '{row.name}' failed: {found['error']['message']}")
+        raise ModelError(f"loading with '{row.name}' failed: {found['error']['message']}")
     return found
 
 
@@ -325,7 +326,7 @@ def _size(width: int) -> int:
 def make_checkpoints(
     parameters: int, dtype: str, folder: Path, layouts: Collection[str]
 ) -> dict[str, Any]:
-    """Write the checkpoint in each layout, unless it is there.
+    """Write the checkpoint in each layout, unless it already exists.
 
     Args:
         parameters: approximate number of the model's parameters.
@@ -350,12 +351,12 @@ def make_checkpoints(
     missing = [path for path in paths if not _is_there(path, content)]
     if missing:
         _require_space(folder, len(missing) * size)
-        say(f"making a checkpoint of {size / 1e9:.3g} GB in {folder}")
+        say(f"creating a checkpoint of {size / 1e9:.3g} GB in {folder}")
         model.to_empty(device="cpu")
         model.finish_loading()
         model.init_weights(torch.Generator().manual_seed(0))
     for path in missing:
-        # With a maximum of 1 byte, each tensor exceeds it and has a file of its own.
+        # With a maximum of 1 byte, each tensor exceeds it and gets a separate file.
         shard_bytes = {SINGLE: size, SHARDED: size // _SHARDS, PER_TENSOR: 1}[path.name]
         with new_folder(path) as place:
             write_json(place / CONFIG_NAME, content)
@@ -379,8 +380,8 @@ def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
     if (path / CONFIG_NAME).is_file() and read_json(path / CONFIG_NAME) == content:
         return True
     raise InputError(
-        f"{path} holds something else than this benchmark's checkpoint: "
-        "choose another --dir or the same --parameters and --dtype"
+        f"{path} contains something other than this benchmark's checkpoint: choose another --dir "
+        "or the same --parameters and --dtype"
     )
 
 
@@ -395,6 +396,6 @@ def _require_space(folder: Path, needed: int) -> None:
         free = shutil.disk_usage(folder).free
     if free < needed * 1.05:
         raise StorageError(
-            f"the checkpoint needs {needed / 1e9:.3g} GB, and {folder} has {free / 1e9:.3g} GB "
-            "free: choose another folder with --dir or fewer --parameters"
+            f"the checkpoint needs {needed / 1e9:.3g} GB, but {folder} has only {free / 1e9:.3g} "
+            "GB free: choose another folder with --dir or fewer --parameters"
         )

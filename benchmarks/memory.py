@@ -1,7 +1,7 @@
 """Memory of a process: resident memory as the kernel counts it (`hardware.process_memory`), memory
 of torch's allocator, memory of the GPU.
 
-`measure` loads one model once, in a process of its own, and reports memory and time:
+`measure` loads one model once, in a separate process, and reports memory and time:
 
     python -m firstlight.hardware.fresh_process benchmarks.memory REQUEST
 
@@ -14,7 +14,7 @@ REQUEST is a JSON object:
     device   "cpu" or "cuda"
     threads  threads of torch
 
-What is measured, in this order:
+The measurement consists of these steps:
 
 1. `import_seconds`: the time of importing everything that loading needs, without modules that the
    program itself imports later.
@@ -89,7 +89,7 @@ def driver_used_bytes() -> int | None:
 
 @dataclass
 class MeasuredMemory:
-    """Peak memory of a block of code above the memory before it.
+    """Peak memory of a block of code relative to the memory before it.
 
     Attributes:
         peak_bytes: peak of torch's allocator; on a CPU the peak of all allocations that torch's

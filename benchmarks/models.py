@@ -1,4 +1,4 @@
-"""Models that the benchmarks measure, and configurations of the planner's benchmark."""
+"""Models used by the benchmarks, and configurations of the planner's benchmark."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _generation(dtype: str, sequences: int) -> dict[str, Any]:
 
 
 def _first() -> Iterator[PlannerCase]:
-    """Twenty configurations that differ from each other as much as possible."""
+    """Yield twenty configurations that differ from each other as much as possible."""
     yield PlannerCase("gpt2-124m", 8, 1024, fitted=True)
     yield PlannerCase("gpt2-124m", 16, 1024, _BF16)
     yield PlannerCase("llama-110m", 16, 1024, _BF16, fitted=True)

@@ -1,7 +1,7 @@
 """Predicted and measured memory of steps: a part of `python -m benchmarks planner`.
 
-Each configuration is predicted and then run on this machine's CPU, in a process of its own. On a
-CPU, torch's profiler records every allocation to the byte, including those of compiled code.
+Each configuration is predicted and then run on this machine's CPU, in a separate process. On a CPU,
+torch's profiler records every allocation to the byte, including those of compiled code.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def bench_memory(cases: Sequence[PlannerCase], on_run: Keep) -> Result:
         rows = [_row(by_name[name], one) for name, one in outcomes.items() if one.is_done]
         return {"rows": rows, "summary": summary(rows)}
 
-    # A process for each configuration, so that none measures the memory that another one left.
+    # Use a separate process for each configuration, so that none measures memory left by another.
     with ForkServer(environment, "benchmarks.planner_memory") as server:
         return run_bench(
             "memory",
@@ -320,7 +320,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
 
 
 def _held(program: TrainingProgram) -> list[torch.Tensor]:
-    """Parameters, buffers and optimizer states, each storage once; without gradients."""
+    """Return parameters, buffers and optimizer states, each storage once, without gradients."""
     found: dict[int, torch.Tensor] = {}
     tensors = [*program.model.parameters(), *program.model.buffers()]
     for optimizer in program.optimizer._torch_optimizers:
@@ -453,8 +453,8 @@ def predict_generation(
 
 @contextlib.contextmanager
 def _few_rows(target: Target) -> Iterator[None]:
-    """Context without the package's CPU kernel for few rows, which would read addresses that fake
-    tensors do not have."""
+    """Context manager that disables the package's CPU kernel for few rows, which would read
+    addresses that fake tensors do not have."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(few_rows, "few_rows_linear", _few_rows_product))
         if target.kind == "cuda":
@@ -468,7 +468,7 @@ def _few_rows_product(
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Stand-in for `few_rows.few_rows_linear` that allocates the same bytes."""
+    """Replace `few_rows.few_rows_linear` with a function that allocates the same bytes."""
     rows = x.float().contiguous()
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
     del rows

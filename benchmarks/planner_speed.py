@@ -1,6 +1,6 @@
 """Predicted and measured speed of training on this machine: a part of `benchmarks planner`.
 
-Each configuration has a process of its own, which predicts and trains in turns, so that changes of
+Each configuration has a separate process that alternately predicts and trains, so that changes in
 the machine's speed affect both. The medians of the predictions and of the steps are compared.
 
 Each configuration has three errors:
@@ -208,8 +208,8 @@ def draw_speed(result: Mapping[str, Any]) -> bytes:
     figure = new_figure(7, 6.5)
     axes: Any = figure.subplots()
     for key, color, label in (
-        ("worked", "tab:blue", "of the thread's own time"),
-        ("measured", "tab:orange", "of the time on the clock"),
+        ("worked", "tab:blue", "of the thread's processor time"),
+        ("measured", "tab:orange", "of the wall-clock time"),
     ):
         x = [row["tokens_a_step"] / row[key] for row in rows]
         y = [row["tokens_a_step"] / row["predicted"] for row in rows]

@@ -1,4 +1,4 @@
-"""Programs with which benchmarks compare: bare loops for GPT-2, transformers' Trainer.
+"""Programs for comparison in benchmarks: bare loops for GPT-2, and transformers' Trainer.
 
 Each loop is an efficient training program of one file, without this library: a model of linear
 layers and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64,
@@ -177,7 +177,7 @@ def train_with_trainer(
     *,
     compile_model: bool,
 ) -> list[float]:
-    """Train a new model of the recipe's shape with the Trainer; returns the loss of each step.
+    """Train a new model of the recipe's shape with the Trainer; return the loss of each step.
 
     The vocabulary is not padded, attention is torch's SDPA, precision is bf16 by autocast, the
     optimizer is the Trainer's default, gradients are clipped to a norm of 1, and the learning rate

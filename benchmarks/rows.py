@@ -1,4 +1,4 @@
-"""Rows of benchmarks that compare programs: choice by name, and by installed packages."""
+"""Rows of benchmarks that compare programs: selection by name and by installed packages."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def installed_rows(rows: Sequence[R]) -> list[R]:
     needed = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
     missing = {one for one, package in needed.items() if not has_package(package)}
     for program in sorted(missing & {row.program for row in rows}):
-        say(f"{program} is not installed: its rows are left out")
+        say(f"{program} is not installed: its rows are skipped")
     return [row for row in rows if row.program not in missing]
 
 

@@ -63,7 +63,8 @@ _TOGETHER = ("tensor", "pipeline")
 
 
 def scaling_rows(bench: ScalingBench) -> list[tuple[str, int]]:
-    """Engine and number of processes of each row; the first row is one process without an engine.
+    """Return the engine and number of processes of each row. The first row is one process without
+    an engine.
 
     Without `--engines`, the rows have all engines that support the model and are installed.
 
@@ -113,7 +114,7 @@ def bench_scaling(bench: ScalingBench, on_run: Keep) -> Result:
     hardware = find_hardware(bench.device)
     if hardware.device.type == "cuda" and bench.nproc > torch.cuda.device_count():
         raise ConfigError(
-            f"{bench.nproc} processes need as many GPUs, and this machine has "
+            f"{bench.nproc} processes need as many GPUs, but this machine has "
             f"{torch.cuda.device_count()}"
         )
     model = meta_model(find_model(bench.model))
@@ -142,7 +143,7 @@ def bench_scaling(bench: ScalingBench, on_run: Keep) -> Result:
 
 
 def _ask_ranks_of(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -> Found:
-    """Run a row's processes once; returns the result of rank 0, or an error."""
+    """Run a row's processes once; return the result of rank 0, or an error."""
     recipe = {
         "run": {"device": hardware.device.type},
         "data": {"dir": "-", "seq_len": bench.seq_len},

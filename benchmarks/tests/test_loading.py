@@ -109,7 +109,7 @@ def test_the_model_is_as_large_as_was_asked_for(parameters: int) -> None:
         ({"repeats": 0}, "repeats is 0"),
         ({"dtype": "int8"}, "dtype 'int8' is not one of bfloat16, float32"),
         ({"ways": ["sequentail"]}, r"way 'sequentail' is unknown \(did you mean 'sequential'\?\)"),
-        ({"ways": ["transformers"], "no_transformers": True}, "no way is left to measure"),
+        ({"ways": ["transformers"], "no_transformers": True}, "no loading mode is left to measure"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:

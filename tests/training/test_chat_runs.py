@@ -197,7 +197,7 @@ def test_a_template_whose_tokens_are_missing_is_refused_before_anything(
     del chat["model"]
     with pytest.raises(
         TokenizerError,
-        match="has no chat template: set data.template",
+        match=r"has no chat template: set data.template",
     ):
         train(chat, init_from=base)
     chat["data"]["template"] = "chatml"
