@@ -210,10 +210,10 @@ def test_rungs_that_a_machine_or_model_has_not_say_why() -> None:
         return {name: reason for name, reason in found.items() if reason}
 
     on_cpu = reasons(ladder_rows(4, _CPU))
-    assert on_cpu.pop("+ddp") == "needs two threads: torch has one here"
+    assert on_cpu.pop("+ddp") == "needs two threads, but torch has only one here"
     assert on_cpu == {
         "+tf32": "needs a GPU: CPUs have no TF32",
-        "+pinned-memory": "needs a GPU: a CPU's batches are copied nowhere",
+        "+pinned-memory": "needs a GPU: batches are not copied on a CPU",
     }
     llama = ladder_rows(4, _CPU, is_gpt2=False)
     skipped = set(reasons(llama)) - set(on_cpu)
@@ -292,7 +292,7 @@ def test_what_can_not_run_on_a_cpu_says_why() -> None:
         "adamw8bit-torchao compile-regional compile-budget qlora foreach flash math "
         "blockwise +tf32 +pinned-memory +ddp".split()
     )
-    assert reasons["offload"] == "needs a GPU: a CPU's activations lie in its memory already"
+    assert reasons["offload"] == "needs a GPU: activations on a CPU are already in host memory"
     assert reasons["compile-budget"] == "skipped by --quick"
     on_gpu = {row.name for row in all_rows(_GPU) if why_skipped(row, _GPU, 4, quick=False)}
     assert on_gpu == {"huge-pages", "+ddp"}

@@ -573,7 +573,7 @@ def test_where_nothing_is_rounded_no_rounding_is_allowed(
         save_weights({**tensors, QUERY: changed}, path)
 
     monkeypatch.setattr(conversion, "save_weights", save_rounded)
-    with pytest.raises(ModelError, match=f"numbers of {QUERY} differ"):
+    with pytest.raises(ModelError, match=f"values of {QUERY} differ"):
         convert(source, tmp_path / "out", dtype=dtype)
     assert_nothing_written(tmp_path)
 
@@ -587,7 +587,7 @@ def test_a_file_that_was_written_wrongly_is_found_out(
         save_weights({**tensors, QUERY: tensors[QUERY].flip(0)}, path)
 
     monkeypatch.setattr(conversion, "save_weights", save_wrongly)
-    with pytest.raises(ModelError, match=f"numbers of {QUERY} differ"):
+    with pytest.raises(ModelError, match=f"values of {QUERY} differ"):
         convert(source, tmp_path / "out")
     assert_nothing_written(tmp_path)
 
@@ -783,7 +783,7 @@ def test_a_few_tokens_may_visit_other_experts_and_most_may_not() -> None:
     difference, largest = check.require_same_logits(source, result, 0.12, is_routed=True)
     assert difference > 0.12 * largest
     result[0, :5] = source[0, :5].roll(1, -1)
-    with pytest.raises(ModelError, match="their logits differ at half of all positions by up to"):
+    with pytest.raises(ModelError, match="the logits differ at half of all positions by up to"):
         check.require_same_logits(source, result, 0.12, is_routed=True)
 
 
