@@ -141,10 +141,17 @@ _QUICK, _COMPILED = pairwise_combinations()
 
 
 def _each_value_once() -> list[Combination]:
-    """Of the quick combinations, few that hold each of their values."""
+    """Of the quick combinations, few that hold each of their values, and of those that compile,
+    which takes longest, one."""
+    compiled = ("compile", "regional")
     missing, rows = set().union(*_QUICK), []
+
+    def gain(row: Combination) -> tuple[bool, int]:
+        new = len(row & missing)
+        return new > 0 and (compiled not in row or compiled in missing), new
+
     while missing:
-        rows.append(max(_QUICK, key=lambda row: len(row & missing)))
+        rows.append(max(_QUICK, key=gain))
         missing -= rows[-1]
     return rows
 
@@ -236,4 +243,5 @@ def test_the_table_of_the_page_says_what_was_tested(
     wanted = with_table(page, bounds_table([*SWITCHES, *ALONE, *ON_CUDA]))
     if wanted != page:
         write_file(PAGE, wanted)
-    assert wanted.count("equal to the last bit") >= sum(s.kind == "exact" for s in SWITCHES)
+    exact = wanted.partition("\n| exact | 0 | 0 % | ")[2].partition(" |\n")[0].split(", ")
+    assert len(exact) >= sum(s.kind == "exact" for s in SWITCHES) > 5

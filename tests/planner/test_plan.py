@@ -25,15 +25,23 @@ from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.defaults import new_model_rates
-from firstlight.planner.advise.law import MachineFacts
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import estimate as estimating
 from firstlight.planner.plan import plan as planning
-from firstlight.planner.plan import search
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
+from firstlight.planner.plan.estimate import (
+    Candidate,
+    Estimate,
+    Estimator,
+    _fallbacks,
+    best_estimate,
+    methods,
+    micro_batches,
+    nearest_estimates,
+    open_micro_batch,
+    reasons_for,
+)
 from firstlight.planner.plan.machine import (
-    Machine,
     find_machine,
     parse_bytes,
     planned_run,
@@ -51,7 +59,7 @@ from firstlight.planner.plan.text import (
 )
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
-from planner_recipes import FixedEstimator
+from planner_recipes import FixedEstimator, speed_of_h100
 
 _MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -71,14 +79,7 @@ def recipe(**sections: Any) -> Recipe:
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The speed of new models, which takes seconds to predict: that of an H100."""
-
-    def speed(machine: Machine) -> MachineFacts:
-        rates = [(1.8e7, 1.9e6), (1.8e8, 5e5), (1.3e9, 1e5)]
-        steps = [(1.8e7, 0.015), (1.8e8, 0.027), (1.3e9, 0.079)]
-        known = machine.name, "cuda", rates, machine.usable_bytes
-        return MachineFacts(*known, compiler=machine.compiler, steps=steps)
-
-    monkeypatch.setattr(planning, "new_model_speed", speed)
+    monkeypatch.setattr(planning, "new_model_speed", speed_of_h100)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_sizes_of_memory_have_units(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "24 apples", "GiB", "-3GiB", "1e3"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size of memory: write for instance 24GiB"):
+    with pytest.raises(ConfigError, match="is not a size of memory: write for example 24GiB"):
         parse_bytes(text)
 
 
@@ -126,7 +127,7 @@ def test_machines_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch
         find_machine("RTX 4091")
     with pytest.raises(ConfigError, match="--gpus is 0"):
         find_machine("RTX 4090", count=0)
-    with pytest.raises(ConfigError, match="--gpus 2 of which kind"):
+    with pytest.raises(ConfigError, match="--gpus 2 needs the kind of GPU"):
         find_machine(count=2)
     with pytest.raises(ConfigError, match="--gpu-memory is 24 bytes"):
         find_machine(memory_bytes=24)
@@ -180,7 +181,8 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     found = list(alignment_warnings(resolved, None))
     assert found == [
         f"model.intermediate_size 67 is not a multiple of 8, and {mlp:.0%} of the matrix "
-        f"products use it: take 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a step",
+        f"products use it: set it to 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a "
+        "step",
         f"model.vocab_size 101 is not a multiple of 8, and {head:.0%} of the matrix products use "
         "it: efficiency.vocab_multiple 64 pads it to 128, up to "
         f"{1 / (1 - head * 3 / 4):.2f} times the speed of a step",
@@ -195,15 +197,15 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
         recipe(model={**_MODEL, **heads, "hidden_size": 60, "intermediate_size": 67}), t4
     )
     hidden, layer = alignment_warnings(wide, None)  # and none of the keys' width, 10
-    assert ": take 72, up to" in layer
+    assert ": set it to 72, up to" in layer
     # 64 is not a multiple of 6 heads.
     assert "model.hidden_size 60 is not a multiple of 8" in hidden
-    assert ": take 72, up to" in hidden
+    assert ": set it to 72, up to" in hidden
     assert hidden.endswith("times the speed of a step, with the other sizes aligned as well")
     wide = resolve_for(recipe(model={**_MODEL, **heads, "hidden_size": 72}), t4)
     (keys,) = alignment_warnings(wide, None)
     assert keys.startswith("a width of 12 inside the model is not a multiple of 8")
-    assert ": take sizes of heads that are multiples of 8, up to" in keys
+    assert ": use head sizes that are multiples of 8, up to" in keys
     # fp32 is not computed by matrix units.
     slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})
     assert not list(alignment_warnings(resolve_for(slow, t4), None))
@@ -315,19 +317,19 @@ def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
     fake_outcomes(monkeypatch, {"none": 3 * _GIB, "selective": 2 * _GIB, "full": _GIB}, 4 * _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
     plain = resolve_for(recipe(batch={"global_batch_tokens": 12 * 64}), machine)
-    assert list(search.micro_batches(plain, machine)) == [12, 6, 3, 1]
+    assert list(micro_batches(plain, machine)) == [12, 6, 3, 1]
     ramp = {"ramp_start_tokens": 4 * plain.data.seq_len, "ramp_steps": 5}
     ramped = with_changes(plain, {"batch": {**dict(plain.batch), **ramp}})
-    assert list(search.micro_batches(ramped, machine)) == [4, 2, 1]
+    assert list(micro_batches(ramped, machine)) == [4, 2, 1]
     # 4 + 3 x 6 = 22 fit without saving anything; full checkpointing takes all 12 rows.
-    best = search.best_estimate(plain, machine)
+    best = best_estimate(plain, machine)
     assert best is not None
     assert best.recipe.batch.rows == 12
     assert best.recipe.efficiency.activation_checkpointing == "full"
     assert best.fits
     # A global batch that fits as it stands needs nothing.
     small = resolve_for(recipe(batch={"global_batch_tokens": 6 * 64}), machine)
-    best = search.best_estimate(small, machine)
+    best = best_estimate(small, machine)
     assert best is not None
     assert dict(best.changes) == {}
     assert small.batch.rows == 6
@@ -361,7 +363,7 @@ def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
     )
     machine = find_machine(memory_bytes=24 * _GIB)
     compiled = resolve_for(recipe(efficiency={"compile": True}), machine)
-    best = search.best_estimate(compiled, machine)
+    best = best_estimate(compiled, machine)
     first = asked.index(True)
     assert first > 0
     assert all(asked[first:])
@@ -393,15 +395,15 @@ def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
     )
     machine = find_machine("RTX 4090")
     written = recipe(efficiency={"compile": True}, batch={"micro_batch_size": 4})
-    best = search.best_estimate(search.open_micro_batch(resolve_for(written, machine)), machine)
+    best = best_estimate(open_micro_batch(resolve_for(written, machine)), machine)
     assert best is not None
     assert (best.fits, best.is_bound) == (True, False)
     assert best.recipe.batch.rows == 1
     # So are ways out of what does not fit.
     assert all(
-        not one.is_bound for one in search.nearest_estimates(resolve_for(written, machine), machine)
+        not one.is_bound for one in nearest_estimates(resolve_for(written, machine), machine)
     )
-    assert search.nearest_estimates(resolve_for(written, machine), machine)
+    assert nearest_estimates(resolve_for(written, machine), machine)
 
 
 @pytest.mark.parametrize(
@@ -437,9 +439,9 @@ def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
     # With chunks, the second way is the same as the first.
     efficiency = {"compile": True, "loss_chunk_tokens": 64}
     written = recipe(efficiency=efficiency, batch={"micro_batch_size": 4})
-    compiled = search.open_micro_batch(resolve_for(written, machine))
-    assert search.best_estimate(compiled, machine) is None
-    assert search.nearest_estimates(compiled, machine) == []
+    compiled = open_micro_batch(resolve_for(written, machine))
+    assert best_estimate(compiled, machine) is None
+    assert nearest_estimates(compiled, machine) == []
     # As it stands, it was.
     rows = [
         with_changes(compiled, one.changes).batch.rows for one in asked if one.compiles and one.name
@@ -458,10 +460,10 @@ def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
     asked = fake_outcomes(monkeypatch, {"none": 4 * _GIB, "selective": _GIB, "full": _GIB}, _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
     sections = {"efficiency": {"compile": True}, "batch": {"micro_batch_size": 8}}
-    compiled = search.open_micro_batch(resolve_for(recipe(**sections), machine))
+    compiled = open_micro_batch(resolve_for(recipe(**sections), machine))
     small = MemoryPrediction(_GIB, "backward", {}, {}, _GIB, 0, 0, ())
     known = Estimate("as it stands", {}, compiled, small, usable_bytes=24 * _GIB)
-    assert search.best_estimate(compiled, machine, known=known) is known
+    assert best_estimate(compiled, machine, known=known) is known
     assert any("efficiency.activation_checkpointing" in one for one in asked)
 
 
@@ -557,8 +559,8 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     asked = fake_outcomes(monkeypatch, {"none": _GIB, "selective": _GIB, "full": _GIB}, 80 * _GIB)
     machine = find_machine("RTX 4090")
     plain = resolve_for(recipe(), machine)
-    assert search.best_estimate(plain, machine) is None
-    names = [one.name for one in search.nearest_estimates(plain, machine)]
+    assert best_estimate(plain, machine) is None
+    names = [one.name for one in nearest_estimates(plain, machine)]
     assert names[:2] == ["LoRA, rank 16", "LoRA, rank 16, base in 4 bits"]
     # 80 / 4 + 1 = 21 of 23.5 GiB.
     assert "4 devices with fsdp" in names
@@ -569,7 +571,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     asked.clear()
     tensor = {"tensor_parallel": 2}
     cut = resolve_for(recipe(distributed=tensor), dataclasses.replace(machine, count=2))
-    search.nearest_estimates(cut, dataclasses.replace(machine, count=2))
+    nearest_estimates(cut, dataclasses.replace(machine, count=2))
     steps = {
         one["count"]: one["batch.gradient_accumulation_steps"]
         for one in asked
@@ -577,7 +579,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     }
     # Two devices that compute the same rows have the 8 of a step; fsdp's have other rows.
     assert steps[2] == 4
-    ways = {name: (changes, where) for name, changes, where in search._fallbacks(plain, machine)}
+    ways = {name: (changes, where) for name, changes, where in _fallbacks(plain, machine)}
     changes, where = ways["2 devices with fsdp, offloading to the CPU"]
     assert changes == {"distributed": {"engine": "fsdp", "offload": "cpu"}}
     assert where.count == 2
@@ -589,14 +591,12 @@ def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
     rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
     asked = fake_outcomes(monkeypatch, rows, 4 * _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
-    search.best_estimate(
-        resolve_for(recipe(batch={"global_batch_tokens": 64 * 64}), machine), machine
-    )
+    best_estimate(resolve_for(recipe(batch={"global_batch_tokens": 64 * 64}), machine), machine)
     assert not any("optimizer.name" in one for one in asked)
     asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
     for name, is_asked in (("adamw", True), ("muon", False)):
         asked.clear()
-        search.best_estimate(resolve_for(recipe(optimizer={"name": name}), machine), machine)
+        best_estimate(resolve_for(recipe(optimizer={"name": name}), machine), machine)
         assert any("optimizer.name" in one for one in asked) is is_asked
 
 
@@ -606,7 +606,7 @@ def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of what is cut and computed again already, two ways of saving are the same.
     efficiency = {"activation_checkpointing": "full", "compile": False}
     batch = {"global_batch_tokens": 64 * 64}
-    search.best_estimate(resolve_for(recipe(efficiency=efficiency, batch=batch), machine), machine)
+    best_estimate(resolve_for(recipe(efficiency=efficiency, batch=batch), machine), machine)
     ways = [tuple(sorted(one.items())) for one in asked]
     assert len(ways) > 3
     assert len(set(ways)) == len(ways)
@@ -615,7 +615,7 @@ def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
     machine = find_machine("V100 16GB")
     plain = resolve_for(recipe(efficiency={"precision": "fp16"}), machine)
-    ways = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}
+    ways = {name: changes for name, changes, _ in _fallbacks(plain, machine)}
     changed = with_changes(plain, ways["offloading moments to the CPU (DeepSpeed)"])
     assert changed.efficiency.compile is False
     assert changed.efficiency.precision == "fp16"
@@ -677,7 +677,7 @@ def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch)
         machine,
     )
     names = dict(methods(plain, machine))
-    fallbacks = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}
+    fallbacks = {name: changes for name, changes, _ in _fallbacks(plain, machine)}
     ways = [names[name] for name in ("8-bit AdamW", "Adafactor", "Muon", "LoRA, rank 16")]
     ways += [fallbacks["LoRA, rank 16"], fallbacks["LoRA, rank 16, base in 4 bits"]]
     for changes in ways:
@@ -685,7 +685,7 @@ def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch)
     assert names["Muon"] == {"optimizer.name": "muon"}
     rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
     asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
-    search.best_estimate(plain, machine)
+    best_estimate(plain, machine)
     (tried, *_) = [one for one in asked if "optimizer.name" in one]
     assert tried["optimizer.cautious_weight_decay"] is False
 
@@ -711,7 +711,7 @@ def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> 
 
 @pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])
 def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="has to be more than 0"):
+    with pytest.raises(ConfigError, match="must be more than 0"):
         Budget(**budget)
 
 
@@ -868,7 +868,7 @@ def test_a_budget_for_a_recipe_that_trains_given_weights_says_so(section: str) -
     for budget in (Budget(seconds=60.0), Budget(tokens=1e6)):
         with pytest.raises(ConfigError, match=f"a recipe with a {section} section starts from"):
             make_plan(written, find_machine("RTX 4090"), budget=budget, searches=False)
-    with pytest.raises(ConfigError, match="--init-from gives the weights"):
+    with pytest.raises(ConfigError, match="--init-from names the weights"):
         make_plan(recipe(), find_machine("RTX 4090"), init_from="gpt2", budget=Budget(tokens=1e6))
 
 
@@ -895,7 +895,7 @@ def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
     written = recipe(
         model=model, distributed={"tensor_parallel": 133}, efficiency={"compile": False}
     )
-    with pytest.raises(ConfigError, match="no model of the ladder can be cut"):
+    with pytest.raises(ConfigError, match="none of the candidate models can be sharded"):
         make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
 
 
@@ -985,7 +985,7 @@ def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
     speed = found["four"].speed
     assert speed is not None
     assert speed.kinds["communication"] > 0
-    with pytest.raises(ConfigError, match="don't make whole groups"):
+    with pytest.raises(ConfigError, match="can't be divided into groups"):
         resolve_for(recipe(batch=batch, distributed={"tensor_parallel": 2}), find_machine("H100"))
 
 
@@ -1139,13 +1139,13 @@ _FLASH_ON_T4 = [
     "options, words",
     [
         (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
-        (["--gpu-memory", "lots"], "is no size of memory"),
+        (["--gpu-memory", "lots"], "is not a size of memory"),
         (["--gpu", "T4", "--budget", "soon"], "is not a time"),
         (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
-        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or give --budget"),
+        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or set --budget"),
         (["--gpu", "A100 80GB", "--efficiency.precision", "fp8"], "this is A100 80GB: use bf16"),
-        (_FLASH_ON_T4, "8.0 or higher (Ampere and later), and this is T4"),
+        (_FLASH_ON_T4, "8.0 or higher (Ampere and later), but this is T4"),
     ],
 )
 def test_what_can_not_be_planned_is_one_line(

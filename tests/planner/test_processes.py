@@ -107,7 +107,7 @@ def test_interruption_while_a_process_starts_is_raised_as_it_is(
 @pytest.mark.parametrize(
     "number, message",
     [
-        (signal.SIGKILL, "was killed, most likely for want of memory"),
+        (signal.SIGKILL, "was killed, most likely for lack of memory"),
         (signal.SIGSEGV, "was ended by SIGSEGV: a library .* has crashed"),
     ],
 )

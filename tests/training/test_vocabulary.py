@@ -215,7 +215,7 @@ def test_new_rows_that_cannot_be_meant_are_refused(
     recipe["schedule"] = {"max_steps": 1}
     base = train(recipe).checkpoint
     recipe["run"]["dir"], recipe["data"]["dir"] = str(tmp_path / "second"), str(extended[1])
-    with pytest.raises(ConfigError, match="give mean, or copy:TOKEN"):
+    with pytest.raises(ConfigError, match="use mean, or copy:TOKEN"):
         train(recipe, init_from=base, new_rows=new_rows)
     assert not (tmp_path / "second").exists()
 
