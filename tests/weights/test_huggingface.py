@@ -240,7 +240,7 @@ def test_integer_weights_are_refused_not_taken_at_face_value(
     tensors = tensors_of(folder)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
     save_tensors(folder, tensors)
-    assert "has quantised tensors ( lm_head.weight" in refusal(folder)
+    assert "has quantised tensors (lm_head.weight" in refusal(folder)
 
 
 def test_many_wrong_tensors_are_counted_not_all_listed(
