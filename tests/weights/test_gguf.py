@@ -651,7 +651,7 @@ _OTHER_BASE = {
         (
             "deepseek_v3",
             {"rope_interleave": False},
-            "with rope_interleave False: GGUF requires True",
+            "rope_interleave False: GGUF requires True",
         ),
         ("gpt_oss", {"swiglu_limit": 5.0}, "gpt_oss with swiglu_limit 5.0: GGUF requires 7.0"),
         (
