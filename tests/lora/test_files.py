@@ -250,7 +250,7 @@ def test_what_an_adapter_does_not_bring_is_the_bases(tmp_path: Path, tokenizer: 
     assert config_folder(adapter) == base
     assert read_config(base) == CONFIGS["llama"]
     assert training_notes(base) == [
-        f"{base / 'config.json'} has attention_dropout 0.5, which is not applied"
+        f"{base / 'config.json'} has attention_dropout 0.5, which is ignored"
     ]
     for name, text in tokenizer.files().items():
         (base / name).write_text(text)

@@ -632,7 +632,7 @@ _OTHER_BASE = {
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "type 'dynamic' can't be converted to",
+            "type 'dynamic' can't be stored in GGUF",
         ),
         ("llama", {"rope_parameters": {**YARN, "beta_slow": 2.0}}, "llama with yarn with other"),
         ("qwen3", {"rope_parameters": {**YARN, "beta_fast": 8.0}}, "qwen3 with yarn with other"),
@@ -647,7 +647,11 @@ _OTHER_BASE = {
             {"num_hidden_layers": 27, "q_lora_rank": 8},
             "q_lora_rank in 27 layers: only null",
         ),
-        ("deepseek_v3", {"rope_interleave": False}, "with rope_interleave False: only True"),
+        (
+            "deepseek_v3",
+            {"rope_interleave": False},
+            "rope_interleave False: GGUF requires True",
+        ),
         ("gpt_oss", {"swiglu_limit": 5.0}, "gpt_oss with swiglu_limit 5.0: GGUF requires 7.0"),
         (
             "qwen3_next",
@@ -720,7 +724,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ({**tensors, "model.extra": tensors[norm]}, "unknown tensors: model.extra"),
         ({**tensors, norm: tensors[norm] / 0}, f"integer or non-finite tensors: {norm}"),
         ({**tensors, norm: tensors[norm].int()}, f"integer or non-finite tensors: {norm}"),
-        (headless, "lacks lm_head.weight"),
+        (headless, "has no lm_head.weight"),
     ):
         with pytest.raises(ModelError, match=message):
             write_gguf(path, config, changed, None, dtype="f32")
@@ -765,7 +769,7 @@ def test_notes_tell_where_llama_cpp_differs() -> None:
     deepseek = transformers.DeepseekV3Config().to_dict()
     assert gguf_notes({**deepseek, "rms_norm_eps": 1e-6}) == []
     [note] = gguf_notes({**deepseek, "rms_norm_eps": 1e-5})
-    assert "takes rms_norm_eps 1e-05 for the norms within attention" in note
+    assert "uses rms_norm_eps 1e-05 for the norms within attention" in note
 
 
 def test_the_exact_gelu_is_remembered(tmp_path: Path) -> None:
@@ -962,7 +966,7 @@ def test_tensors_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
         struct.pack_into("<Q", content, place, 0)
     largest = max(4 * math.prod(tensor.shape) for tensor in stored.values())
     path.write_bytes(content[: data_start + largest])
-    with pytest.raises(ModelError, match=r"model\.gguf: .*fewer than its tensors in total"):
+    with pytest.raises(ModelError, match=r"model\.gguf: .*bytes, but its tensors need"):
         read_gguf(path)
 
 
@@ -1005,7 +1009,7 @@ def test_texts_and_factors_as_long_as_a_sparse_file_are_refused_unread(
         file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1))
         file.write(length if is_key else architecture + length)
         file.truncate(1 << 40)
-    with pytest.raises(ModelError, match=r"a text of 1,125,899,906,842,624 bytes, and"):
+    with pytest.raises(ModelError, match=r"a string of 1,125,899,906,842,624 bytes, but"):
         read_gguf(path)
     factors = struct.pack("<Q", 17) + b"rope_freqs.weight" + struct.pack("<IQIQ", 1, 1 << 33, 0, 0)
     with open(path, "wb") as file:

@@ -214,7 +214,7 @@ def _model(**changes: Any) -> Callable[[dict[str, Any]], None]:
 def test_byte_level_tokenizers_that_llama_cpp_can_not_follow_are_refused(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    with pytest.raises(TokenizerError, match=f"can't be stored in GGUF.*{message}"):
+    with pytest.raises(TokenizerError, match=f"can't be converted to GGUF.*{message}"):
         describe_tokenizer(changed(tiny("tokenizer.json"), change), 1000)
 
 
@@ -240,7 +240,7 @@ def test_byte_level_tokenizers_that_llama_cpp_can_not_follow_are_refused(
 def test_pieces_that_llama_cpp_can_not_follow_are_refused(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    with pytest.raises(TokenizerError, match=f"can't be stored in GGUF.*{message}"):
+    with pytest.raises(TokenizerError, match=f"can't be converted to GGUF.*{message}"):
         described(changed(tiny("pieces"), change))
 
 

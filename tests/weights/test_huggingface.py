@@ -240,7 +240,7 @@ def test_integer_weights_are_refused_not_taken_at_face_value(
     tensors = tensors_of(folder)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
     save_tensors(folder, tensors)
-    assert "has quantised tensors ( lm_head.weight" in refusal(folder)
+    assert "has quantised tensors (lm_head.weight" in refusal(folder)
 
 
 def test_many_wrong_tensors_are_counted_not_all_listed(
@@ -393,7 +393,7 @@ def test_a_number_by_which_lists_of_layers_are_made_is_whole(key: str, value: ob
 def test_dropout_of_a_phi3_is_noted(tmp_path: Path) -> None:
     content = {"model_type": "phi3", "resid_pdrop": 0.1, "embd_pdrop": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    said = f"{tmp_path / 'config.json'} has resid_pdrop 0.1, which is not applied"
+    said = f"{tmp_path / 'config.json'} has resid_pdrop 0.1, which is ignored"
     assert training_notes(tmp_path) == [said]
     (tmp_path / "config.json").write_text(json.dumps({**GPT2.to_hf(), "resid_pdrop": 0.1}))
     assert training_notes(tmp_path) == []

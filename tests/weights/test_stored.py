@@ -268,7 +268,7 @@ def test_a_tensor_of_every_kind_of_damage_is_named(tmp_path: Path) -> None:
             {expert: torch.ones(3, 4)},
             f"has misshapen tensors: {expert} is [3, 4], expected [64, 16]",
         ),
-        ({expert: torch.ones(64, 16, dtype=torch.int8)}, f"has quantised tensors ( {expert} (I8)"),
+        ({expert: torch.ones(64, 16, dtype=torch.int8)}, f"has quantised tensors ({expert} (I8)"),
     ):
         folder = write(tmp_path / "m", model)
         changed = {**tensors, **change}
@@ -311,7 +311,7 @@ def test_a_tied_head_of_a_quantised_format_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", model)
     head = torch.ones(37, 16, dtype=torch.float8_e4m3fn)
     save_tensors({**weights_to_save(model), "lm_head.weight": head}, folder / WEIGHTS_NAME)
-    with pytest.raises(ModelError, match=r"quantised tensors: lm_head\.weight \(F8_E4M3\)"):
+    with pytest.raises(ModelError, match=r"quantised tensors \(lm_head\.weight \(F8_E4M3\)"):
         load_model(folder)
 
 
