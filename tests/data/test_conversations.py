@@ -474,7 +474,7 @@ def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml:
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([first, second], chatml, tmp_path / "out", options=options)
     form, role = chat_notes(tmp_path / "out", manifest)
-    assert f"1 of 5 records rejected: of no known form; first: {second}:1: " in form
+    assert f"1 of 5 records rejected: of unknown format; first: {second}:1: " in form
     start = f"3 of 5 records rejected: an unknown role (2 of {first}, 1 of {second}); "
     assert role.startswith(f"{start}first: {first}:2: `messages[0]` has the role 'wizard'")
 
@@ -586,7 +586,7 @@ def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tok
 
 def test_inputs_are_files_of_records_only(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(InputError, match=r"unknown kind: known are \.jsonl, \.ndjson, \.json"):
+    with pytest.raises(InputError, match=r"unknown type: supported are \.jsonl, \.ndjson, \.json"):
         find_records([tmp_path / "a.txt"])
     with pytest.raises(InputError, match="stdlib does not exist"):
         find_records(["stdlib"])

@@ -255,7 +255,7 @@ def test_an_example_whose_beginning_teaches_nothing_is_dropped(tmp_path: Path) -
 
 def test_text_and_conversations_are_not_taken_for_each_other(tmp_path: Path, data: Path) -> None:
     make_examples(tmp_path, [4, 5])
-    with pytest.raises(DataError, match="holds conversations, not text"):
+    with pytest.raises(DataError, match="contains conversations, not text"):
         TokenDataset(tmp_path, "train")
     with pytest.raises(DataError, match="holds text, not conversations"):
         ExampleDataset(data, "train")
@@ -425,7 +425,7 @@ def test_the_command_prepares_conversations(
     (tmp_path / "text" / "blank.txt").write_text(" ")
     text = ["prepare", str(tmp_path / "text"), "--out", str(tmp_path / "shards")]
     assert main([*text, "--tokenizer", str(tmp_path / "tok"), "--val-fraction", "0"]) == 0
-    assert "1 of 2 documents rejected: nothing but white space" in capsys.readouterr().err
+    assert "1 of 2 documents rejected: only white space" in capsys.readouterr().err
     assert main([*command, "--workers", "2"]) == 2
     assert main(["prepare", str(path), *common, "--train-on", "all"]) == 2
     assert "add --kind chat" in capsys.readouterr().err

@@ -392,7 +392,7 @@ def test_a_batch_that_kills_each_worker_is_one_clear_error_and_leaves_nothing(
     ):
         prepare([source], TOKENIZER, tmp_path / "new" / "out", workers=2)
     assert names(tmp_path) == ["a.jsonl"]
-    assert capsys.readouterr().err.count("encoded again") >= 2
+    assert capsys.readouterr().err.count("encoding its documents again") >= 2
     assert multiprocessing.active_children() == []
 
 
@@ -495,7 +495,7 @@ def test_a_file_of_records_that_is_cut_while_it_is_read_is_refused(tmp_path: Pat
     records = read_records(find_sources([path]))
     assert next(records).value == {"text": "one"}
     os.truncate(path, 20)
-    with pytest.raises(InputError, match=r"a\.jsonl was changed while it was read"):
+    with pytest.raises(InputError, match=r"a\.jsonl was changed while it was being read"):
         list(records)
 
 
@@ -759,7 +759,7 @@ def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
         ),
         (
             {"ray_address": "auto"},
-            "ray_address requires engine ray: set engine",
+            "ray_address requires engine ray: set engine to ray, or omit ray_address",
         ),
     ],
 )
@@ -799,7 +799,7 @@ def _damaged_after_good_documents(folder: Path) -> None:
         (_empty, "the corpus is empty: the inputs contain no documents"),
         (
             _all_rejected,
-            r"the corpus is empty: all 3 documents read were rejected \(1 nothing but white space, "
+            r"the corpus is empty: all 3 documents read were rejected \(1 only white space, "
             r"1 no text in the text field, 1 not a valid JSON line\); first: .*a\.jsonl:1: blank",
         ),
         (_damaged_after_good_documents, r"b\.txt\.gz is damaged"),
@@ -876,7 +876,7 @@ def prepared(tmp_path: Path) -> Path:
 
 def test_an_existing_corpus_is_not_overwritten_unless_asked(prepared: Path, corpus: Path) -> None:
     before = contents(prepared)
-    with pytest.raises(InputError, match=r"out exists already .* or add --overwrite"):
+    with pytest.raises(InputError, match=r"out already exists .* or add --overwrite"):
         prepare([corpus], TOKENIZER, prepared)
     assert contents(prepared) == before
     prepare([corpus], TOKENIZER, prepared, overwrite=True)
@@ -911,7 +911,7 @@ def test_a_failed_overwrite_keeps_the_old_corpus(
 
 def test_a_corpus_can_be_prepared_again_from_itself_only_when_it_has_text(prepared: Path) -> None:
     before = contents(prepared)
-    with pytest.raises(InputError, match="holds no text files"):
+    with pytest.raises(InputError, match="contains no text files"):
         prepare([prepared], TOKENIZER, prepared, overwrite=True)
     assert contents(prepared) == before
 

@@ -271,7 +271,7 @@ def test_books_are_prepared_without_header_and_licence(
     assert manifest["cleaned"] == {"crlf": one, "gutenberg": one}
     assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"empty": 1}}
     said = capsys.readouterr().err
-    assert "1 file: Project Gutenberg's header and licence left out (--as-is keeps them)" in said
+    assert "1 file: Project Gutenberg's header and licence removed (--as-is keeps them)" in said
     options = ["--as-is", "--strip-gutenberg", "--overwrite"]
     prepare_command.main([str(folder), *place, *options], standalone_mode=False)
     assert len(texts_of(out, "train")) == 3

@@ -223,9 +223,9 @@ def test_a_tokenizer_of_other_shards_is_refused(
     server: RemoteServer, source: Path, texts: list[str]
 ) -> None:
     train_tokenizer(texts, 300).save_pretrained(source)
-    assert "tokenizer.json is not the one the shards were made with" in refusal(server.url)
+    assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
     (source / "tokenizer.json").write_text("{")
-    assert "tokenizer.json is not the one the shards were made with" in refusal(server.url)
+    assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
 
 
 def test_a_damaged_manifest_of_the_cache_is_written_again(
@@ -319,8 +319,8 @@ def test_a_disk_too_small_is_said_before_anything_is_fetched(
             r"'gcsfs': pip install 'firstlight\[remote\]'",
         ),
         ("nosuch://x/y", DataError, "nosuch://x/y can't be opened: Protocol not known: nosuch"),
-        ("memory://not-there", DataError, "has no manifest.json: name a folder that"),
-        ("file:///not/there", DataError, "has no manifest.json: name a folder that"),
+        ("memory://not-there", DataError, "has no manifest.json: use a folder that"),
+        ("file:///not/there", DataError, "has no manifest.json: use a folder that"),
         ("https://me:secret@host/data", DataError, "must not contain a password"),
         ("https://host/data?version=2", DataError, "is not the URL of a folder: remove the part"),
         ("http://127.0.0.1:1/data", DataError, r"could not be fetched: .*\(tried 4 times\)"),
@@ -443,6 +443,6 @@ def test_a_bucket_is_fetched(
             monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         monkeypatch.setenv("HOME", str(tmp_path))
-        assert "may not be read: Unable to locate credentials" in refusal("s3://corpora/text")
+        assert "was denied: Unable to locate credentials" in refusal("s3://corpora/text")
     finally:
         server.stop()

@@ -158,8 +158,8 @@ def test_files_of_other_kinds_are_counted_by_ending_each_once(
         "pipe": 1,
     }
     assert unread_files(["a.txt"]) == []
-    way = "(make text of it with pdftotext FILE.pdf FILE.txt)"
-    assert listed(counts) == f"2 .pdf, 1 without an ending, 1 .png, 1 .tar.gz {way}"
+    way = "(extract its text with pdftotext FILE.pdf FILE.txt)"
+    assert listed(counts) == f"2 .pdf, 1 without a suffix, 1 .png, 1 .tar.gz {way}"
 
 
 def test_a_folder_skips_what_is_no_file(tmp_path: Path) -> None:
@@ -262,11 +262,11 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist: specify files"),
         ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(firstlight reads text "),
         ("no[xyz]", r"matches no text files"),
-        ("empty", r"folder empty holds no text files .*\): add some$"),
+        ("empty", r"folder empty contains no text files .*\): add some$"),
         (
             "corpus",
             r"folder corpus contains no text files; it has 1 \.odt: corpus/table\.odt is an .*"
-            r"\(firstlight reads text and code with any ending or none, \.jsonl, \.ndjson, ",
+            r"\(firstlight reads text and code with any suffix or none, \.jsonl, \.ndjson, ",
         ),
         ("corpus/table.odt", r"table\.odt is an OpenDocument text: extract its text with pandoc "),
         ("https://a.org/b.txt", r"https://a\.org/b\.txt is a URL: download it with curl -LO "),
@@ -294,7 +294,7 @@ def test_inputs_that_are_not_there_are_named(
 
 
 def test_no_input_is_an_error() -> None:
-    with pytest.raises(InputError, match="no input given"):
+    with pytest.raises(InputError, match="there is no input"):
         find_sources([])
 
 

@@ -294,7 +294,7 @@ def test_what_the_hub_or_the_model_does_not_allow_is_one_line(
     hub.add("bob/tiny", run / "checkpoints" / "step-00000002")
     hub.add("ada/public", run / "checkpoints" / "step-00000002")
     said = refusal(capfd, "push", str(run), "tiny")
-    assert "'tiny' has no owner: write USER/tiny" in said
+    assert "'tiny' has no owner: use USER/tiny" in said
     for taken in ("bob/tiny", "bob/new"):
         said = refusal(capfd, "push", str(run), taken)
         assert f"{taken} can't be uploaded: the token has no write permission there" in said

@@ -198,11 +198,11 @@ def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary_is_prepared_with(
 def test_an_id_beyond_the_vocabulary_reaches_the_model(tmp_path: Path) -> None:
     """A GPU answers with a device-side assert hours later, or reads another tensor's memory."""
     folder = make_split(tmp_path, [range(40), [7, 299, 300, 8], range(40)], vocab_size=300)
-    with pytest.raises(DataError, match="holds token id 300, beyond its vocabulary of 300 tokens"):
+    with pytest.raises(DataError, match="contains token id 300, beyond its vocabulary of 300"):
         TokenDataset(folder, "train")
     unverified = TokenDataset(folder, "train", verify=False)
     assert len(unverified[0:42]) == 42
-    with pytest.raises(DataError, match=r"the 'train' split of .* holds token id 300, beyond"):
+    with pytest.raises(DataError, match=r"the 'train' split of .* contains token id 300, beyond"):
         unverified[0:43]
 
 

@@ -146,11 +146,11 @@ def test_texts_that_outgrow_longropes_original_context_are_those_of_transformers
 
 
 def test_beams_refuse_what_a_search_has_no_place_for() -> None:
-    with pytest.raises(ConfigError, match="beams is not for stop"):
+    with pytest.raises(ConfigError, match="beam search does not support stop"):
         SamplingConfig(beams=2, stop=("x",))
-    with pytest.raises(ConfigError, match="beams is not for top_k"):
+    with pytest.raises(ConfigError, match="beam search does not support top_k"):
         SamplingConfig(beams=2, top_k=3)
-    with pytest.raises(ConfigError, match="beams is not for temperature"):
+    with pytest.raises(ConfigError, match="beam search does not support temperature"):
         SamplingConfig(beams=2, temperature=1.5)
     SamplingConfig(beams=2, temperature=0)
     with pytest.raises(ConfigError, match="beams must be between 1"):

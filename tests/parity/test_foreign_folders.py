@@ -174,7 +174,7 @@ def test_litgpts_models_compute_the_same(
         ({"n_head": 0}, "whole numbers"),
         ({"rope_base": None}, "model_config.yaml: rope_base is not a number"),
         ({"rope_base": "x"}, "model_config.yaml: rope_base is not a number"),
-        ({"norm_eps": 10**400}, r"model_config.yaml is no valid YAML \(a number of more than 64"),
+        ({"norm_eps": 10**400}, r"model_config.yaml is not valid YAML \(a number of more than 64"),
         ({"norm_eps": float("nan")}, "model_config.yaml: norm_eps is infinite"),
         (
             {"sliding_window_size": 8, "sliding_window_indices": 3},

@@ -170,7 +170,7 @@ def test_what_is_drawn_is_the_same_each_time_and_differs_by_request(folder: Path
 
 def test_a_generation_option_that_is_not_known_is_refused(folder: Path) -> None:
     asked = [("the light", {"until": [], "num_beams": 4})]
-    with pytest.raises(ConfigError, match="generation_kwargs have num_beams"):
+    with pytest.raises(ConfigError, match="generation_kwargs contain num_beams"):
         own_lm(folder).generate_until(requests("generate_until", asked))
 
 

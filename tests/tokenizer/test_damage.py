@@ -234,7 +234,7 @@ def test_vocabularies_of_millions_of_tokens_are_refused(
         Tokenizer.from_pretrained(tmp_path)
     monkeypatch.setattr(parts, "_MOST_TOKENS", 1_000)
     write(1_001)
-    with pytest.raises(TokenizerError, match="has 1,001 tokens, more than the 1,000 that are read"):
+    with pytest.raises(TokenizerError, match="has 1,001 tokens, more than the limit of 1,000"):
         Tokenizer.from_pretrained(tmp_path)
 
 

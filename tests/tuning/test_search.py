@@ -326,11 +326,11 @@ def test_a_folder_with_another_study_is_refused(
     in_process(bowl)
     search = [f"{_RATE}=1e-4..1e-2:log"]
     tune(small(), tmp_path / "s", search=search, trials=2, trial_steps=60)
-    with pytest.raises(ConfigError, match="a study with another search"):
+    with pytest.raises(ConfigError, match="a study with a different search"):
         tune(small(), tmp_path / "s", trials=2)
-    with pytest.raises(ConfigError, match="a study with another recipe"):
+    with pytest.raises(ConfigError, match="a study with a different recipe"):
         tune(small(run={"seed": 2}), tmp_path / "s", search=search, trials=2)
-    with pytest.raises(ConfigError, match="a study with another --trial-steps"):
+    with pytest.raises(ConfigError, match="a study with a different --trial-steps"):
         tune(small(), tmp_path / "s", search=search, trials=2, trial_steps=61)
     path = tmp_path / "s" / "trials.jsonl"
     path.write_text(path.read_text().replace(_RATE, "optimizer.eps"))
@@ -465,9 +465,9 @@ def test_a_recipe_without_held_out_text_is_refused(
     [
         (["--trials", "0"], "--trials is 0"),
         (["--budget", "soon"], "is not a time"),
-        (["--trial-steps", "3", "--trial-minutes", "2"], "keep one"),
+        (["--trial-steps", "3", "--trial-minutes", "2"], "use only one of them"),
         (["--search", f"{_RATE}=-1..1"], "learning_rate"),
-        (["--search", f"{_RATE}=1,2", "--search", f"{_RATE}=3,4"], "is given twice"),
+        (["--search", f"{_RATE}=1,2", "--search", f"{_RATE}=3,4"], "is repeated"),
         (["--search", "optimizer.name=adamw,foo"], "(given: 'foo')"),
         (["--schedule.resume", "true"], "schedule.resume"),
     ],
