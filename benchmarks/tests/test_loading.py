@@ -199,7 +199,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 ) -> None:
     free = 2 * 2 * _TINY  # both folders' bytes, without the twentieth that is to stay
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    message = r"the checkpoint needs 0\.008 GB, but .* has only 0\.008 GB free: choose another folder"
+    message = r"the checkpoint needs 0\.008 GB, but .* has only 0\.008 GB free: choose another"
     with pytest.raises(StorageError, match=message):
         make_checkpoints(_TINY, "bfloat16", tmp_path / "new", [SINGLE, SHARDED])
     assert list((tmp_path / "new").iterdir()) == []

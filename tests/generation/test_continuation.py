@@ -286,7 +286,7 @@ def test_text_with_an_error_fails_alone(temperature: float, bad: float) -> None:
     ]
     chosen = choose_tokens(texts, logits)
     assert [type(one) for one in chosen] == [Chosen, ModelError, ConfigError, Chosen]
-    with pytest.raises(ModelError, match="not finite numbers"):
+    with pytest.raises(ModelError, match="outputs are not finite"):
         texts[1].push(chosen[1])
 
 

@@ -175,7 +175,7 @@ def test_litgpts_models_compute_the_same(
         ({"rope_base": None}, "model_config.yaml: rope_base is not a number"),
         ({"rope_base": "x"}, "model_config.yaml: rope_base is not a number"),
         ({"norm_eps": 10**400}, r"model_config.yaml is not valid YAML \(a number of more than 64"),
-        ({"norm_eps": float("nan")}, "model_config.yaml: norm_eps is infinite"),
+        ({"norm_eps": float("nan")}, "model_config.yaml: norm_eps is not finite"),
         (
             {"sliding_window_size": 8, "sliding_window_indices": 3},
             "model_config.yaml: sliding_window_indices is not a list",
@@ -338,10 +338,7 @@ def test_a_nanochat_without_its_settings_is_refused_by_what_is_missing(tmp_path:
     (tmp_path / "model_000700.pt").mkdir()
     with pytest.raises(
         ModelError,
-        match=(
-            r"model_000650.pt has shape of nanochat, but its "
-            r"settings are m"
-        ),
+        match=r"model_000650.pt is a nanochat file, but its settings are m",
     ):
         read_foreign(tmp_path)
 

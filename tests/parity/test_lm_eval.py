@@ -175,7 +175,7 @@ def test_a_generation_option_that_is_not_known_is_refused(folder: Path) -> None:
 
 
 def test_more_tokens_than_the_context_has_are_refused(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"requests 256 new tokens, .* has room for 48"):
+    with pytest.raises(InputError, match=r"requests 256 new tokens, .* has room for only 48"):
         own_lm(folder).generate_until(requests("generate_until", [("the light", {})]))
     long = requests("loglikelihood", [("the light", " the" * 60)])
     with pytest.raises(InputError, match=r"a text of \d+ tokens to score"):
