@@ -280,6 +280,7 @@ def test_every_engine_averages_the_last_checkpoints(tmp_path: Path, shards: Path
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_muon_goes_on_from_pieces(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

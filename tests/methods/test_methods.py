@@ -141,17 +141,12 @@ _QUICK, _COMPILED = pairwise_combinations()
 
 
 def _each_value_once() -> list[Combination]:
-    """Of the quick combinations, few that hold each of their values, and of those that compile,
-    which takes longest, one."""
-    compiled = ("compile", "regional")
-    missing, rows = set().union(*_QUICK), []
-
-    def gain(row: Combination) -> tuple[bool, int]:
-        new = len(row & missing)
-        return new > 0 and (compiled not in row or compiled in missing), new
-
+    """Of the quick combinations that don't compile, which takes longest, few that hold each of
+    their values."""
+    plain = [row for row in _QUICK if ("compile", "regional") not in row]
+    missing, rows = set().union(*plain), []
     while missing:
-        rows.append(max(_QUICK, key=gain))
+        rows.append(max(plain, key=lambda row: len(row & missing)))
         missing -= rows[-1]
     return rows
 

@@ -524,7 +524,13 @@ def test_a_tokenizer_that_transformers_saved_again_gives_the_same_ids(
     assert back.add_bos == tokenizer.add_bos
 
 
-@pytest.mark.parametrize("name", ["gpt2-tokenizer", "llama2-tokenizer", "llama3-tokenizer"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["gpt2-tokenizer", "llama2-tokenizer"],
+        ["gpt2-tokenizer", "llama2-tokenizer", "llama3-tokenizer"],
+    ),
+)
 def test_well_known_tokenizers_give_the_same_prompts_in_transformers(
     name: str, shared: Path, tmp_path: Path, texts: list[str]
 ) -> None:

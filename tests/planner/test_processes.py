@@ -32,6 +32,7 @@ def test_results_come_in_the_order_of_the_arguments(processes: WorkerProcesses) 
     assert os.getpid() not in ids
 
 
+@pytest.mark.slow
 def test_workers_have_imported_and_nobody_waits_for_their_garbage() -> None:
     script = """
 import gc

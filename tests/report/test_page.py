@@ -246,7 +246,7 @@ def test_what_acts_is_shown_by_its_number() -> None:
 @pytest.mark.parametrize(
     "value",
     slow_but(
-        (0.0, 1e-320, 1e300, math.inf),
+        (1e-320, 1e300),
         [0.0, -1.0, 1e-320, 1e300, 1e99, -1e99, math.nan, math.inf, 5],
     ),
 )

@@ -428,7 +428,9 @@ def test_accumulated_batches_give_the_same_run(
 @pytest.mark.parametrize(
     "efficiency, bound",
     [
-        ({"compile": True, "compile_backend": "aot_eager"}, 1e-4),
+        pytest.param(
+            {"compile": True, "compile_backend": "aot_eager"}, 1e-4, marks=pytest.mark.slow
+        ),
         ({"activation_checkpointing": "full", "vocab_multiple": 64}, 1e-4),
         ({"precision": "bf16"}, 0.03),
         ({"precision": "bf16_params", "activation_checkpointing": "selective"}, 0.05),
