@@ -85,7 +85,7 @@ def test_a_model_without_a_template_continues_the_text(
     ]  # fmt: skip
     exit_code, out, err = piped("/system Be kind.\nx", models["base"])
     assert (exit_code, out) == (0, " fell down\n")
-    assert "no chat template, so that it knows no system message" in err
+    assert "no chat template and therefore no system message" in err
     exit_code, out, err = piped("x", models["base"], "--system", "Be kind.")
     assert (exit_code, out) == (2, "")
 
@@ -197,7 +197,7 @@ def test_options_that_can_not_be_meant_are_refused_before_anything_is_loaded(
 ) -> None:
     for arguments, message in (
         (("--port", "80"), "--host and --port are for the web page: add --web"),
-        (("--web", "--host", "0.0.0.0"), "the page has no passwords"),
+        (("--web", "--host", "0.0.0.0"), "the page has no password protection"),
         (("--temperature", "-1"), "temperature must be 0 or above"),
     ):
         exit_code, out, err = piped("", "no/such/model", *arguments)

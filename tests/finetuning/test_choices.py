@@ -287,7 +287,7 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     own = ["--init-from", str(model), "--plan-only", "--data.template", "alpaca"]
     assert main(["train", str(splits), *own]) == 0
     told = capsys.readouterr().err
-    assert f"{splits / 'valid.jsonl'} validated on; {splits / 'test.jsonl'} left out as" in told
+    assert f"{splits / 'valid.jsonl'} validated on; {splits / 'test.jsonl'} excluded as" in told
     assert "60 conversations to train on, 3 held out" in told
     arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
     assert main([*arguments, "--plan-only", "--data.template", "alpaca"]) == 0
@@ -371,8 +371,8 @@ def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
     only = write_lines(tmp_path / "long.jsonl", long)
     assert main(["train", str(only), "--init-from", str(model), "--plan-only"]) == 1
     assert (
-        "fits into data.seq_len 320: raise it up to the model's context, start from a model with a "
-        "longer context, or choose data.long cut (learn their beginnings)"
+        "fits into data.seq_len 320: raise it (up to the model's context), start from a model "
+        "with a longer context, or set data.long to cut (train on their beginnings)"
     ) in capsys.readouterr().err
 
 

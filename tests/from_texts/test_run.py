@@ -937,7 +937,7 @@ def test_a_missing_input_is_no_recipe(
     for name in ("my_txts/", "my_txts"):
         assert main(["train", name, "--budget", "3m"]) == 2
         message = capsys.readouterr().err
-        assert f"{name} does not exist (did you mean 'my_texts'?): name files, " in message
+        assert f"{name} does not exist (did you mean 'my_texts'?): specify files, " in message
 
 
 def test_one_process_prepares_texts(

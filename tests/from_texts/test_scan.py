@@ -60,8 +60,8 @@ def test_what_was_not_read_or_not_compared_is_said(
     scan = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7)
     lines = list(described(scan))
     assert lines[1].startswith("near-duplicates were looked for in the first 2 documents: of the")
-    assert lines[2] == "7 documents left out: nothing but white space"
-    assert lines[3] == f"  {tmp_path}/003.txt:1: nothing but white space"
+    assert lines[2] == "7 documents left out: only white space"
+    assert lines[3] == f"  {tmp_path}/003.txt:1: only white space"
     assert (len(lines), lines[-1]) == (9, "  ... and 2 more")
 
 
@@ -76,7 +76,7 @@ def test_the_key_follows_the_text_and_nothing_else(tmp_path: Path) -> None:
 
 def test_no_text_is_refused_with_the_first_reason(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("  \n")
-    with pytest.raises(InputError, match=r"corpus is empty: .*a\.txt:1: nothing but"):
+    with pytest.raises(InputError, match=r"corpus is empty: .*a\.txt:1: only"):
         scan_corpus(find_sources([tmp_path]))
 
 
@@ -398,7 +398,7 @@ def test_the_files_of_a_run_are_no_texts(tmp_path: Path) -> None:
 
 def test_a_text_of_one_repeated_character_is_refused_by_its_cause(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("b" * 20_000 + "\n")
-    with pytest.raises(InputError, match=r"100\.0% of the text is the one character 'b'"):
+    with pytest.raises(InputError, match=r"100\.0% of the text is the single character 'b'"):
         scan_corpus(find_sources([tmp_path / "a.txt"]))
     (tmp_path / "a.txt").write_text("b\n" * 10_000)
     assert scan_corpus(find_sources([tmp_path / "a.txt"])).facts.common_characters == 2

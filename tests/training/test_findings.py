@@ -289,7 +289,7 @@ def test_a_run_without_validation_has_no_best(
     result = train(recipe)
     assert result.best_checkpoint is None
     assert kept(recipe) == [8, 12]
-    with pytest.raises(CheckpointError, match="validation loss was measured at none of them"):
+    with pytest.raises(CheckpointError, match="validation loss"):
         resolve_model_folder(recipe["run"]["dir"], best=True)
 
 

@@ -532,8 +532,8 @@ def test_what_a_stop_saves_is_not_averaged(recipe: dict[str, Any], tmp_path: Pat
     "checkpoint, says",
     [
         ({"average_last": 3}, "set keep_last to 3"),
-        ({"average_last": 1}, "average_last to 2 at least"),
-        ({"average_last": 2, "every_steps": 0}, "set every_steps, or average_last to 0"),
+        ({"average_last": 1}, "average_last to at least 2"),
+        ({"average_last": 2, "every_steps": 0}, "set every_steps, or set average_last to 0"),
         ({"average_last": 2, "sharded": True}, "average_last reads full checkpoints"),
     ],
 )
