@@ -152,7 +152,7 @@ def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
 
 def steps_title(result: Mapping[str, Any]) -> str:
     """Heading of the picture of a result of a benchmark that trains for some steps."""
-    size = f"{result['micro_batch_size']} x {result['seq_len']} tokens a step"
+    size = f"{result['micro_batch_size']} x {result['seq_len']} tokens per step"
     end = "" if result["complete"] else " (not complete)"
     return f"{result['model']}, {size}; {result['machine']['name']}{end}"
 

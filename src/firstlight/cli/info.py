@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 @with_json
 def info_command(checkpoint: str | None, best: bool, check: bool, as_json: bool) -> dict[str, Any]:
-    """Describe a model (CHECKPOINT), or without an argument this machine."""
+    """Describe a model, or without CHECKPOINT this machine."""
     if checkpoint is None and best:
         raise ConfigError("--best is for a run folder: name one")
     if checkpoint is not None and check:
@@ -174,7 +174,7 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             ("folder", result["folder"]),
             *([("adapts", result["base"])] if result["base"] else []),
             ("family", f"{config.model_type}: {shape}"),
-            ("parameters", f"{total:,}" + (f", {active:,} a token" if active < total else "")),
+            ("parameters", f"{total:,}{f', {active:,} per token' if active < total else ''}"),
             *((f"  {name}", f"{number:,}") for name, number in parts.items() if number),
             ("weights", f"{dtypes}{unusable}"),
             ("context", f"{config.max_position_embeddings:,} tokens"),
@@ -182,8 +182,8 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             *_tokenizer_rows(tokenizer),
             (
                 "memory to generate",
-                f"{human_bytes(result['inference_bytes'])} in {dtypes}: the weights, and a cache "
-                f"of {human_bytes(result['cache_bytes_per_token'])} a token for the whole context",
+                f"{human_bytes(result['inference_bytes'])} in {dtypes}: weights, and a cache of "
+                f"{human_bytes(result['cache_bytes_per_token'])} per token for the whole context",
             ),
             (
                 "memory to train",
@@ -215,15 +215,15 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 @path_option(
     "--out",
     metavar="FILE.html",
-    help="Where to write; the picture gets the same name with .png. [one run: report.html in its "
-    "folder; several: comparison.html here]",
+    help="Page to write; the picture gets the same name with .png.  [default: report.html in the "
+    "run folder; for several runs comparison.html]",
 )
 @with_json
 def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> dict[str, Any]:
-    """Draw a run as a web page and a picture, or compare several side by side.
+    """Write the report of a run as a web page and a picture, or compare several runs.
 
-    RUN is a run folder; the run may still be going on, or have been killed. The page is one file
-    that loads nothing from elsewhere.
+    RUN is a run folder; the run may still be training, or may have been killed. The page is a
+    single file that loads nothing from other places.
     """
     from firstlight.report import report as report_files
     from firstlight.report.compare import number_table

@@ -82,15 +82,23 @@ class TextPlan(RunPlan):
         choices, memory = fitting_choices(self.choices, recipe_of, request.fixed, self.machine)
         return replace(self, choices=choices, memory_bytes=memory)
 
-    def expectations(self) -> Iterator[str]:
-        expected = "not known with this optimizer"
+    def model_lines(self) -> Iterator[str]:
+        choices = {choice.key: choice for choice in self.choices.choices}
+        width = choices["model.hidden_size"]
+        yield (
+            f"model: {rounded(self.choices.parameters)} parameters, "
+            f"{choices['model.num_hidden_layers'].value} layers, hidden size {width.value} "
+            f"({width.reason})"
+        )
+
+    def expected_result(self) -> str:
+        expected = "bits per byte unknown for this optimizer"
         if self.choices.bits_per_byte is not None:
             low, high = self.choices.bits_per_byte
-            expected = f"{low:.2f} to {high:.2f} bits for a byte of held-out text"
+            expected = f"{low:.2f} to {high:.2f} bits per byte of held-out text"
             if self.text.is_unusual:
-                expected += ", a wide range because such text is harder to predict"
-        gzip = self.scan.facts.gzip_bits_per_byte
-        yield f"expected: {expected} (gzip -9: about {gzip:.2f})"
+                expected += ", a wide range because this text is hard to predict"
+        return f"{expected} (gzip -9: about {self.scan.facts.gzip_bits_per_byte:.2f})"
 
     def first_rows(self) -> list[Row]:
         return [("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)]
@@ -165,7 +173,7 @@ class NewModel:
         plan.require_time(length)
         if text.vocab_size < size:
             plan = replace(
-                plan, vocabulary=f"{size:,} were wanted, but the text has too few different pairs"
+                plan, vocabulary=f"the text has too few different pairs for {size:,} tokens"
             )
         try:
             return self._train(plan, data, call)
@@ -272,10 +280,10 @@ class _FirstSteps:
         whole = Length(used + left.seconds)
         kept = choose(plan.text, plan.speed, whole, plan.request.fixed | own)
         if left.seconds < 2 * used or not _is_better(other.choices, kept):
-            call.tell(f"{found}: the chosen model is still the best for the time that is left")
+            call.tell(f"{found}: the chosen model is still the best one for the time left")
             return
         raise _OtherModelError(
-            f"{found}: training begins again with {rounded(other.choices.parameters)} parameters "
+            f"{found}: training restarts with {rounded(other.choices.parameters)} parameters "
             f"instead of {rounded(before.parameters)}, for the {time_text(left.seconds)} left",
             other,
         )
