@@ -85,7 +85,7 @@ def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 
 def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     options: dict[str, Any] = {"steps": 2, "overrides": {"evaluation.sample_tokens": 4}}
-    return train_texts(inputs, init_from=model, progress=False, **(options | changes))
+    return train_texts(inputs, init_from=model, **({"progress": False} | options | changes))
 
 
 def chosen(
@@ -97,10 +97,21 @@ def chosen(
     return choose_tuning(facts, length, fixed or {})
 
 
-def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> None:
+def test_conversations_teach_a_model_to_answer(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}])
     steps: list[int] = []
-    run = tuned(chats, model, on_step=lambda record: steps.append(record["step"]))
+    run = tuned(chats, model, on_step=lambda record: steps.append(record["step"]), progress=True)
+    told = capfd.readouterr().err.splitlines()
+    before = next(number for number, line in enumerate(told) if line.startswith("step "))
+    assert before <= 25
+    assert any(line.startswith("method: all weights (needs ") for line in told[:before])
+    assert sum("left out" in line for line in told[:before]) == 2
+    assert "everything that was left out: runs/chats/rejected.jsonl" in told[:before]
+    assert Path("runs/chats/rejected.jsonl").read_text().count(f'"file": "{chats}"') == 1
+    last = next(number for number, line in enumerate(told) if line.startswith("step 2/2 "))
+    assert len(told[last + 1 :]) + len(list(result_lines(run))) <= 12
     assert steps == [1, 2]
     assert run.run_folder == Path("runs/chats")
     assert run.training is not None
@@ -114,10 +125,10 @@ def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> N
     assert recipe["data"]["files"] == [str(chats)]
     assert (recipe["data"]["template"], recipe["data"]["on_bad"]) == ("alpaca", "skip")
     assert (recipe["lora"], recipe["model"]["hidden_size"]) == (None, 32)
-    assert "(32), the higher\n  learning_rate: 0.0031" in text
+    assert "at hidden size 32; smaller models learn at more\n  learning_rate: 0.0031" in text
     assert f"--init-from {model}" in text.splitlines()[0]
     lines = "\n".join(result_lines(run))
-    assert "bits for a byte of held-out answers" in lines
+    assert "bits per byte of held-out answers" in lines
     assert f"train {chats} --budget 3m" in lines
     assert "--run.dir" not in lines
     assert f"--init-from {model}" in lines
@@ -135,7 +146,7 @@ def test_samples_are_answers_to_questions_of_the_given_held_out_conversations(
     turns = [{"role": "user", "content": "Who asks?"}, {"role": "assistant", "content": "I do."}]
     held = write_lines(tmp_path / "held.jsonl", [{"messages": turns}])
     options = {"evaluation.sample_tokens": 4, "data.val_files": [str(held)]}
-    with pytest.raises(ConfigError, match="--as-is is for texts: leave it out"):
+    with pytest.raises(ConfigError, match="--as-is is only for texts: omit it"):
         tuned(chats, model, as_is=True)
     run = tuned(chats, model, overrides=options, steps=1)
     assert [prompt for prompt, _ in run.samples] == ["Who asks?"]
@@ -193,11 +204,15 @@ def test_texts_go_on_with_pretraining(tmp_path: Path, model: Path, tokenizer: To
     assert Tokenizer.from_pretrained(recipe["data"]["dir"]).fingerprint == tokenizer.fingerprint
     assert run.gzip_bits_per_byte is not None
     assert len(run.samples) == 3
-    with pytest.raises(ConfigError, match=r"--model.hidden_size is for new models, and .*model"):
+    with pytest.raises(
+        ConfigError, match=r"--model.hidden_size applies to new models only: .*model"
+    ):
         tuned(texts, model, overrides={"model.hidden_size": 64})
-    with pytest.raises(ConfigError, match="--size is for new models"):
+    with pytest.raises(ConfigError, match="--size applies to new models only"):
         tuned(texts, model, size="small")
-    with pytest.raises(ConfigError, match=r"--lora.rank is for fine-tuning: name the model"):
+    with pytest.raises(
+        ConfigError, match=r"--lora.rank applies to fine-tuning only: add --init-from"
+    ):
         train_texts(texts, steps=1, overrides={"lora.rank": 8}, progress=False)
 
 
@@ -214,19 +229,19 @@ def test_conversations_are_told_from_texts_by_what_is_in_them(
     assert [one.name for one in conversations_in([str(folder)])] == [
         *(str(chats), str(folder / "c.json"))
     ]
-    with pytest.raises(InputError, match=r"a.jsonl holds conv.*, name the texts alone, such as "):
+    with pytest.raises(InputError, match=r"a.jsonl contains conv.*, name only the texts, such as "):
         require_texts([str(folder)])
     (folder / "e.txt").write_text("a text\n" * 10_000)
     require_texts([str(folder)])
     require_texts(["stdlib"])
-    with pytest.raises(InputError, match=r"a.jsonl holds conversations: .* --init-from MODEL"):
+    with pytest.raises(InputError, match=r"a.jsonl contains conversations: .* --init-from MODEL"):
         require_texts([str(chats), str(folder / "c.json")])
     assert main(["train", str(chats), "--budget", "3m"]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "firstlight train FILE --init-from MODEL" in message
     pairs = write_lines(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(InputError, match=r"holds preference pairs: .*recipes/tour-dpo.yaml"):
+    with pytest.raises(InputError, match=r"contains preference pairs: .*recipes/tour-dpo.yaml"):
         train_texts(pairs, init_from="nowhere", progress=False)
     assert len(find_records([folder])) == 5
 
@@ -263,8 +278,8 @@ def test_options_without_meaning_are_refused(
 ) -> None:
     (tmp_path / "a.txt").write_text("a text\n")
     for option, reason in (
-        (["--new-rows", "copy:a"], "--new-rows is for a recipe"),
-        (["--plan", "auto"], "--plan is for a recipe"),
+        (["--new-rows", "copy:a"], "--new-rows is only for recipes"),
+        (["--plan", "auto"], "--plan is only for recipes"),
         (["--best"], "--best is for --init-from"),
     ):
         assert main(["train", "a.txt", *option]) == 2
@@ -295,11 +310,11 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     rows = [line.split()[0] for line in shown.out.splitlines() if line.strip()]
     assert "template" in rows
     assert "data.template" not in rows
-    assert "1 file beside the conversations not read" in shown.err
+    assert "not read: 1 file without conversations" in shown.err
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
-    assert "10 times the conversations" in shown.out
-    assert shown.out.count("expected memory: ") == 1
+    assert "10 epochs of the conversations" in shown.out
+    assert len(re.findall(r"^expected: .* GiB memory for tensors$", shown.out, re.M)) == 1
     needed = []
     for rows in (["--batch.micro_batch_size", "1"], []):
         assert main([*arguments, "--plan-only", "--json", *rows]) == 0
@@ -332,8 +347,8 @@ def test_budget_without_time_for_steps_is_refused_and_the_named_one_is_accepted(
     assert named is not None
     assert main([*arguments, named[1], "--plan-only"]) == 0
     shown = capsys.readouterr().out
-    assert "at the start and at the end only" in shown
-    assert "1 at each evaluation: " in shown
+    assert "only before the first and after the last step" in shown
+    assert "1 sample text per evaluation, " in shown
 
 
 def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
@@ -356,8 +371,8 @@ def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
         return " ".join(next(line for line in shown if line.startswith("data.seq_len")).split())
 
     found = re.fullmatch(
-        r"data\.seq_len 320 the model's context; (\d+) of (\d+) conversations are longer and are "
-        "left out",
+        r"data\.seq_len 320 the model's context; left out: (\d+) of (\d+) conversations, longer "
+        "than 320 tokens",
         row(),
     )
     assert found is not None
@@ -365,7 +380,7 @@ def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
     assert 10 <= count <= 20
     assert total > 80
     assert row("--data.long", "cut").endswith(
-        f"{count} of {total} conversations are longer and are cut"
+        f"cut: {count} of {total} conversations, longer than 320 tokens"
     )
     assert row("--data.seq_len", "319").startswith("data.seq_len 319 given; ")
     only = write_lines(tmp_path / "long.jsonl", long)
@@ -381,7 +396,7 @@ def test_the_row_holds_the_longest_conversation_or_nearly_all() -> None:
     assert row_of(CHATS, MODEL, {"data.seq_len": 100}).value == 100
     long = dataclasses.replace(CHATS, longest=9000)
     assert row_of(long, MODEL, {}).value == 512
-    assert row_of(long, MODEL, {}).reason == "99 % of the conversations have 150 tokens at most"
+    assert row_of(long, MODEL, {}).reason == "99 % of the conversations have at most 150 tokens"
     usual = dataclasses.replace(long, usual=900)
     assert row_of(usual, MODEL, {}) == Choice("data.seq_len", 512, "the model's context")
     wide = dataclasses.replace(MODEL, context=131_072)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 def info_command(checkpoint: str | None, best: bool, check: bool, as_json: bool) -> dict[str, Any]:
     """Describe a model, or without CHECKPOINT this machine."""
     if checkpoint is None and best:
-        raise ConfigError("--best is for a run folder: name one")
+        raise ConfigError("--best needs a run folder")
     if checkpoint is not None and check:
-        raise ConfigError("--check is for this machine: leave the model out")
+        raise ConfigError("--check applies to this machine: omit the model")
     if checkpoint is None:
         return _machine(check=check)
     from firstlight.checkpoint.selection import read_model_folder

@@ -172,9 +172,8 @@ class NewModel:
         plan = replace(plan, request=request).choose_again(length, text)
         plan.require_time(length)
         if text.vocab_size < size:
-            plan = replace(
-                plan, vocabulary=f"the text has too few different pairs for {size:,} tokens"
-            )
+            plan = replace(plan, vocabulary=f"too few different pairs for {size:,} tokens")
+            call.tell(f"note: the text has {plan.vocabulary}")
         try:
             return self._train(plan, data, call)
         except _OtherModelError as error:

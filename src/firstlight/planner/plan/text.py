@@ -76,7 +76,8 @@ def _run(plan: Plan, run: PlannedRun) -> str:
     about = "at the predicted speed about " if run.schedule.is_open else ""
     text = (
         f"the recipe's run: {about}{run.schedule.max_steps:,} steps of {run.batch.in_words} "
-        f"sequences, {count_text(run.tokens)} tokens{read}, {run.schedule.warmup_steps:,} warm-up steps"
+        f"sequences, {count_text(run.tokens)} tokens{read}, {run.schedule.warmup_steps:,} warm-up "
+        "steps"
     )
     if plan.run_seconds is None:
         return text
