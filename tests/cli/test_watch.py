@@ -191,7 +191,7 @@ def test_it_waits_while_texts_are_prepared_in_the_folder(
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
-    for path, said in ((tmp_path, "is no run folder"), (tmp_path / "file", "is a file")):
+    for path, said in ((tmp_path, "is not a run folder"), (tmp_path / "file", "is a file")):
         assert main(["watch", str(path)]) == 1
         assert said in capsys.readouterr().err
 

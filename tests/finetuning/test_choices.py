@@ -280,7 +280,7 @@ def test_options_without_meaning_are_refused(
     for option, reason in (
         (["--new-rows", "copy:a"], "--new-rows is only for recipes"),
         (["--plan", "auto"], "--plan is only for recipes"),
-        (["--best"], "--best is for --init-from"),
+        (["--best"], "--best needs --init-from"),
     ):
         assert main(["train", "a.txt", *option]) == 2
         message = capsys.readouterr().err
@@ -314,7 +314,7 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
     assert "10 epochs of the conversations" in shown.out
-    assert len(re.findall(r"^expected: .* GiB memory for tensors$", shown.out, re.M)) == 1
+    assert len(re.findall(r"^expected: .* GiB for tensors, of .* GiB$", shown.out, re.M)) == 1
     needed = []
     for rows in (["--batch.micro_batch_size", "1"], []):
         assert main([*arguments, "--plan-only", "--json", *rows]) == 0

@@ -300,11 +300,15 @@ def test_the_batch_is_whole_micro_batches(fixed: dict[str, Any], batch: int, mic
 
 
 def test_a_batch_of_parts_of_sequences_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not go with the 256 tokens of a sequence: take 256"):
+    with pytest.raises(
+        ConfigError, match="not a multiple of the 256 tokens of a sequence: set it to 256"
+    ):
         choose(TEXT, MACHINE, Length(600), {"batch.global_batch_tokens": 128, "data.seq_len": 256})
     pair = {"batch.micro_batch_size": 2, "batch.gradient_accumulation_steps": 3}
     pair |= {"data.seq_len": 256, "batch.global_batch_tokens": 4096}
-    with pytest.raises(ConfigError, match="4096 does not go with the 1536 tokens of the given mic"):
+    with pytest.raises(
+        ConfigError, match="4096 is not a multiple of the 1536 tokens of the given mic"
+    ):
         choose(TEXT, MACHINE, Length(600), pair)
     wide = choose(TEXT, MACHINE, Length(3600), {"batch.global_batch_tokens": 2048 + 256})
     assert wide["data.seq_len"] == 256, "only the models with sequences of 256 tokens are left"
@@ -313,7 +317,7 @@ def test_a_batch_of_parts_of_sequences_is_refused() -> None:
 
 
 def test_a_width_without_whole_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"not a multiple of 64.*take 128"):
+    with pytest.raises(ConfigError, match=r"not a multiple of the head size 64: set it to 128"):
         choose(TEXT, MACHINE, Length(60.0), {"model.hidden_size": 100})
 
 
@@ -537,7 +541,7 @@ def test_the_width_goes_with_given_heads(
 
 def test_heads_that_go_with_no_width_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"no width of 256 goes .*_heads 6: set .* multiple of 12"
+        ConfigError, match=r"none of the hidden sizes 256 fits .*_heads 6: set .* multiple of 12"
     ):
         choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "small")
     near = choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "10M")

@@ -178,7 +178,7 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
         log.write('{"step": 5, "bits_per_byte": 0.1}\n{"step": 6, "bits_per_byte": 99.0}\n')
     unkept = trained(texts)
     assert (unkept.best, unkept.bits_per_byte) == (False, 99.0)
-    assert unkept.next_commands[1][0] == "firstlight chat runs/my-texts"
+    assert unkept.next_commands[-2][0] == "firstlight chat runs/my-texts"
 
     manifest = (run.run_folder / "data/manifest.json").stat().st_mtime_ns
     longer = trained(texts, steps=4)
@@ -210,18 +210,17 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     assert "left out: 1 duplicate" in lines
     assert f"left out: 1 document, nothing but white space; first: {texts}/empty.txt:1" in lines
     assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
-    assert any(line.startswith("not read: 1 file of other kinds, 1 a PDF") for line in lines)
-    data = Path("runs/texts/data")
-    written = data / "rejected.jsonl", data / "unread.txt"
-    assert f"everything that was left out: {written[0]}, {written[1]}" in lines
+    assert any(line.startswith("not read: 1 file of other kinds, 1 .pdf (") for line in lines)
+    unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")
+    assert f"everything that was left out: {unread}, {rejected}" in lines
+    assert unread.read_text() == f"{texts}/paper.pdf\n"
     for name in ("copy.txt", "empty.txt", "latin.txt"):
-        assert f"/{name}" in written[0].read_text()
-    assert written[1].read_text() == f"{texts}/paper.pdf\n"
+        assert f"/{name}" in rejected.read_text()
     plan = [line.split(":")[0] for line in lines[:before]]
     assert [plan.count(name) for name in ("model", "length", "expected")] == [1, 1, 1]
     assert "optimizer.learning_rate" not in shown.err
     units = re.findall(r"bits[ -]\w+[ -]byte|[kMG]i?B\b", shown.err + shown.out)
-    assert set(units) == {"bits per byte", "GiB", "kB"}
+    assert set(units) == {"bits per byte", "GiB", "kB", "MB"}
     assert main([*command, "--run.seed", "1", "--explain"]) == 0
     assert "\noptimizer.learning_rate " in capfd.readouterr().err
 
@@ -315,7 +314,7 @@ def test_changed_texts_are_another_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert trained(texts, steps=1, progress=True).run_folder == Path("runs/texts-2")
     changed = f"(changed: {first}; missing: {second})\n"
     assert f"have changed since the run in runs/texts {changed}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="has a run of other texts or options"):
+    with pytest.raises(ConfigError, match="holds a run of other texts or options"):
         trained(texts, steps=2, run_dir="runs/texts")
 
 
@@ -532,7 +531,7 @@ def plan_of(request: Request, speed: MachineFacts, text: TextFacts, choices: Cho
     [
         (1.4, {}, []),
         (1 / 1.4, {}, []),
-        (1.6, {}, ["13,951 tokens/s instead of 8,719: the chosen model is still the best"]),
+        (1.6, {}, ["13,951 tokens/s instead of 8,719: the chosen model is still the best one"]),
         (1.6, {"steps": 3, "seconds": None}, []),
         (1.6, {"size": "tiny"}, []),
     ],
@@ -553,7 +552,7 @@ def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open
     speed_of_step = {"tokens_per_second": factor * rate, "seconds": 10.0, "elapsed_seconds": 20.0}
     watch(speed_of_step)
     watch(speed_of_step | {"tokens_per_second": 9 * rate})  # later speeds do not count
-    assert [line.removesuffix(" for the time that is left") for line in lines] == told
+    assert [line.removesuffix(" for the time left") for line in lines] == told
 
 
 def test_speed_of_a_compiled_run_is_that_of_its_steps_after_compiling(tmp_path: Path) -> None:
@@ -633,7 +632,7 @@ def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> N
     ("overrides", "message"),
     [
         ({"optimizer.learning_rat": 1}, "unknown key optimizer.learning_rat"),
-        ({"batch.global_batch_tokens": 1000}, "take 1024"),
+        ({"batch.global_batch_tokens": 1000}, "set it to 1024"),
         ({"model.hidden_size": 96}, "hidden_size 96 is not a multiple"),
         ({"model.vocab_size": 200}, "vocab_size 200 is too small"),
         ({"optimizer.name": "sgd"}, "no learning rate is known"),
@@ -695,7 +694,7 @@ def test_a_longer_run_is_proposed_by_what_this_one_took(tmp_path: Path) -> None:
     path = run.run_folder / "metrics.jsonl"
     lines = [json.loads(line) | {"seconds": 600.0} for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    longer = trained(tmp_path / "texts").next_commands[-1][0]
+    longer = trained(tmp_path / "texts").next_commands[2][0]
     minutes = 4 * 10 * len(lines)
     assert f" --budget {minutes}m " in longer
     # A run of this length exists.
@@ -703,7 +702,7 @@ def test_a_longer_run_is_proposed_by_what_this_one_took(tmp_path: Path) -> None:
     state["request"] |= {"seconds": 60.0 * minutes, "steps": None}
     Path("runs/texts-2").mkdir()
     Path("runs/texts-2/pipeline.json").write_text(json.dumps(state))
-    longer = trained(tmp_path / "texts").next_commands[-1][0]
+    longer = trained(tmp_path / "texts").next_commands[2][0]
     assert f" --budget {4 * minutes}m " in longer
 
 
@@ -713,7 +712,7 @@ def test_bits_of_a_part_of_the_held_out_text_say_so(tmp_path: Path) -> None:
     manifest = json.loads((run.run_folder / "data/manifest.json").read_text())
     tokens = manifest["splits"]["val"]["tokens"]
     assert run.held_out_share == recipe["data"]["seq_len"] / tokens < 0.9
-    line = f"held-out text, measured on {run.held_out_share:.0%} of it (gzip"
+    line = f"held-out text, measured on {100 * run.held_out_share:.0f} % of it (gzip"
     assert line in "\n".join(result_lines(run))
     assert trained(tmp_path / "texts", run_dir="all").held_out_share == 1
 
@@ -741,7 +740,7 @@ def test_empty_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the corpus is empty"):
         trained(tmp_path / "a.txt", steps=1)
     (tmp_path / "a.txt").write_text("one line\n")
-    with pytest.raises(InputError, match=r"hold 9 bytes of text, too little.*give 1,000"):
+    with pytest.raises(InputError, match=r"have 9 bytes of text, too little.*give at least 1,000"):
         trained(tmp_path / "a.txt", steps=1)
 
 
@@ -778,7 +777,7 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(ends, shown.out, re.MULTILINE)
     assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision
-    assert re.search(r"^expected: .*; 0\.\d\d GiB of \d.* memory", shown.out, re.MULTILINE)
+    assert re.search(r"^expected: .*; 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)
     assert "no --budget" not in shown.err
     assert main(["train", "texts", "--plan-only"]) == 0
     assert "no --budget given: planning for 10 min" in capsys.readouterr().err
@@ -813,7 +812,7 @@ def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split(None, 2)[1:] for line in lines if line.split()[2:]}
     assert rows["run.seed"] == ["7", "given"]
-    assert rows["evaluation.sample_prompts"] == ["[long", "long long long ...  given"]
+    assert rows["evaluation.sample_prompts"] == ["[long", "long long long lo…  given"]
     assert rows["model.model_type"] == ["gpt2", "given"]
     assert rows["precision"][0] == "fp32"
     assert not {"run.dir", "efficiency.precision"} & rows.keys()
@@ -952,7 +951,7 @@ def test_a_plan_for_a_gpu_needs_none(
     assert main(["train", "texts", "--budget", "3m", "--gpu", "H100", "--plan-only"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^length: .* [\d,]+ tokens/s \(H100.*, predicted by the planner", shown, re.M)
-    assert re.search(r"^expected: .* GiB of [67]\d\.\d\d GiB memory for tensors$", shown, re.M)
+    assert re.search(r"^expected: .* GiB for tensors, of [67]\d\.\d\d GiB$", shown, re.M)
     assert re.search(r"^precision +bf16 ", shown, re.M)
 
 

@@ -28,7 +28,7 @@ from firstlight.data.records import (
     kind_of_records,
     read_records,
 )
-from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
+from firstlight.data.shards import REJECTED_NAME
 from firstlight.data.sources import DataSource
 from firstlight.errors import ConfigError, FirstlightError, InputError
 from firstlight.files.atomic import write_file
@@ -156,7 +156,7 @@ class FineTuning:
                 raise InputError(
                     f"{source.name} contains preference pairs: {START_FROM['preference']}"
                 )
-        self._unread: list[str] = []
+        self._unread: Sequence[str] = ()
         if not found:
             _require_readable(request.inputs, request.text_key)
         else:
@@ -198,6 +198,7 @@ class FineTuning:
             self._data, key = self._chats.facts, self._chats.train.folder.name
         else:
             self._scan = scan_texts(request, tell, check_given, progress=progress)
+            self._unread = self._scan.unread
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
         place = str(self._folder.resolve())
@@ -334,20 +335,15 @@ class FineTuning:
         else:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
-            self._write_lists(call.folder, self._chats.train.folder)
+            rejected = self._chats.train.folder / REJECTED_NAME
+            if rejected.is_file():
+                write_file(call.folder / REJECTED_NAME, rejected.read_bytes())
             data = self._chats.section
+        call.write_unread(self._unread)
         length = call.length(request)
         plan = plan.choose_again(length)
         plan.require_time(length)
         return train_plan(plan, data, self._prompts(plan), call, start=self._start)
-
-    def _write_lists(self, run_folder: Path, prepared: Path) -> None:
-        """Write the lists of rejected records and of files that are not read into the run folder,
-        if there are any."""
-        if (prepared / REJECTED_NAME).is_file():
-            write_file(run_folder / REJECTED_NAME, (prepared / REJECTED_NAME).read_bytes())
-        if self._unread:
-            write_file(run_folder / UNREAD_NAME, "".join(f"{name}\n" for name in self._unread))
 
     def _with_texts(
         self, plan: TuningPlan, scan: Scan, call: RunCall

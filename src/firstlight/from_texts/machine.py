@@ -209,8 +209,8 @@ def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
     option = "" if call.explain else " (--explain shows them)"
     yield f"all settings with their reasons: {recipe}{option}"
     # Texts are prepared in the data folder of the run, conversations in the cache.
-    folders = call.folder, call.folder / DATA_FOLDER
-    lists = [folder / name for folder in folders for name in (REJECTED_NAME, UNREAD_NAME)]
+    names = UNREAD_NAME, REJECTED_NAME, f"{DATA_FOLDER}/{REJECTED_NAME}"
+    lists = [call.folder / name for name in names]
     if written := [str(path) for path in lists if path.is_file()]:
         yield f"everything that was left out: {', '.join(written)}"
 

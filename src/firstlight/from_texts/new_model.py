@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firstlight.console import rounded, time_text
+from firstlight.console import counted, rounded, time_text
 from firstlight.errors import ConfigError, RunReplacedError
 from firstlight.from_texts.choices import check_given, choose, choose_vocabulary
 from firstlight.from_texts.plan import Choices, Row, RunPlan
@@ -87,8 +87,8 @@ class TextPlan(RunPlan):
         width = choices["model.hidden_size"]
         yield (
             f"model: {rounded(self.choices.parameters)} parameters, "
-            f"{choices['model.num_hidden_layers'].value} layers, hidden size {width.value} "
-            f"({width.reason})"
+            f"{counted(choices['model.num_hidden_layers'].value, 'layer')}, hidden size "
+            f"{width.value} ({width.reason})"
         )
 
     def expected_result(self) -> str:
@@ -167,6 +167,7 @@ class NewModel:
             tokenizer=lambda: train_tokenizer_on(scan, request.text_key, size, call.tell),
         )
         data = prepared_texts(texts, call)
+        call.write_unread(scan.unread)
         text = counted_text(data, scan.facts, call.state.get("xz"))
         length = call.length(request)
         plan = replace(plan, request=request).choose_again(length, text)

@@ -563,7 +563,7 @@ class RunPlan(ABC):
         expected = [self.expected_result()]
         if self.memory_bytes is not None:
             usable = gib(self.speed.usable_bytes)
-            expected.append(f"{gib(self.memory_bytes)} of {usable} memory for tensors")
+            expected.append(f"{gib(self.memory_bytes)} for tensors, of {usable}")
         if any(expected):
             yield f"expected: {'; '.join(filter(None, expected))}"
         if self.choices.advice:
@@ -606,8 +606,9 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     origin = speed.origin
     if choices.compile_gain > 1:
         origin += f", times {choices.compile_gain:.2f} expected from compiling"
+    about = "about " if "schedule.max_minutes" in choices.keys else ""
     yield (
-        f"length: about {choices.steps:,} steps of {choices['batch.global_batch_tokens']:,} "
+        f"length: {about}{choices.steps:,} steps of {choices['batch.global_batch_tokens']:,} "
         f"tokens, {choices.epochs:.2g} epochs of {data}, {time_text(choices.seconds)} at "
         f"{choices.tokens_per_second:,.0f} tokens/s ({speed.name}, {origin})"
     )

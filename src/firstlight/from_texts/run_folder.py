@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.console import time_text
+from firstlight.data.shards import UNREAD_NAME
 from firstlight.data.sources import find_sources
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import (
@@ -125,6 +126,15 @@ class RunCall:
             self.state = {}
             with storage_errors(self.folder):
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
+
+    def write_unread(self, names: Sequence[str]) -> None:
+        """Write the list of files that are not read into the run folder, if there are any.
+
+        Raises:
+            StorageError: a file system error.
+        """
+        if names:
+            write_file(self.folder / UNREAD_NAME, "".join(f"{name}\n" for name in names))
 
     def length(self, request: Request) -> Length:
         """The length of the training loop. For a time budget it is the time that remains now,

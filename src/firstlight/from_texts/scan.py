@@ -10,8 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from rich.progress import TextColumn
@@ -132,6 +131,7 @@ class Scan:
         held_out_files: text files that are held out, with the limits with which they were read.
         val_documents: number of documents that were given for validation, without duplicates; 0 if
             a part of the texts is held out.
+        unread: names of the files that are not read because they are not texts.
     """
 
     sources: Sequence[DataSource]
@@ -140,6 +140,7 @@ class Scan:
     prompts: Sequence[str]
     held_out_files: Sequence[DataSource] = ()
     val_documents: int = 0
+    unread: Sequence[str] = ()
 
     @property
     def val_bytes(self) -> float:
@@ -596,16 +597,13 @@ def scan_texts(
         )
     for line in described(scan):
         tell(line)
-    if unread := unread_files(named):
-        tell(_unread_line(unread))
-    return scan
-
-
-def _unread_line(files: Sequence[Path]) -> str:
-    """A message with the files that are not read because they are not texts."""
-    kinds = listed(by_ending(files))
-    names = first_names([str(file) for file in files])
-    return f"not read: {counted(len(files), 'file')} of other kinds, {kinds}: {names}"
+    unread = unread_files(named)
+    names = [str(file) for file in unread]
+    if unread:
+        kinds = listed(by_ending(unread))
+        count = counted(len(unread), "file")
+        tell(f"not read: {count} of other kinds, {kinds}: {first_names(names)}")
+    return replace(scan, unread=names)
 
 
 def first_names(names: Sequence[str]) -> str:

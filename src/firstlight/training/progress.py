@@ -481,8 +481,9 @@ def _view(progress: RunProgress, *, is_large: bool) -> View:
 
 
 def sample_line(prompt: str, text: str, width: int) -> str:
-    """A sample text and the end of its prompt in one line of at most `width` characters."""
-    most = width // 3
+    """A sample text and the end of its prompt in one line of at most `width` characters, with each
+    run of white space as one space."""
+    most, prompt, text = width // 3, " ".join(prompt.split()), " ".join(text.split())
     end = prompt if len(prompt) <= most else f"…{prompt[-most:]}"
     return shortened(f"{end!r} -> {text!r}", width)
 
