@@ -88,6 +88,10 @@ def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     return train_texts(inputs, init_from=model, **({"progress": False} | options | changes))
 
 
+#: A conversation that is longer than the row of the other ones.
+LONG = {"messages": say("a short question", "one two three four " * 200)}
+
+
 def chosen(
     length: Length, method: Method = FULL, fixed: Mapping[str, Any] | None = None, **changes: Any
 ) -> Any:
@@ -100,15 +104,19 @@ def chosen(
 def test_conversations_teach_a_model_to_answer(
     tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}])
+    chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}, LONG])
     steps: list[int] = []
     run = tuned(chats, model, on_step=lambda record: steps.append(record["step"]), progress=True)
     told = capfd.readouterr().err.splitlines()
     before = next(number for number, line in enumerate(told) if line.startswith("step "))
     assert before <= 25
     assert any(line.startswith("method: all weights (needs ") for line in told[:before])
-    assert sum("left out" in line for line in told[:before]) == 2
-    assert "everything that was left out: runs/chats/rejected.jsonl" in told[:before]
+    lost = [line for line in told[:before] if line.startswith(("left out: ", "1 of 62 records"))]
+    assert len(lost) == 2
+    lists = "runs/chats/rejected.jsonl, runs/chats/too-long.txt"
+    assert f"full lists of what was left out: {lists}" in told[:before]
+    places = Path("runs/chats/too-long.txt").read_text()
+    assert re.fullmatch(rf"{chats}:62: [\d,]+ tokens\n", places)
     assert Path("runs/chats/rejected.jsonl").read_text().count(f'"file": "{chats}"') == 1
     last = next(number for number, line in enumerate(told) if line.startswith("step 2/2 "))
     assert len(told[last + 1 :]) + len(list(result_lines(run))) <= 12
@@ -125,7 +133,7 @@ def test_conversations_teach_a_model_to_answer(
     assert recipe["data"]["files"] == [str(chats)]
     assert (recipe["data"]["template"], recipe["data"]["on_bad"]) == ("alpaca", "skip")
     assert (recipe["lora"], recipe["model"]["hidden_size"]) == (None, 32)
-    assert "at hidden size 32; smaller models learn at more\n  learning_rate: 0.0031" in text
+    assert "at hidden size 32; higher for smaller models\n  learning_rate: 0.0031" in text
     assert f"--init-from {model}" in text.splitlines()[0]
     lines = "\n".join(result_lines(run))
     assert "bits per byte of held-out answers" in lines
@@ -358,31 +366,26 @@ def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The model sees 320 tokens, and the long conversations have 2,739 each."""
-    long = [{"messages": say("a short question", "one two three four " * 200)}] * 20
+    words = "one two three four " * 200
+    long = [{"messages": say(f"question {number}", words)} for number in range(20)]
     mixed = write_lines(tmp_path / "mixed.jsonl", [*draw_records(80), *long])
     plan = ["train", str(mixed), "--init-from", str(model), "--budget", "20m", "--plan-only"]
 
     # How much memory the runs would take is not asked here.
     monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
-    def row(*options: str) -> str:
+    def planned(*options: str) -> str:
         assert main([*plan, *options]) == 0
-        shown = capsys.readouterr().out.splitlines()
-        return " ".join(next(line for line in shown if line.startswith("data.seq_len")).split())
+        return capsys.readouterr().out
 
-    found = re.fullmatch(
-        r"data\.seq_len 320 the model's context; left out: (\d+) of (\d+) conversations, longer "
-        "than 320 tokens",
-        row(),
-    )
-    assert found is not None
-    count, total = map(int, found.groups())
-    assert 10 <= count <= 20
-    assert total > 80
-    assert row("--data.long", "cut").endswith(
-        f"cut: {count} of {total} conversations, longer than 320 tokens"
-    )
-    assert row("--data.seq_len", "319").startswith("data.seq_len 319 given; ")
+    lost = r"^left out: (\d+) of (\d+) (training|held-out) conversations, longer than 320 tokens$"
+    found = re.findall(lost, planned(), re.M)
+    assert [kind for *_, kind in found] == ["training", "held-out"]
+    assert [sum(int(counts[place]) for counts in found) for place in (0, 1)] == [20, 100]
+    count, total, _ = found[0]
+    cut = f"\ncut: {count} of {total} training conversations, longer than 320 tokens\n"
+    assert cut in f"\n{planned('--data.long', 'cut')}"
+    assert re.search(r"^data\.seq_len +319  given$", planned("--data.seq_len", "319"), re.M)
     only = write_lines(tmp_path / "long.jsonl", long)
     assert main(["train", str(only), "--init-from", str(model), "--plan-only"]) == 1
     assert (

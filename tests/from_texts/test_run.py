@@ -212,7 +212,7 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
     assert any(line.startswith("not read: 1 file of other kinds, 1 .pdf (") for line in lines)
     unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")
-    assert f"everything that was left out: {unread}, {rejected}" in lines
+    assert f"full lists of what was left out: {unread}, {rejected}" in lines
     assert unread.read_text() == f"{texts}/paper.pdf\n"
     for name in ("copy.txt", "empty.txt", "latin.txt"):
         assert f"/{name}" in rejected.read_text()

@@ -241,11 +241,9 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     if run.parts.saves > 1:
         reason = "also keep the checkpoint with the lowest held-out loss"
         items.append(Choice("checkpoint.keep_best", 1, reason))
-    # A given row keeps its reason, which may have the number of conversations that are left out.
-    others = {key: value for key, value in fixed.items() if key != row.key}
     rate = machine.tokens_per_second(flops, given or unit)
     return replace(
-        run.choices(items, others, facts.model.parameters, epochs),
+        run.choices(items, fixed, facts.model.parameters, epochs),
         least_seconds=part_facts.least_seconds(rate, most, given or unit),
     )
 
@@ -289,7 +287,7 @@ def _optimizer_choices(
     own = given_keys("optimizer", fixed)
     rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters)
     trained = "adapters" if method.adapters else "all weights"
-    reason = f"for {trained} at hidden size {model.hidden_size:,}; smaller models learn at more"
+    reason = f"for {trained} at hidden size {model.hidden_size:,}; higher for smaller models"
     yield Choice("optimizer.name", "adamw", "the usual optimizer for fine-tuning")
     yield Choice("optimizer.learning_rate", rate, reason)
     yield Choice(

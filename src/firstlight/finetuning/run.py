@@ -44,7 +44,7 @@ from firstlight.finetuning.choices import (
 from firstlight.from_texts.plan import Choice, Choices, Row, RunPlan
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.from_texts.request import Request
-from firstlight.from_texts.run_folder import RunCall
+from firstlight.from_texts.run_folder import TOO_LONG_NAME, RunCall
 from firstlight.from_texts.scan import (
     Scan,
     conversations_in,
@@ -60,6 +60,7 @@ from firstlight.planner.advise.law import Length, TextFacts
 
 if TYPE_CHECKING:
     from firstlight.data.corpus import Corpus
+    from firstlight.data.packing import ExampleDataset
     from firstlight.models import ModelConfig
     from firstlight.planner.plan.machine import Machine
     from firstlight.recipe import ResolvedRecipe
@@ -225,7 +226,6 @@ class FineTuning:
         machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
         row = row_of(self._data, self._model, fixed)
         too_long = [] if self._chats is None else self._chats.too_long(row.value)
-        row = replace(row, reason="; ".join([row.reason, *too_long]))
         recipe, method = self._fitting_method(request, machine, row)
         speed = facts_for_model(recipe, machine)
         epoch, held = self._tokens(row.value)
@@ -338,6 +338,8 @@ class FineTuning:
             rejected = self._chats.train.folder / REJECTED_NAME
             if rejected.is_file():
                 write_file(call.folder / REJECTED_NAME, rejected.read_bytes())
+            if places := self._chats.too_long_places(plan.facts.row.value):
+                write_file(call.folder / TOO_LONG_NAME, "".join(f"{one}\n" for one in places))
             data = self._chats.section
         call.write_unread(self._unread)
         length = call.length(request)
@@ -490,19 +492,42 @@ class Conversations:
         return of(self.train), of(self.val)
 
     def too_long(self, seq_len: int) -> list[str]:
-        """Texts with the numbers of training conversations that are left out and that are cut,
+        """Lines for the user with the numbers of conversations that are left out and that are cut,
         because they are longer than a row of `seq_len` tokens; [] if all of them fit.
 
         Raises:
             DataError: no conversation fits, or `data.long` is "refuse" and one does not fit.
         """
-        packing, total = self.train.packing(seq_len), self.facts.count
-        fates = ((packing.dropped, "left out"), (packing.cut, "cut"))
-        return [
-            f"{fate}: {count:,} of {total:,} conversations, longer than {seq_len:,} tokens"
-            for count, fate in fates
-            if count
-        ]
+        lines = []
+        for split, kind in self._splits():
+            packing, total = split.packing(seq_len), split.num_documents
+            for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
+                if count:
+                    what = f"{count:,} of {total:,} {kind} conversations"
+                    lines.append(f"{fate}: {what}, longer than {seq_len:,} tokens")
+        return lines
+
+    def too_long_places(self, seq_len: int) -> list[str]:
+        """File and line of each conversation that is longer than a row of `seq_len` tokens, with
+        the number of its tokens."""
+        from firstlight.data.packing import ORIGINS_NAME
+
+        places = []
+        for split, _ in self._splits():
+            path = split.folder / ORIGINS_NAME.format(split=split.split)
+            origins = path.read_text(encoding="utf-8").splitlines()
+            # An example of n tokens takes n - 1 positions of a row.
+            for index in np.flatnonzero(split.lengths - 1 > seq_len):
+                places.append(f"{origins[index]}: {split.lengths[index]:,} tokens")
+        return places
+
+    def _splits(self) -> Iterator[tuple[ExampleDataset, str]]:
+        """The splits of conversations, each with its name in messages."""
+        from firstlight.data.packing import ExampleDataset
+
+        yield self.train, "training"
+        if isinstance(self.val, ExampleDataset):
+            yield self.val, "held-out"
 
     def prompts(self, most_tokens: int) -> list[str]:
         """Up to three different questions of held-out conversations, each with fewer than

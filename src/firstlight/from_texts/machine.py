@@ -9,7 +9,13 @@ from typing import Any
 
 from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 from firstlight.from_texts.plan import Choices, RunPlan
-from firstlight.from_texts.run_folder import DATA_FOLDER, RECIPE_NAME, OnStep, RunCall
+from firstlight.from_texts.run_folder import (
+    DATA_FOLDER,
+    RECIPE_NAME,
+    TOO_LONG_NAME,
+    OnStep,
+    RunCall,
+)
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import cores_are_busy
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
@@ -209,10 +215,10 @@ def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
     option = "" if call.explain else " (--explain shows them)"
     yield f"all settings with their reasons: {recipe}{option}"
     # Texts are prepared in the data folder of the run, conversations in the cache.
-    names = UNREAD_NAME, REJECTED_NAME, f"{DATA_FOLDER}/{REJECTED_NAME}"
+    names = UNREAD_NAME, REJECTED_NAME, TOO_LONG_NAME, f"{DATA_FOLDER}/{REJECTED_NAME}"
     lists = [call.folder / name for name in names]
     if written := [str(path) for path in lists if path.is_file()]:
-        yield f"everything that was left out: {', '.join(written)}"
+        yield f"full lists of what was left out: {', '.join(written)}"
 
 
 class KnownForecast:

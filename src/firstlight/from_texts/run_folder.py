@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 STATE_NAME = "pipeline.json"
 #: Folder in the run folder with tokenizer and shards.
 DATA_FOLDER = "data"
+#: File in the run folder with the conversations that are longer than a row.
+TOO_LONG_NAME = "too-long.txt"
 #: Lock file in the run folder, locked during a call of `train_texts`.
 LOCK_NAME = ".pipeline.lock"
 #: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
