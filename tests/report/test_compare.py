@@ -254,7 +254,7 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
         path.write_bytes(before)
     out.unlink()
     out.mkdir()
-    with pytest.raises(InputError, match=r"both\.html exists already"):
+    with pytest.raises(InputError, match=r"both\.html already exists"):
         write_report(folders, out)
 
 

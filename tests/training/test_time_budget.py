@@ -906,7 +906,7 @@ def test_the_report_tells_the_decision(recipe: dict[str, Any], machine: Machine)
 @pytest.mark.parametrize(
     "content, says",
     [
-        ("[]", "no object"),
+        ("[]", "not an object"),
         ('{"max_steps": 9}', "belong together"),
         ('{"max_minutes": 3.0, "seconds_used": "x"}', "seconds_used is 'x'"),
         ('{"max_minutes": 3.0, "predicted_steps": true}', "predicted_steps is True"),
