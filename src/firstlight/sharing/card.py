@@ -585,9 +585,9 @@ def _summary(facts: ModelFacts) -> str:
     kind = f"{facts.config.model_type} model with {rounded(facts.parameters)} parameters"
     if facts.run is None:
         return f"A {kind}."
-    start = f"fine-tuned from {_linked(facts.init_from)}"
-    if not facts.init_from:
-        start = "trained from random weights"
+    start = "trained from random weights"
+    if facts.init_from:
+        start = f"fine-tuned from {_linked(facts.init_from)}"
     text = f"A {kind}, {start} with firstlight {_version(facts)}".rstrip() + "."
     if facts.is_unfinished:
         text += (

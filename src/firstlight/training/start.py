@@ -650,7 +650,9 @@ def _describe_start(run: Run) -> Iterator[str]:
     initial = run.recipe.schedule.initial_learning_rate
     rise = f"to {peak:g}" if initial is None else f"from {initial:g} to {peak:g}"
     if schedule.is_open:
-        count = f"about {count} within {time_text(60 * run.recipe.schedule.max_minutes)}"
+        minutes = run.recipe.schedule.max_minutes
+        assert minutes is not None
+        count = f"about {count} within {time_text(60 * minutes)}"
     yield (
         f"schedule: {count} of {batch.in_words} x {run.seq_len} tokens "
         f"({epochs:.4g} epochs), warm-up of {counted(schedule.warmup_steps, 'step')} {rise}, "
