@@ -513,22 +513,19 @@ def page(result: Mapping[str, Any], picture: str) -> str:
 
 
 _HEAD = """\
-# Budget: chosen settings beside a random search
+# Budget: chosen settings against a random search
 
+    make benchmarks NAMES=budget                                                    # this page
     python -m benchmarks budget --out DIR --corpus stdlib --corpus FILE --page PAGE.md
 
-`make benchmarks NAMES=budget` calls it with three texts and budgets of 3, 10 and 30 minutes. Each
-run is the whole command `firstlight train TEXT --budget TIME` in a process of its own. The random
-search draws vocabulary, width, depth, sequence length, batch, learning rates, weight decay, the
-decay's part of the schedule and the passes over the text; all else is as chosen. Bits per byte are
-those of the whole held-out text after training. The best of the random search is the best of its
-results on this same text. Seconds are those of the chosen run's whole command. Two budgets give the
-same random run if its passes over the text end before both; it is measured once.
+Each run is the whole command `firstlight train TEXT --budget TIME` in a separate process. The
+random search draws vocabulary, width, depth, sequence length, batch, learning rates, weight decay,
+decay and passes over the text; all other settings are as chosen. Bits per byte are those of the
+whole held-out text, seconds those of the chosen run's whole command.
 
-A random run is ended early if its bits per byte exceed those of the chosen settings at the same
-share of their steps by more than {limits} of the steps. They are those
-of an evaluation, but before the first one those of the training loss. The run's circle in the
-picture shows the last of them. Evaluations in a run may be of a sample of the held-out text.
+A random run ends early if its bits per byte exceed those of the chosen settings at the same share
+of their steps by more than {limits} of the steps. Before the first
+evaluation, the training loss counts. A circle in the picture is its last value.
 
 Machine: {machine}.
 """

@@ -33,7 +33,7 @@ from benchmarks.options import LearningBench
 from benchmarks.pages import markdown_table
 from benchmarks.rows import run_bench, variant_changes
 from benchmarks.training import library_corpus
-from firstlight.bench.display import cell, new_figure, png_of
+from firstlight.bench.display import new_figure, png_of
 from firstlight.bench.rows import Found, Keep, Result, RowOutcome, require_known, require_positive
 from firstlight.console import say
 from firstlight.data.shards import read_manifest
@@ -174,7 +174,7 @@ ROWS: dict[str, LearningRow] = {
             "schedule.warmup_ratio": WARMUP_RATIO,
         },
         about="the settings of new models: nanochat's, but Muon at 0.012 at a width of 192, and "
-        "down to zero",
+        "linear decay to zero",
         successor_of=BEFORE,
     ),
     # Single changes.
@@ -184,18 +184,18 @@ ROWS: dict[str, LearningRow] = {
         BEFORE,
         "the peak rate, then linear decay to zero over the last 60 %",
     ),
-    "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3 layout: norms on q and k"),
+    "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3's norms on q and k"),
     "untied-head": LearningRow(
         {"model.tie_word_embeddings": False, "optimizer.head_lr_multiple": 0.2},
         BEFORE,
-        "a head of its own, at a fifth of the embedding's rate",
+        "an untied head at a fifth of the embedding's rate",
     ),
-    "half-batch": LearningRow({"batch.micro_batch_size": 4}, BEFORE, "4 rows a step, not 8"),
+    "half-batch": LearningRow({"batch.micro_batch_size": 4}, BEFORE, "4 rows per step, not 8"),
     "half-rows": LearningRow(
         {"batch.micro_batch_size": 16, "data.seq_len": 128}, BEFORE, "16 rows of 128 tokens"
     ),
     "zero-init": LearningRow(
-        {"init.residual_projections": "zero"}, BEFORE, "each layer begins as the identity"
+        {"init.residual_projections": "zero"}, BEFORE, "layers that begin as the identity"
     ),
     "low-adamw": LearningRow({"optimizer.learning_rate": 0.01}, BEFORE, "AdamW at 0.01"),
     "high-muon": LearningRow({"optimizer.muon_learning_rate": 0.01}, BEFORE, "Muon at 0.01"),
@@ -653,11 +653,6 @@ class RowFigures:
         return statistics.mean(_final(self.runs))
 
     @property
-    def spread(self) -> float | None:
-        """Standard deviation of the final bits per byte over the seeds; None with one seed."""
-        return statistics.stdev(_final(self.runs)) if len(self.runs) > 1 else None
-
-    @property
     def gains(self) -> list[float]:
         """Reduction of bits per byte relative to the compared row, for each seed that both have.
 
@@ -676,12 +671,6 @@ class RowFigures:
         if len(self.gains) < _SEEDS:
             return None
         return statistics.mean(self.gains) / max(statistics.stdev(self.gains), 1e-6)
-
-    @property
-    def seconds(self) -> float:
-        """Mean seconds of training of a run."""
-        seconds: list[float] = [run["seconds"] for run in self.runs]
-        return statistics.mean(seconds)
 
     def curve(self) -> list[tuple[float, float, list[float]]]:
         """(tokens, mean seconds, bits per byte of each seed) at each point."""
@@ -776,31 +765,18 @@ def _verdict(cases: Sequence[tuple[LearningGroup, RowFigures]]) -> str:
     return f"{'kept' if len(corpora) > 1 and len(sizes) > 1 else 'open'}: {gained}"
 
 
-HEADER = (
-    "recipe",
-    "bits per byte",
-    "tokens to the baseline",
-    "seconds to the baseline",
-    "seconds",
-    "gain over",
-    "gain",
-    "in spreads",
-)
+HEADER = ("recipe", "bits per byte", "seconds to the baseline", "gain over", "gain")
 
 
 def row_cells(row: RowFigures) -> tuple[str, ...]:
     """A row of a group's table; see HEADER."""
-    spread = "" if row.spread is None else f" ± {row.spread:.4f}"
     goal = row.to_goal()
     return (
         row.name,
-        f"{row.bits_per_byte:.4f}{spread}",
-        "never" if goal is None else f"{goal[0]:,.0f}",
+        f"{row.bits_per_byte:.4f}",
         "never" if goal is None else f"{goal[1]:,.0f}",
-        f"{row.seconds:,.0f}",
         row.over if row.compared else "",
         _gain_cell(row.gains),
-        cell("{row.gain_in_spreads:+.1f}", {"row": row}),
     )
 
 
@@ -851,7 +827,7 @@ def page(result: Mapping[str, Any], picture: str) -> str:
     groups, machine = learning_groups(result["runs"]), result["machine"]
     known = {row.name: row.row for group in groups for row in group.rows}
     recipes = [
-        f"- `{name}`: {row.of and f'{row.of}, changed: '}{row.about}" for name, row in known.items()
+        f"- `{name}`: {row.of and f'`{row.of}` with '}{row.about}" for name, row in known.items()
     ]
     decided = verdicts(groups)
     parts = [
@@ -877,30 +853,22 @@ def page(result: Mapping[str, Any], picture: str) -> str:
 _HEAD = """\
 # Learning: recipes at equal tokens or equal time
 
-    python -m benchmarks learning --out DIR --page docs/benchmarks/learning.md
+    make benchmarks NAMES=learning                            # this page
+    python -m benchmarks learning --out DIR --page PAGE.md    # a page of your own rows and corpora
 
-adds a page such as this one to the results in DIR; the page of the documentation is made by
-`make benchmarks NAMES=learning`.
+The settings of new models, `new`, against nanoGPT's, nanochat's and firstlight's earlier ones.
+Each run is `firstlight train` in a separate process, with several seeds.
 
-Each run is `firstlight train` in a separate process.
-
-- **bits per byte**: on the whole held-out text at the end of a run, or on the number of its tokens
-  that the heading names; mean and standard deviation over the seeds.
-  All rows share a tokenizer that is trained on all of the text. That it has seen the held-out part
-  lowers the bits of a small text: those of Shakespeare with 2,048 tokens by 2.6 %.
-- **tokens and seconds to the baseline**: the point at which a row's curve of held-out bits per byte
-  reaches the end of the baseline's curve. Curves are measured on 32,768 held-out tokens, or on an
-  eighth of the tokens in the heading.
-- **seconds**: time of the training steps, without evaluations, checkpoints and the start of the
-  process.
+- **bits per byte**: on the held-out text at the end of a run (or on the number of tokens in the
+  heading); mean over the seeds. All rows share a tokenizer that was trained on all of the text,
+  which lowers the bits of Shakespeare with 2,048 tokens by 2.6 %.
+- **seconds to the baseline**: training time until a row reaches the baseline's final bits per
+  byte, on 32,768 held-out tokens or an eighth of those in the heading.
 - **gain**: bits per byte fewer than the compared row; mean and standard deviation over pairs of
-  runs with one seed, which read the same text in the same order. **in spreads** is the gain divided
-  by its standard deviation. A change is compared with the recipe that it changes, and `new` with
-  `before`, whose place it took, where both were measured.
+  runs with one seed, which read the same text in the same order.
 
 A change is kept if it gains more than two standard deviations on two corpora and at two sizes with
-three seeds, and nowhere loses as much. If the tokens of a corpus are bytes, a nat is 1.4427 bits: a
-loss of 1.88 nats is 2.7123 bits per byte.
+three seeds, and nowhere loses as much. Where tokens are bytes, a nat is 1.4427 bits.
 
 Machine: {machine}.
 """

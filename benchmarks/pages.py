@@ -187,7 +187,7 @@ def publish(block: Block, output: str, busy: float) -> None:
     versions = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
     parts = [
         f"{datetime.date.today()}, {versions}; other programs used {busy:.0%} of the processors "
-        "before it.",
+        "before the run.",
         "\n".join(["```text", *lines, "```"]),
     ]
     (picture,) = block.folder.glob("*.png")

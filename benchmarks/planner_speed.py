@@ -37,8 +37,7 @@ from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware, machine_facts
 from firstlight.hardware.fresh_process import ask, training_environment
 from firstlight.models import empty_model
-from firstlight.planner.speed.throughput import SpeedPrediction
-from firstlight.planner.speed.timed import time_step, timed_speed
+from firstlight.planner.speed.throughput import SpeedPrediction, time_step, timed_speed
 from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 

@@ -101,7 +101,6 @@ def rank_memory(
     engine: Engine = "none",
     processes: int = 1,
     *,
-    shard: int | None = None,
     offload: bool = False,
 ) -> RankMemory:
     """What training a model takes of each process: fp32 AdamW, products in bf16, full activation
@@ -115,13 +114,12 @@ def rank_memory(
         row_tokens: tokens of the one row of a micro-batch.
         engine: what the processes share the model by.
         processes: how many.
-        shard: with fsdp, how many processes share one copy; None is all.
         offload: with fsdp, keep the pieces in the CPU's memory.
     """
     parameters = dict(meta_model(config).named_parameters())
     whole = sum(p.numel() for p in parameters.values())
     inside = sum(p.numel() for name, p in parameters.items() if is_inside_a_layer(name))
-    pieces = (shard or processes) if engine == "fsdp" else 1
+    pieces = processes if engine == "fsdp" else 1
     # FSDP2 cuts the first dimension, into pieces that are as large as the first.
     held = sum(-(-len(p) // pieces) * (p.numel() // len(p)) for p in parameters.values())
     stream = row_tokens * config.hidden_size * config.num_hidden_layers
@@ -150,34 +148,28 @@ def rank_memory(
 
 @dataclass(frozen=True)
 class Way:
-    """A line of the table for each model: how so many GPUs share it."""
+    """A row of the table for each model: an engine on a number of GPUs.
+
+    Attributes:
+        name: engine, as the table shows it.
+        gpus: number of GPUs; 1 stands for any number, since every process holds the whole model.
+    """
 
     name: str
     gpus: int
 
     def memory(self, config: LlamaConfig) -> RankMemory:
-        """Of one process."""
-        if self.name in ("none", "ddp"):
-            engine = "none" if self.gpus == 1 else "ddp"
-            return rank_memory(config, ROW_TOKENS, engine, self.gpus)  # type: ignore[arg-type]
-        return rank_memory(
-            config,
-            ROW_TOKENS,
-            "fsdp",
-            self.gpus,
-            shard=8 if "shard 8" in self.name else None,
-            offload="offload" in self.name,
-        )
+        """Memory of one process."""
+        if self.gpus == 1:
+            return rank_memory(config, ROW_TOKENS)
+        return rank_memory(config, ROW_TOKENS, "fsdp", self.gpus, offload="offload" in self.name)
 
 
 WAYS = (
-    Way("none", 1),
-    Way("ddp", 8),
+    Way("none, ddp", 1),
     Way("fsdp", 8),
     Way("fsdp, offload cpu", 8),
-    Way("ddp", 64),
     Way("fsdp", 64),
-    Way("fsdp, shard 8", 64),
     Way("fsdp, offload cpu", 64),
 )
 
@@ -194,20 +186,19 @@ def table() -> str:
 
 def _lines() -> Iterator[str]:
     yield (
-        "| model | GPUs | engine | weights | gradients | moments | computing | a row | **GPU** "
-        "| CPU | accumulating adds |"
+        "| model | GPUs | engine | state | computing | per row | **GPU** | CPU "
+        "| accumulation adds |"
     )
-    yield "|---|---:|---|" + "---:|" * 8
+    yield "|---|---:|---|" + "---:|" * 6
     for name, config in MODELS.items():
         parameters = count_parameters(meta_model(config)).total
         for way in WAYS:
             need = way.memory(config)
-            parts = (need.weights, need.gradients, need.moments)
             yield (
-                f"| {name} ({parameters:,}) | {way.gpus} | {way.name} | "
-                + " | ".join("-" if need.offloaded else gib(part) for part in parts)
-                + f" | {gib(need.computing)} | {gib(need.layer_inputs)} | **{gib(need.device)}** "
-                f"| {gib(need.host)} | {gib(need.accumulating)} |"
+                f"| {name} ({parameters:,}) | {'any' if way.gpus == 1 else way.gpus} | {way.name} "
+                f"| {'-' if need.offloaded else gib(need.state)} | {gib(need.computing)} "
+                f"| {gib(need.layer_inputs)} | **{gib(need.device)}** | {gib(need.host)} "
+                f"| {gib(need.accumulating)} |"
             )
 
 

@@ -28,7 +28,7 @@ from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES, empty_model
 from firstlight.models.accounting import count_parameters
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.gguf.architectures import ARCHITECTURES
+from firstlight.weights.gguf.metadata import ARCHITECTURES
 from firstlight.weights.gguf.reader import read_gguf
 from firstlight.weights.gguf.writer import write_gguf
 from firstlight.weights.huggingface import read_config, tokenizer_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from firstlight.conversion.gguf.ollama import modelfile, ollama_template
+from firstlight.conversion.ollama import modelfile, ollama_template
 from firstlight.tokenizer import Tokenizer, train_tokenizer
 
 SHORT = [{"role": "user", "content": "Hi"}]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from firstlight.conversion.convert import convert, read_source
-from firstlight.conversion.gguf.quantize import (
+from firstlight.conversion.quantize import (
     PERPLEXITY_LIMITS,
     QUANTISED,
     evaluation_ids,

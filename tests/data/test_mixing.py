@@ -14,14 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstlight.data.corpus import CorpusPart, TokenDataset, num_rows, shuffled_index
-from firstlight.data.loader import TokenLoader
-from firstlight.data.mixing import (
+from firstlight.data.corpus import (
     MAX_PERIOD,
+    CorpusPart,
     MixedDataset,
+    TokenDataset,
     Turns,
+    num_rows,
+    shuffled_index,
     whole_weights,
 )
+from firstlight.data.loader import TokenLoader
 from firstlight.data.shards import ShardWriter
 from firstlight.errors import ConfigError, DataError
 from firstlight.files.atomic import write_json

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from builders import draw_records, say, with_template, write_lines
 from firstlight.cli.main import main
 from firstlight.data.chat import ChatOptions, cached_chat, prepare_chat
-from firstlight.data.corpus import CorpusPart, TokenDataset
+from firstlight.data.corpus import CorpusPart, MixedDataset, TokenDataset
 from firstlight.data.loader import IGNORE_INDEX, TokenLoader, rows_to_batch
-from firstlight.data.mixing import MixedDataset
 from firstlight.data.packing import ExampleDataset, open_split, pack_best_fit
 from firstlight.data.shards import ShardWriter
 from firstlight.errors import DataError, InputError

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from spawned import free_port
 
-from firstlight.planner.plan import search
+from firstlight.planner.plan import estimate as estimating
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
 
@@ -120,8 +120,8 @@ def _offered(recipe_file: Path) -> tuple[str, ...]:
     """The options of what `plan` offers for a GPU where nothing fits."""
     machine = find_machine("V100 16GB")
     recipe = resolve_for(load_recipe(recipe_file, [("model.vocab_size", "320")]), machine)
-    ways = {name: changes for name, changes, _ in search._fallbacks(recipe, machine)}
-    changes = search._LEAST | ways["offloading moments to the CPU (DeepSpeed)"]
+    ways = {name: changes for name, changes, _ in estimating._fallbacks(recipe, machine)}
+    changes = estimating._LEAST | ways["offloading moments to the CPU (DeepSpeed)"]
     return tuple(part for key, x in changes.items() for part in (f"--{key}", str(x).lower()))
 
 

@@ -29,6 +29,7 @@ from firstlight.files.atomic import (
     storage_errors,
     write_file,
     write_json,
+    write_probe,
 )
 from firstlight.files.disk import AppendedFile, Disk, HashedFile, OutputFile
 
@@ -437,6 +438,17 @@ def test_require_writable_folder_without_permission_is_named(
     monkeypatch.setattr(seam.disk, "create", denied)
     with pytest.raises(StorageError, match=f"permission denied at {tmp_path}: change its"):
         require_writable(tmp_path)
+
+
+def test_write_probe_on_a_full_disk_names_the_folder_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_probe(tmp_path, 1 << 24)
+    assert names(tmp_path) == []
+    monkeypatch.setattr(seam.disk, "write", full_disk)
+    with pytest.raises(StorageError, match=f"the disk is full at {tmp_path}"):
+        write_probe(tmp_path, 1 << 24)
+    assert names(tmp_path) == []
 
 
 def test_what_a_killed_process_leaves_is_a_leftover(tmp_path: Path) -> None:

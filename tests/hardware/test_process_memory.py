@@ -9,6 +9,9 @@ import sys
 
 import pytest
 
+from firstlight.hardware import process_memory
+from firstlight.hardware.process_memory import AllocatedPeak
+
 _PROGRAM = """
 import json, sys
 import torch
@@ -53,3 +56,25 @@ def test_without_asking_freed_memory_goes_back_at_once() -> None:
     assert asked is None
     assert full > 200_000_000
     assert freed < 50_000_000
+
+
+def test_samples_of_a_slow_allocator_take_a_twentieth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """glibc looks at each free block of the heap, which took 33 ms after reading a vocabulary."""
+    now, waits = [0.0], []
+    peak = AllocatedPeak()
+
+    def sample() -> int:
+        now[0] += 0.04
+        return 1
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        peak._end.set()
+
+    monkeypatch.setattr(process_memory.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(process_memory, "allocated_bytes", sample)
+    monkeypatch.setattr(peak._end, "wait", wait)
+    peak._look()
+    assert waits == [pytest.approx(0.8)]

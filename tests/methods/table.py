@@ -12,34 +12,28 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
 BEGIN = "<!-- nearness: written by tests/methods -->"
 END = "<!-- end of nearness -->"
 
-_WORDS = {
-    "mathematics": "another computation, asked for",
-    "exact": "equal to the last bit",
-    "rounding": "the same sums in another order",
-    "approximate": "numbers of fewer bits",
-}
-
 
 def bounds_table(switches: Iterable[Switch]) -> str:
-    """A row for each switch with its class and bounds, which depend on no machine."""
-    lines = [
-        "| recipe keys | class | any step's loss, nats | trained weights |",
-        "|---|---|---|---|",
-    ]
+    """A row for each class and bounds with the recipe keys that have them."""
+    rows: dict[str, list[str]] = {}
     for switch in switches:
-        if switch.kind == "plain" or not switch.settings:
+        if switch.kind in ("plain", "mathematics") or not switch.settings:
             continue
-        keys = ", ".join(
+        keys = " with ".join(
             f"`{name}: {_yaml(value)}`"
             for name, value in switch.settings
             if name != "optimizer.learning_rate"
         )
-        keys += {"any": "", "cpu": ", on a CPU", "cuda": ", on a GPU"}[switch.on]
-        loss, weights = f"{switch.loss:.6g}", f"{100 * switch.weights:g} %"
-        if switch.kind == "mathematics":
-            loss = weights = "-"
-        lines.append(f"| {keys} | {_WORDS[switch.kind]} | {loss} | {weights} |")
-    return "\n".join(lines)
+        keys += {"any": "", "cpu": " on a CPU", "cuda": " on a GPU"}[switch.on]
+        bounds = f"{switch.kind} | {switch.loss:.6g} | {100 * switch.weights:g} %"
+        rows.setdefault(bounds, []).append(keys)
+    return "\n".join(
+        [
+            "| class | any step's loss, nats | trained weights | recipe keys |",
+            "|---|---|---|---|",
+            *(f"| {bounds} | {', '.join(keys)} |" for bounds, keys in rows.items()),
+        ]
+    )
 
 
 def _yaml(value: object) -> str:

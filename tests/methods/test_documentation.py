@@ -39,7 +39,7 @@ _OF_CHATS = {
 _OF_SCHEDULES = {"batch.ramp_start_tokens", "batch.ramp_steps"}
 #: Keys of what and how a model learns, likewise.
 _OF_LEARNING = {"data.row_alignment"}
-_COLUMNS = 6
+_COLUMNS = 5
 
 
 def _rows() -> dict[str, list[str]]:
@@ -103,7 +103,7 @@ def test_keys_of_learning_stand_on_their_page() -> None:
 
 @pytest.mark.parametrize("key", _rows())
 def test_a_row_says_what_why_how_near_and_how_it_is_proved(key: str) -> None:
-    _, why, nearness, _, proof, _ = _rows()[key]
+    _, why, nearness, _, proof = _rows()[key]
     assert len(why) > 10
     classes = "exact|rounding|approximate: .* nats, .* %|mathematics|plain|on a GPU alone|as its"
     assert re.match(classes, nearness)

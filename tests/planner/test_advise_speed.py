@@ -21,7 +21,7 @@ from firstlight.planner.advise.law import Hardness, Length, MachineFacts, ModelS
 from firstlight.planner.advise.speed import _speed_recipe, new_model_speed
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
-from firstlight.planner.speed.timed import StepTime
+from firstlight.planner.speed.throughput import StepTime
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.training.forecast import Forecast
 

@@ -13,13 +13,6 @@ from torch._dynamo.utils import counters
 from benchmarks.memory import measured_memory
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.memory.kernels import cuda_target, this_cpu
-from firstlight.planner.memory.layers import (
-    few_compiled_layers,
-    from_graphs,
-    merged,
-    padded_logits_bytes,
-    with_temporary,
-)
 from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
@@ -32,7 +25,14 @@ from firstlight.planner.memory.program import (
     graphs_kept,
     stubbed_compiler,
 )
-from firstlight.planner.memory.recipe import trace_memory
+from firstlight.planner.memory.recipe import (
+    few_compiled_layers,
+    from_graphs,
+    merged,
+    padded_logits_bytes,
+    trace_memory,
+    with_temporary,
+)
 from firstlight.planner.memory.trace import Tracer
 from planner_recipes import GPT2, LLAMA, real_steps, recipe
 

@@ -10,7 +10,6 @@ import pytest
 
 from firstlight.planner.memory import recipe as recipes
 from firstlight.planner.memory.kernels import Operator, Target, cuda_target
-from firstlight.planner.memory.layers import in_fewer_layers
 from firstlight.planner.memory.prediction import (
     LATE_BACKWARD,
     MIDDLE_BACKWARD,
@@ -22,6 +21,7 @@ from firstlight.planner.memory.program import Equivalent
 from firstlight.planner.memory.recipe import (
     TraceJob,
     cut,
+    in_fewer_layers,
     run_jobs,
     trace_memory,
 )

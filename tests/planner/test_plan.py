@@ -30,8 +30,18 @@ from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import estimate as estimating
 from firstlight.planner.plan import plan as planning
-from firstlight.planner.plan import search
-from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, methods, reasons_for
+from firstlight.planner.plan.estimate import (
+    Candidate,
+    Estimate,
+    Estimator,
+    _fallbacks,
+    best_estimate,
+    methods,
+    micro_batches,
+    nearest_estimates,
+    open_micro_batch,
+    reasons_for,
+)
 from firstlight.planner.plan.machine import (
     Machine,
     find_machine,
@@ -315,19 +325,19 @@ def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
     fake_outcomes(monkeypatch, {"none": 3 * _GIB, "selective": 2 * _GIB, "full": _GIB}, 4 * _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
     plain = resolve_for(recipe(batch={"global_batch_tokens": 12 * 64}), machine)
-    assert list(search.micro_batches(plain, machine)) == [12, 6, 3, 1]
+    assert list(micro_batches(plain, machine)) == [12, 6, 3, 1]
     ramp = {"ramp_start_tokens": 4 * plain.data.seq_len, "ramp_steps": 5}
     ramped = with_changes(plain, {"batch": {**dict(plain.batch), **ramp}})
-    assert list(search.micro_batches(ramped, machine)) == [4, 2, 1]
+    assert list(micro_batches(ramped, machine)) == [4, 2, 1]
     # 4 + 3 x 6 = 22 fit without saving anything; full checkpointing takes all 12 rows.
-    best = search.best_estimate(plain, machine)
+    best = best_estimate(plain, machine)
     assert best is not None
     assert best.recipe.batch.rows == 12
     assert best.recipe.efficiency.activation_checkpointing == "full"
     assert best.fits
     # A global batch that fits as it stands needs nothing.
     small = resolve_for(recipe(batch={"global_batch_tokens": 6 * 64}), machine)
-    best = search.best_estimate(small, machine)
+    best = best_estimate(small, machine)
     assert best is not None
     assert dict(best.changes) == {}
     assert small.batch.rows == 6
@@ -361,7 +371,7 @@ def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
     )
     machine = find_machine(memory_bytes=24 * _GIB)
     compiled = resolve_for(recipe(efficiency={"compile": True}), machine)
-    best = search.best_estimate(compiled, machine)
+    best = best_estimate(compiled, machine)
     first = asked.index(True)
     assert first > 0
     assert all(asked[first:])
@@ -393,15 +403,15 @@ def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
     )
     machine = find_machine("RTX 4090")
     written = recipe(efficiency={"compile": True}, batch={"micro_batch_size": 4})
-    best = search.best_estimate(search.open_micro_batch(resolve_for(written, machine)), machine)
+    best = best_estimate(open_micro_batch(resolve_for(written, machine)), machine)
     assert best is not None
     assert (best.fits, best.is_bound) == (True, False)
     assert best.recipe.batch.rows == 1
     # So are ways out of what does not fit.
     assert all(
-        not one.is_bound for one in search.nearest_estimates(resolve_for(written, machine), machine)
+        not one.is_bound for one in nearest_estimates(resolve_for(written, machine), machine)
     )
-    assert search.nearest_estimates(resolve_for(written, machine), machine)
+    assert nearest_estimates(resolve_for(written, machine), machine)
 
 
 @pytest.mark.parametrize(
@@ -437,9 +447,9 @@ def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
     # With chunks, the second way is the same as the first.
     efficiency = {"compile": True, "loss_chunk_tokens": 64}
     written = recipe(efficiency=efficiency, batch={"micro_batch_size": 4})
-    compiled = search.open_micro_batch(resolve_for(written, machine))
-    assert search.best_estimate(compiled, machine) is None
-    assert search.nearest_estimates(compiled, machine) == []
+    compiled = open_micro_batch(resolve_for(written, machine))
+    assert best_estimate(compiled, machine) is None
+    assert nearest_estimates(compiled, machine) == []
     # As it stands, it was.
     rows = [
         with_changes(compiled, one.changes).batch.rows for one in asked if one.compiles and one.name
@@ -458,10 +468,10 @@ def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
     asked = fake_outcomes(monkeypatch, {"none": 4 * _GIB, "selective": _GIB, "full": _GIB}, _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
     sections = {"efficiency": {"compile": True}, "batch": {"micro_batch_size": 8}}
-    compiled = search.open_micro_batch(resolve_for(recipe(**sections), machine))
+    compiled = open_micro_batch(resolve_for(recipe(**sections), machine))
     small = MemoryPrediction(_GIB, "backward", {}, {}, _GIB, 0, 0, ())
     known = Estimate("as it stands", {}, compiled, small, usable_bytes=24 * _GIB)
-    assert search.best_estimate(compiled, machine, known=known) is known
+    assert best_estimate(compiled, machine, known=known) is known
     assert any("efficiency.activation_checkpointing" in one for one in asked)
 
 
@@ -557,8 +567,8 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     asked = fake_outcomes(monkeypatch, {"none": _GIB, "selective": _GIB, "full": _GIB}, 80 * _GIB)
     machine = find_machine("RTX 4090")
     plain = resolve_for(recipe(), machine)
-    assert search.best_estimate(plain, machine) is None
-    names = [one.name for one in search.nearest_estimates(plain, machine)]
+    assert best_estimate(plain, machine) is None
+    names = [one.name for one in nearest_estimates(plain, machine)]
     assert names[:2] == ["LoRA, rank 16", "LoRA, rank 16, base in 4 bits"]
     # 80 / 4 + 1 = 21 of 23.5 GiB.
     assert "4 devices with fsdp" in names
@@ -569,7 +579,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     asked.clear()
     tensor = {"tensor_parallel": 2}
     cut = resolve_for(recipe(distributed=tensor), dataclasses.replace(machine, count=2))
-    search.nearest_estimates(cut, dataclasses.replace(machine, count=2))
+    nearest_estimates(cut, dataclasses.replace(machine, count=2))
     steps = {
         one["count"]: one["batch.gradient_accumulation_steps"]
         for one in asked
@@ -577,7 +587,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     }
     # Two devices that compute the same rows have the 8 of a step; fsdp's have other rows.
     assert steps[2] == 4
-    ways = {name: (changes, where) for name, changes, where in search._fallbacks(plain, machine)}
+    ways = {name: (changes, where) for name, changes, where in _fallbacks(plain, machine)}
     changes, where = ways["2 devices with fsdp, offloading to the CPU"]
     assert changes == {"distributed": {"engine": "fsdp", "offload": "cpu"}}
     assert where.count == 2
@@ -589,14 +599,12 @@ def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
     rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
     asked = fake_outcomes(monkeypatch, rows, 4 * _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
-    search.best_estimate(
-        resolve_for(recipe(batch={"global_batch_tokens": 64 * 64}), machine), machine
-    )
+    best_estimate(resolve_for(recipe(batch={"global_batch_tokens": 64 * 64}), machine), machine)
     assert not any("optimizer.name" in one for one in asked)
     asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
     for name, is_asked in (("adamw", True), ("muon", False)):
         asked.clear()
-        search.best_estimate(resolve_for(recipe(optimizer={"name": name}), machine), machine)
+        best_estimate(resolve_for(recipe(optimizer={"name": name}), machine), machine)
         assert any("optimizer.name" in one for one in asked) is is_asked
 
 
@@ -606,7 +614,7 @@ def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of what is cut and computed again already, two ways of saving are the same.
     efficiency = {"activation_checkpointing": "full", "compile": False}
     batch = {"global_batch_tokens": 64 * 64}
-    search.best_estimate(resolve_for(recipe(efficiency=efficiency, batch=batch), machine), machine)
+    best_estimate(resolve_for(recipe(efficiency=efficiency, batch=batch), machine), machine)
     ways = [tuple(sorted(one.items())) for one in asked]
     assert len(ways) > 3
     assert len(set(ways)) == len(ways)
@@ -615,7 +623,7 @@ def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
     machine = find_machine("V100 16GB")
     plain = resolve_for(recipe(efficiency={"precision": "fp16"}), machine)
-    ways = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}
+    ways = {name: changes for name, changes, _ in _fallbacks(plain, machine)}
     changed = with_changes(plain, ways["offloading moments to the CPU (DeepSpeed)"])
     assert changed.efficiency.compile is False
     assert changed.efficiency.precision == "fp16"
@@ -677,7 +685,7 @@ def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch)
         machine,
     )
     names = dict(methods(plain, machine))
-    fallbacks = {name: changes for name, changes, _ in search._fallbacks(plain, machine)}
+    fallbacks = {name: changes for name, changes, _ in _fallbacks(plain, machine)}
     ways = [names[name] for name in ("8-bit AdamW", "Adafactor", "Muon", "LoRA, rank 16")]
     ways += [fallbacks["LoRA, rank 16"], fallbacks["LoRA, rank 16, base in 4 bits"]]
     for changes in ways:
@@ -685,7 +693,7 @@ def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch)
     assert names["Muon"] == {"optimizer.name": "muon"}
     rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
     asked = fake_outcomes(monkeypatch, rows, 40 * _GIB)
-    search.best_estimate(plain, machine)
+    best_estimate(plain, machine)
     (tried, *_) = [one for one in asked if "optimizer.name" in one]
     assert tried["optimizer.cautious_weight_decay"] is False
 

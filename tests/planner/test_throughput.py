@@ -28,10 +28,9 @@ from firstlight.planner.memory.kernels import (
     cuda_target,
     flops_of,
 )
-from firstlight.planner.memory.layers import at_depth
 from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.memory.program import uncompiled
-from firstlight.planner.memory.recipe import trace_memory
+from firstlight.planner.memory.recipe import at_depth, trace_memory
 from firstlight.planner.speed.gpu import (
     DEFAULT_SHARES,
     KINDS,

@@ -16,8 +16,8 @@ from firstlight.planner.memory.prediction import MemoryPrediction
 from firstlight.planner.plan import estimate as estimates
 from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, method_table
 from firstlight.planner.plan.machine import find_machine, with_changes
-from firstlight.planner.speed import timed
-from firstlight.planner.speed.timed import StepTime, time_step, timed_speed
+from firstlight.planner.speed import throughput
+from firstlight.planner.speed.throughput import StepTime, time_step, timed_speed
 from firstlight.recipe import ResolvedRecipe
 from planner_recipes import GPT2, LLAMA, recipe
 
@@ -35,8 +35,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         found.append((rows, layers))
         return rows * (3 + 0.5 * layers), 2 + 0.25 * layers
 
-    monkeypatch.setattr(timed, "_timed", step)
-    monkeypatch.setattr(timed, "_peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(throughput, "_timed", step)
+    monkeypatch.setattr(throughput, "_peak_flops", lambda *_: 1e9)
     return found
 
 
@@ -81,8 +81,8 @@ def test_time_step_counts_the_fastest_step_after_the_first_that_there_was_time_f
         optimizer.clip_gradients()
 
     program = SimpleNamespace(step=step, optimizer=optimizer)
-    monkeypatch.setattr(timed, "trial_program", lambda *_: (program, None))
-    monkeypatch.setattr(timed, "_peak_flops", lambda *_: 1e15)
+    monkeypatch.setattr(throughput, "trial_program", lambda *_: (program, None))
+    monkeypatch.setattr(throughput, "_peak_flops", lambda *_: 1e15)
     monkeypatch.setattr(time, "perf_counter", lambda: now[-1])
     assert time_step(recipe(), CPU, seconds) == StepTime(passes_seconds, 0.25, 1e15)
 

@@ -1,4 +1,5 @@
-"""README.md: its length, its table beside other programs, and its figures, which stand in docs/."""
+"""README.md and docs/comparison.md: figures that are on the linked pages, and answers about other
+programs."""
 
 from __future__ import annotations
 
@@ -9,75 +10,93 @@ from firstlight.models import FAMILIES
 
 _ROOT = Path(__file__).parents[2]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
-_PROGRAMS = (
-    *("firstlight", "nanoGPT", "nanochat", "litgpt", "torchtitan", "HF Trainer", "axolotl"),
-    "unsloth",
-)
+_COMPARISON = (_ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+#: Where the files of each program lie, by the column of docs/comparison.md.
+_ADDRESSES = {
+    "firstlight": "",
+    "nanoGPT": "https://github.com/karpathy/nanoGPT/blob/master/",
+    "nanochat": "https://github.com/karpathy/nanochat/blob/master/",
+    "litgpt": "https://github.com/Lightning-AI/litgpt/blob/main/",
+    "torchtitan": "https://github.com/pytorch/torchtitan/blob/main/",
+    "HF": "https://github.com/huggingface/",
+    "axolotl": "https://github.com/axolotl-ai-cloud/axolotl/blob/main/",
+    "unsloth": "https://github.com/unslothai/unsloth/blob/main/",
+}
+#: Rows of README.md, and those of docs/comparison.md with the same answers.
+_ROWS = {
+    "trains a tokenizer": "Trains a tokenizer on your texts",
+    "texts to model, settings chosen": "One command from a folder of texts, settings chosen",
+    "plans memory and speed": "Plans memory and speed, for other hardware too",
+    "resume, bit for bit": "Resumes bit for bit after a kill, tested",
+    "trains on a CPU": "Trains on a CPU",
+    "GGUF and Ollama": "Exports to GGUF and Ollama",
+    "reinforcement learning": "Reinforcement learning (GRPO)",
+    "images": "Images, audio",
+}
 
 
-def test_it_is_short() -> None:
-    # Without the table of families, which has a row for each.
-    assert len(_README.splitlines()) - len(FAMILIES) <= 127
-
-
-def _table() -> list[list[str]]:
-    """The cells of each row of the table beside other programs, its titles first."""
-    text = _README.partition("## Comparison with other programs")[2].partition("\n## ")[0]
+def _table(text: str) -> dict[str, dict[str, str]]:
+    """The cells of the table in a text, by their row and their column."""
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    return [rows[0], *rows[2:]]
+    titles = [re.sub(r"\[([^]]+)\].*", r"\1", title) for title in rows[0]]
+    return {name: dict(zip(titles, cells, strict=True)) for name, *cells in rows[2:]}
 
 
-def test_each_answer_about_a_program_leads_to_where_it_is_documented() -> None:
-    titles, *rows = _table()
-    assert tuple(re.sub(r"\[([^]]+)\].*", r"\1", title) for title in titles) == _PROGRAMS
-    addresses = ["docs/", *(re.sub(r".*\((.*)\)", r"\1/blob/", one) for one in titles[1:])]
-    assert len(rows) >= 20
-    for question, *answers in rows:
-        assert len(answers) == len(_PROGRAMS), question
-        kinds = "yes|partly|no" if "Families" not in question else r"\d+\+?|hundreds|those of \w+"
-        for answer, address in zip(answers, addresses, strict=True):
-            found = re.fullmatch(rf'\[({kinds})\]\(([^ )]+)( "[^"]+")?\)', answer)
-            assert found, (question, answer)
-            assert found[2].startswith(address), (question, answer)
-            # "partly" says which part.
-            assert found[3] or found[1] != "partly", (question, answer)
+def _section(title: str) -> str:
+    return _README.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def _families() -> int:
-    """Number of families in the table of docs/model-families.md."""
-    page = (_ROOT / "docs" / "model-families.md").read_text(encoding="utf-8")
-    table = page.partition("## Agreement with transformers")[2].partition("\n## ")[0]
-    return len(re.findall(r"^\| [^|]+ \| `\w+` \| \d", table, re.M))
+def test_each_answer_about_a_program_links_to_a_file_of_its_repository() -> None:
+    table = _table(_COMPARISON)
+    assert len(table) >= 30
+    for question, cells in table.items():
+        assert list(cells) == list(_ADDRESSES), question
+        for program, cell in cells.items():
+            if cell in ("not found", "-"):
+                assert program != "firstlight", question
+                continue
+            link = re.fullmatch(r"\[([^]]+)\]\(([^ )]+)\)", cell)
+            assert link, (question, program)
+            assert link[2].startswith(_ADDRESSES[program]), (question, program)
+            assert program != "firstlight" or "//" not in link[2], question
 
 
-def test_the_number_of_families_is_that_of_their_page() -> None:
-    row = next(row for row in _table() if row[0].startswith("Families"))
-    assert row[1] == f"[{_families()}](docs/model-families.md)"
-    assert f" {_families()} families, logits are within" in _README
+def test_answers_of_the_readme_are_those_of_the_comparison() -> None:
+    table, whole = _table(_section("Comparison with other programs")), _table(_COMPARISON)
+    assert list(table) == list(_ROWS)
+    for name, cells in table.items():
+        for program, said in cells.items():
+            column = {"HF, TRL": "HF"}.get(program, program)
+            answer = re.sub(r"\[([^]]+)\].*", r"\1", whole[_ROWS[name]][column])
+            assert said == (answer if answer in ("yes", "no") else "partly"), (name, program)
 
 
-def test_figures_of_the_promises_are_those_of_the_pages_that_they_name() -> None:
-    text = _README.partition("## Five promises")[2].partition("\n## ")[0]
-    promises = re.split(r"^\d\. ", text, flags=re.M)[1:]
+def test_number_of_families_is_that_of_the_table_of_families() -> None:
+    cell = _table(_COMPARISON)["Model families it loads"]["firstlight"]
+    assert cell == f"[{len(FAMILIES)}](model-families.md)"
+    assert f"In {len(FAMILIES)} families, logits are within" in _README
+
+
+def test_figures_of_the_promises_are_those_of_the_pages_that_they_link() -> None:
+    promises = re.split(r"^\d\. ", _section("Five promises"), flags=re.M)[1:]
     assert len(promises) == 5
     for promise in promises:
-        page = re.search(r"\[(?:Figures|Each guarantee)\]\((docs/[^)#]+)", promise)
+        page = re.search(r"\[(?:figures|each guarantee)\]\((docs/[^)#]+)", promise)
         assert page, promise
         shown = (_ROOT / page[1]).read_text(encoding="utf-8")
-        said = re.sub(r"`[^`]*`|\]\([^)]*\)", "", promise)
+        said = re.sub(r"`[^`]*`|\]\([^)]*\)", "", promise.partition("\n\n")[0])
         # Numbers of two digits and more: "1.56", "3,952", "2.6e-5", the 124 of "GPT-2 124M".
         figures = re.findall(r"(?<![\w.])\d[\d.,]*\d(?:e-\d)?", said)
-        families = [f"{_families()}"] if f"{_families()} families" in said else []
-        assert [one for one in figures if one not in shown and one not in families] == []
+        counts = [f"{len(FAMILIES)}"] if "families" in said else []
+        assert [one for one in figures if one not in shown and one not in counts] == []
         assert figures, promise
-        assert re.search(r"Tests?:\s+`(?:benchmarks/)?tests/", promise), promise
 
 
-def test_the_figures_of_the_demo_are_those_of_the_quickstart() -> None:
+def test_figures_of_the_demo_are_those_of_the_quickstart() -> None:
     shown = (_ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     demo = shown.partition("## The demo")[2].partition("\n## ")[0]
     said = re.search(
-        r"needs ([\d.]+)\nbits per byte of held-out files, gzip ([\d.]+) and xz ([\d.]+)",
+        r"needs ([\d.]+)\s+bits per byte of held-out files, gzip ([\d.]+) and xz ([\d.]+)",
         _README,
     )
     assert said

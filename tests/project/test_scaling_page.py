@@ -27,13 +27,13 @@ def test_the_models_have_the_sizes_that_their_makers_publish() -> None:
     assert totals == [1_235_814_400, 8_030_261_248, 70_553_706_496]
 
 
-@pytest.mark.parametrize("bytes_a_parameter", [4, 12])
+@pytest.mark.parametrize("bytes_per_parameter", [4, 12])
 def test_what_the_start_and_a_save_take_is_what_the_parameters_come_to(
-    bytes_a_parameter: int,
+    bytes_per_parameter: int,
 ) -> None:
     totals = (count_parameters(meta_model(config)).total for config in MODELS.values())
-    cells = " | ".join(f"{gib(bytes_a_parameter * total)} GiB" for total in totals)
-    assert f": {bytes_a_parameter} bytes a parameter | {cells} |" in _TEXT
+    cells = " | ".join(f"{gib(bytes_per_parameter * total)} GiB" for total in totals)
+    assert f": {bytes_per_parameter} bytes per parameter | {cells} |" in _TEXT
 
 
 def test_files_that_the_page_names_are_there() -> None:

@@ -37,6 +37,7 @@ from firstlight.report.report import run_page
 from firstlight.run_log.reader import read_json_lines, read_length, read_run
 from firstlight.tokenizer import Tokenizer
 from firstlight.training import checkpoints, loop, start, time_budget, validation
+from firstlight.training import run as training_run
 from firstlight.training.cooldown import cooldown_recipe
 from firstlight.training.guard import DivergedError
 from firstlight.training.loop import TrainResult, train
@@ -642,13 +643,22 @@ def test_a_pause_does_not_end_the_decay_at_once(recipe: dict[str, Any], machine:
 def test_run_with_samples_at_its_end_only_ends_in_time(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last sample text takes 40 s, which the evaluation before the first step does not show."""
+    """The sample text takes 45 s, 5 of them for copying the weights, and the only save 30 s. The
+    evaluation before the first step has neither."""
 
     def generate(*args: Any) -> GenerationStream:
-        machine.now += 2.5 * args[2].max_new_tokens
+        machine.now += 5 + 2.5 * args[2].max_new_tokens
         return GenerationStream(*args)
 
+    def write_probe(folder: Path, size: int) -> None:
+        machine.now += 30 * size / 1000
+
+    machine.save = 30.0
     monkeypatch.setattr(validation, "GenerationStream", generate)
+    monkeypatch.setattr(validation, "PROBE_BYTES", 16)
+    monkeypatch.setattr(training_run, "PROBE_BYTES", 16)
+    monkeypatch.setattr(training_run, "checkpoint_bytes", lambda *_: 1000)
+    monkeypatch.setattr(validation, "write_probe", write_probe)
     recipe["checkpoint"]["every_steps"] = 0
     recipe["evaluation"] |= {"every_steps": 1000, "on_start": True}
     recipe["evaluation"] |= {"sample_prompts": ["a"], "sample_tokens": 16}
@@ -709,7 +719,7 @@ def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
     texts = read_json_lines(folder_of(recipe) / "samples.jsonl")
     assert [text["step"] for text in texts] == [*range(20, result.step, 20), result.step]
-    assert generated == [1, 2, 1 + len(texts)]
+    assert generated == [1, 3, 1 + len(texts)]
 
 
 def test_samples_at_epoch_are_in_the_time_of_the_budget(

@@ -29,8 +29,7 @@ from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES
 from firstlight.models.rope import Llama3Rope
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.gguf.architectures import ARCHITECTURES
-from firstlight.weights.gguf.metadata import config_of, llama3_factors
+from firstlight.weights.gguf.metadata import ARCHITECTURES, config_of, llama3_factors
 from firstlight.weights.gguf.reader import GGUFParser, gguf_folder, read_gguf
 from firstlight.weights.gguf.writer import GGUFDtype, gguf_notes, write_gguf
 from firstlight.weights.loading import file_tensors

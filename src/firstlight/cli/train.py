@@ -71,7 +71,7 @@ text_options = grouped(
     click.option("--explain", is_flag=True, help="Texts: show each chosen setting and its reason."),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
     click.option(
-        "--text-key", metavar="KEY", help="Texts: field of the text in JSONL, CSV or Parquet files."
+        "--text-key", metavar="KEY", help="Texts: field of the text in JSONL, CSV, Parquet."
     ),
     click.option(
         "--val-input",
@@ -293,14 +293,14 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     is_eager=True,
     expose_value=False,
     callback=_show_all_help,
-    help="Show this help with all keys of a recipe and exit.",
+    help="Show this help with all keys of a recipe.",
 )
 @click.option("--resume", is_flag=True, help="Resume from the newest complete checkpoint.")
 @click.option("--init-from", metavar="DIR|GGUF|HUB_ID", help="Start from these weights.")
 @click.option(
     "--best",
     is_flag=True,
-    help="With --init-from RUN: its checkpoint with the lowest validation loss.",
+    help="With --init-from RUN: its checkpoint of the lowest val/loss.",
 )
 @click.option(
     "--new-rows",
@@ -318,7 +318,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @click.option(
     "--plan",
     type=click.Choice(["auto"]),
-    help="Use the best plan for this machine, verified by two steps.",
+    help="Use the best plan for this machine, after two trial steps.",
 )
 @with_json
 @click.option(
@@ -342,10 +342,10 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     "--max-restarts",
     type=click.IntRange(0),
     metavar="N",
-    help="With --nproc: restarts from the newest checkpoint if a process fails.",
+    help="With --nproc: restarts after a failed process.",
 )
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
-    """Train a model on texts, fine-tune one on conversations, or train by a recipe.
+    """Train a model on texts or by a recipe, or fine-tune one.
 
     INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib`, hf:NAME. Tokenizer,
     model, batch size, learning rates and steps are chosen for the text, this machine and --budget.

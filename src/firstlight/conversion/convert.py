@@ -36,9 +36,9 @@ from firstlight.conversion.check import (
 )
 from firstlight.conversion.foreign import nanochat
 from firstlight.conversion.foreign.model import ForeignModel, foreign_folder, read_foreign
-from firstlight.conversion.gguf.ollama import modelfile
-from firstlight.conversion.gguf.quantize import QUANTISED, import_llama_cpp, quantise_source
+from firstlight.conversion.ollama import modelfile
 from firstlight.conversion.pickled import pickled_tensors
+from firstlight.conversion.quantize import QUANTISED, import_llama_cpp, quantise_source
 from firstlight.errors import ConfigError, InputError, ModelError, nearest
 from firstlight.files.atomic import new_folder, read_file, read_json, require_free
 from firstlight.lora.files import adapter_chain, is_adapter

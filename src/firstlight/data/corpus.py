@@ -3,7 +3,7 @@
     text                `TokenDataset`; rows that begin with documents: `packing.AlignedDataset`
     conversations       `packing.ExampleDataset`
     preference pairs    `packing.PreferenceDataset`
-    a mix of corpora    `mixing.MixedDataset`
+    a mix of corpora    `MixedDataset`
 
 `shards` describes the files of a prepared folder; its `CorpusWriter` writes those of all kinds.
 
@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -46,7 +48,7 @@ from firstlight.data.shards import (
     read_manifest,
     require_known,
 )
-from firstlight.errors import DataError
+from firstlight.errors import ConfigError, DataError
 
 #: Arrays of one row of a batch, [seq_len]: token ids or labels; number of each position's document.
 RowIds = npt.NDArray[np.int64]
@@ -133,7 +135,7 @@ class CorpusPart:
     Attributes:
         name: name in the corpus's metrics; "" for a corpus alone.
         dataset: the split.
-        weight: number of the corpus's rows in a period of the mix (see `mixing`).
+        weight: number of the corpus's rows in a period of the mix (see `Turns`).
     """
 
     name: str
@@ -389,3 +391,219 @@ class TokenDataset(Corpus):
         if document_masking and self.documents_begin_with_bos:
             return self.num_tokens - self.num_documents
         return self.num_tokens - (not self.predicts_first(first_id))
+
+
+# A mix of several corpora: each corpus gives rows in exact proportion to its weight
+#
+# The corpus of a row is a pure function of the row's position in the run. The weights are taken as
+# exact fractions (0.7 is 7/10) and scaled to the smallest whole numbers in the same ratio. Their
+# sum is the period: weights 7 and 3 repeat every ten rows.
+#
+# Positions, and the rows j of each corpus, are counted from 0 within a period. A corpus with the
+# share w of the rows may give its row j from position j / w (rounded down) on, and must give it
+# before position (j + 1) / w (rounded up). At each position, the row with the earliest deadline is
+# drawn. All deadlines are then met (Baruah et al., "Proportionate progress", 1996), so after any n
+# rows a corpus has given more than n * w - 1 and fewer than n * w + 1 of them.
+#
+# In a mix, a corpus gives its rows in the same order as alone: shuffled anew in each of its epochs.
+
+#: Longest period in rows: the corpus of each row of a period is computed and held in memory.
+MAX_PERIOD = 1_000_000
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The smallest whole numbers in the same ratio as the weights, whose decimal notation is taken
+    as exact: [0.7, 0.3] gives [7, 3].
+
+    Raises:
+        ConfigError: there is no weight, a weight is not finite and above 0, or the whole numbers
+            add up to more than `MAX_PERIOD`.
+    """
+    if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ConfigError(f"the weights of a mix must be above 0, not {list(weights)}")
+    exact = [Fraction(repr(weight)) for weight in weights]
+    unit = Fraction(
+        math.gcd(*(share.numerator for share in exact)),
+        math.lcm(*(share.denominator for share in exact)),
+    )
+    # `unit` is the greatest common divisor of the fractions, which are in their lowest terms.
+    whole = [int(share / unit) for share in exact]
+    if sum(whole) > MAX_PERIOD:
+        total = sum(exact)
+        rounded = [max(round(1000 * share / total), 1) for share in exact]
+        raise ConfigError(
+            f"the weights of a mix, {', '.join(map(repr, weights))}, repeat only after "
+            f"{sum(whole):,} rows, more than {MAX_PERIOD:,}: round them, for instance to "
+            f"{', '.join(map(str, rounded))}"
+        )
+    return whole
+
+
+class Turns:
+    """Maps the position of a row in the run to the corpus that gives the row.
+
+    Args:
+        parts: rows of each corpus in a period, from `whole_weights`.
+
+    Attributes:
+        period: rows of a period.
+    """
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        self.parts, self.period = tuple(parts), sum(parts)
+        self._corpus = _corpora_of_period(self.parts)
+        self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(index of the corpus that gives the row at `position`, number of rows that this corpus
+        has given before)."""
+        periods, within = divmod(position, self.period)
+        corpus = int(self._corpus[within])
+        before = int(np.searchsorted(self._positions[corpus], within))
+        return corpus, periods * self.parts[corpus] + before
+
+    def counts(self, position: int) -> list[int]:
+        """Number of rows of each corpus among the first `position` rows."""
+        periods, within = divmod(position, self.period)
+        return [
+            periods * part + int(np.searchsorted(positions, within))
+            for part, positions in zip(self.parts, self._positions, strict=True)
+        ]
+
+
+def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """Index of the corpus of each row of one period, uint32 [period]; see above.
+
+    `waiting` has (first position at which its next row may be drawn, corpus), `ready` has
+    (deadline of its next row, corpus).
+    """
+    period = sum(parts)
+    corpora = np.empty(period, dtype=np.uint32)
+    given = [0] * len(parts)
+    waiting = [(0, corpus) for corpus in range(len(parts))]
+    ready: list[tuple[int, int]] = []
+    for position in range(period):
+        while waiting and waiting[0][0] <= position:
+            _, corpus = heapq.heappop(waiting)
+            deadline = -(-(given[corpus] + 1) * period // parts[corpus])
+            heapq.heappush(ready, (deadline, corpus))
+        deadline, corpus = heapq.heappop(ready)
+        assert position < deadline
+        corpora[position] = corpus
+        given[corpus] += 1
+        heapq.heappush(waiting, (given[corpus] * period // parts[corpus], corpus))
+    return corpora
+
+
+class MixedDataset(Corpus):
+    """The same split of several corpora, whose rows are drawn by weight.
+
+    An epoch has as many rows as all corpora together. If the weights are in the ratio of the
+    corpora's sizes, each corpus is seen once in an epoch; otherwise a corpus with a larger weight
+    is seen more than once, and a corpus with a smaller weight in part.
+
+    Args:
+        parts: the corpora.
+
+    Attributes:
+        turns: the corpus of each row.
+        has_examples: True if at least one corpus consists of conversations.
+        folder: folder of the first corpus of conversations, or of the first corpus if there are no
+            conversations. The tokenizer is read from it; all corpora have the same tokenizer.
+        manifest: manifests of all corpora, with their weights.
+        num_tokens: tokens of all corpora together.
+
+    Raises:
+        DataError: a corpus is in the mix twice, or tokenizers or chat templates differ.
+    """
+
+    kind: Kind = "mix"
+
+    def __init__(self, parts: Sequence[CorpusPart]) -> None:
+        self._parts = tuple(parts)
+        self.turns = Turns([one.weight for one in parts])
+        datasets = [one.dataset for one in parts]
+        first = datasets[0]
+        for number, dataset in enumerate(datasets):
+            assert dataset.split == first.split
+            _require_same_tokenizer(first, dataset)
+            if dataset.manifest in [other.manifest for other in datasets[:number]]:
+                raise DataError(
+                    f"{dataset.folder} is in the mix twice: name it once, with the sum of the "
+                    "weights"
+                )
+        chats = [one for one in datasets if one.has_examples]
+        _require_same_template(chats)
+        self.has_examples = bool(chats)
+        self.split, self.vocab_size = first.split, first.vocab_size
+        self.folder = (chats or datasets)[0].folder
+        self.num_tokens = sum(dataset.num_tokens for dataset in datasets)
+        self.manifest: dict[str, Any] = {
+            **{key: first.manifest[key] for key in ("vocab_size", "tokenizer_sha256")},
+            "mix": [{"part": one.weight, "manifest": one.dataset.manifest} for one in parts],
+        }
+
+    @property
+    def parts(self) -> tuple[CorpusPart, ...]:
+        return self._parts
+
+    def num_rows(self, seq_len: int) -> int:
+        return sum(one.dataset.num_rows(seq_len) for one in self.parts)
+
+    def require_row(self, seq_len: int) -> None:
+        for one in self.parts:
+            one.dataset.require_row(seq_len)
+
+    def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
+        corpus, given = self.turns.at(position)
+        return self.parts[corpus].dataset.row_at(given, seq_len, seed)
+
+    def label_share(self, seq_len: int) -> float:
+        shares = (one.weight * one.dataset.label_share(seq_len) for one in self.parts)
+        return sum(shares) / self.turns.period
+
+    def describe(self, seq_len: int) -> Iterator[str]:
+        for one in self.parts:
+            yield from one.dataset.describe(seq_len)
+
+    def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
+        counts, epochs = self.turns.counts(rows), self.epochs_by_corpus(rows, seq_len)
+        shares = ", ".join(
+            f"{one.name} {one.weight / self.turns.period:.1%} ({count:,} rows, "
+            f"{epochs[one.name]:.3g} of its epochs)"
+            for one, count in zip(self.parts, counts, strict=True)
+        )
+        yield f"data: {rows:,} rows of a mix of {self.num_rows(seq_len):,}: {shares}"
+
+    def records(self, seq_len: int) -> list[dict[str, Any]]:
+        return [record for one in self.parts for record in one.dataset.records(seq_len)]
+
+    def identity(self) -> dict[str, Any]:
+        # The weights, as people write a ratio: "7:3".
+        ratio = {"mix": ":".join(str(one.weight) for one in self.parts)}
+        return ratio | {key: v for one in self.parts for key, v in one.dataset.identity().items()}
+
+    def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
+        return {
+            one.name: count / one.dataset.num_rows(seq_len)
+            for one, count in zip(self.parts, self.turns.counts(rows_seen), strict=True)
+        }
+
+
+def _require_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
+    keys = ("tokenizer_sha256", "vocab_size", "bos_token_id", "eos_token_id")
+    if any(first.manifest.get(key) != other.manifest.get(key) for key in keys):
+        raise DataError(
+            f"{other.folder} can't be mixed with {first.folder}: they were prepared with "
+            f"different tokenizers; prepare it again with --tokenizer {first.folder}"
+        )
+
+
+def _require_same_template(chats: Sequence[TokenDataset]) -> None:
+    for other in chats[1:]:
+        templates = [one.manifest["chat"]["template_sha256"] for one in (chats[0], other)]
+        if templates[0] != templates[1]:
+            raise DataError(
+                f"{other.folder} can't be mixed with {chats[0].folder}: they were prepared with "
+                "different chat templates; prepare them again with one --template"
+            )

@@ -23,8 +23,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from firstlight.data.conversations import PAIRS_ARE_SELF_DESCRIBING, ChatForm
-from firstlight.data.corpus import Corpus, TokenDataset
-from firstlight.data.mixing import whole_weights
+from firstlight.data.corpus import Corpus, TokenDataset, whole_weights
 from firstlight.data.packing import LongPolicy, RowAlignment
 from firstlight.hardware.device import single_threaded_pool
 from firstlight.section import Section

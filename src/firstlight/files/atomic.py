@@ -23,7 +23,7 @@ from typing import Any
 
 from firstlight.errors import FirstlightError, InputError, StorageError, describe_os_error
 from firstlight.files import disk as seam
-from firstlight.files.disk import OutputFile
+from firstlight.files.disk import HashedFile, OutputFile
 
 _TEMPORARY_PREFIX = ".tmp-"
 
@@ -328,6 +328,29 @@ def require_writable(folder: Path) -> None:
     except OSError as error:
         error.filename = str(folder)
         raise StorageError(describe_os_error(error)) from error
+    finally:
+        _remove(probe)
+
+
+def write_probe(folder: Path, size: int) -> None:
+    """Write a file, read it back from the disk, and delete it, which takes as long as a checkpoint
+    of this size.
+
+    Args:
+        folder: where the file is written.
+        size: size in bytes, a multiple of 16 MiB.
+
+    Raises:
+        StorageError: a file system error; the message names `folder`.
+    """
+    probe, block = _temporary_name(folder / "probe"), os.urandom(1 << 24)
+    try:
+        with storage_errors(folder):
+            with HashedFile(probe) as file:
+                for _ in range(size // len(block)):
+                    file.write(block)
+            forget_cached(probe)
+            sha256_of(probe)
     finally:
         _remove(probe)
 

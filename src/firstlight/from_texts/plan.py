@@ -287,7 +287,7 @@ class PartFacts:
             samples = len(self.fixed.get("evaluation.sample_prompts", range(samples)))
             tokens = self.fixed.get("evaluation.sample_tokens", tokens)
             # The first texts of a run are not kept: see `training.validation.evaluate`.
-            sampling = token * (count * samples * tokens + PROBE_TOKENS + 2)
+            sampling = token * (count * samples * tokens + sum(PROBE_TOKENS) + 2)
             left = share * loop_seconds - sampling - count * save
             left = min(left, defaults.LOSS_SHARE * share * loop_seconds)
             rows = min(int(max(left, 0) / (row * (count + 1))), held)

@@ -17,6 +17,7 @@ import gc
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +87,10 @@ class _Mallinfo2(ctypes.Structure):
             "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
         )
     )
+
+
+#: Largest share of the time that samples take.
+_MOST_SHARE = 0.05
 
 
 @functools.cache
@@ -171,8 +176,12 @@ class AllocatedPeak:
 
     def _look(self) -> None:
         while not self._end.is_set():
+            began = time.perf_counter()
             self.look()
-            self._end.wait(self._seconds)
+            # glibc holds the lock of the heap while it counts, and looks at each free block: in a
+            # process that has read large texts or vocabularies, a sample takes tens of ms.
+            taken = time.perf_counter() - began
+            self._end.wait(max(self._seconds, taken / _MOST_SHARE))
 
     def look(self) -> None:
         """Take one sample."""

@@ -42,7 +42,7 @@ from firstlight.report.summary import duration, final_numbers
 from firstlight.run_log.names import METRICS_NAME, RECIPE_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.gguf.architectures import ARCHITECTURES
+from firstlight.weights.gguf.metadata import ARCHITECTURES
 from firstlight.weights.hub import is_hub_id
 from firstlight.weights.huggingface import read_config, tokenizer_of
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from firstlight.data.chat import ChatOptions, cached_chat
-from firstlight.data.corpus import Corpus, CorpusPart, TokenDataset
-from firstlight.data.mixing import MixedDataset, whole_weights
+from firstlight.data.corpus import Corpus, CorpusPart, MixedDataset, TokenDataset, whole_weights
 from firstlight.data.packing import open_split, open_training_split
 from firstlight.data.remote import is_url, local_folder
 from firstlight.errors import ConfigError, DataError

@@ -36,6 +36,7 @@ from firstlight.training.state import (
 from firstlight.training.step import StepResult
 from firstlight.training.time_budget import (
     FORWARD_SHARE,
+    PROBE_BYTES,
     PROBE_TOKENS,
     WRITTEN_PER_SECOND,
     LoopTimes,
@@ -301,17 +302,19 @@ class Run:
         evaluation, checkpoint = self.recipe.evaluation, self.recipe.checkpoint
         found = self.times.seconds
         token = sampled_token_seconds(sequence_seconds / self.seq_len)
-        if "probe" in found:
-            token = found["probe"] / PROBE_TOKENS
-        tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
-        samples = found.get("samples", token * tokens)
+        text, (few, many) = 0.0, PROBE_TOKENS
+        if "long text" in found:
+            token = max(found["long text"] - found["short text"], 0.0) / (many - few)
+            text = max(found["short text"] - few * token, 0.0)
+        text += evaluation.sample_tokens * token
+        samples = found.get("samples", len(evaluation.sample_prompts) * text)
         guess = FORWARD_SHARE * sequence_seconds * self._evaluated_sequences
         seconds = found.get("evaluation", guess)
         if evaluation.samples_at == "evaluation":
             seconds += samples
-        optimizer = self.program.optimizer
-        size = checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
-        writing = size / WRITTEN_PER_SECOND
+        writing = self.checkpoint_bytes / WRITTEN_PER_SECOND
+        if "file" in found:
+            writing = found["file"] * self.checkpoint_bytes / PROBE_BYTES
         # A thread writes checkpoints while training goes on; only the last one is waited for.
         save = last_save = 0.0 if checkpoint.asynchronous is not False else writing
         if "save" in found:
@@ -337,6 +340,12 @@ class Run:
             every, tasks = evaluation.tasks_every_steps, found.get("tasks", 0.0)
             periodic.append(Periodic(every or evaluation.every_steps, tasks, tasks))
         return periodic
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint's tensors in bytes."""
+        optimizer = self.program.optimizer
+        return checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
 
     @property
     def _evaluated_sequences(self) -> int:

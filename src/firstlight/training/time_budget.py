@@ -38,17 +38,24 @@ from firstlight.run_log.reader import read_length, sound_json_lines
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
-#: Parts of the training loop's time other than steps: the first generated text of a process, a text
-#: of `PROBE_TOKENS` tokens after it, sample texts, evaluations of the loss, scores of tasks, saves.
-Part = Literal["first text", "probe", "samples", "evaluation", "tasks", "save"]
+#: Parts of the training loop's time other than steps: the first generated text of a process, two
+#: texts of `PROBE_TOKENS` tokens after it, a file of `PROBE_BYTES`, sample texts, evaluations of
+#: the loss, scores of tasks, saves.
+Part = Literal[
+    "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
+]
 
 #: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
 #: share of those in a step, and bytes of a checkpoint that are written and verified per second.
 FORWARD_SHARE = 0.35
 WRITTEN_PER_SECOND = 150e6
 
-#: Tokens of the text by which the time of the sample texts is predicted before the first of them.
-PROBE_TOKENS = 8
+#: Tokens of the two texts by which the time of sample texts is predicted before the first of them.
+#: Two, because the time of a text is more than that of its tokens: weights are copied for it.
+PROBE_TOKENS = (1, 9)
+
+#: Size in bytes of the file by which the time of a checkpoint is predicted before the first one.
+PROBE_BYTES = 1 << 26
 
 
 def sampled_token_seconds(token_seconds: float) -> float:

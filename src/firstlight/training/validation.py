@@ -15,6 +15,7 @@ from firstlight.errors import DIVERGED_REMEDY, ModelError
 from firstlight.evaluation.perplexity import Evaluation, evaluate_split, evaluation_rows
 from firstlight.evaluation.scores import Task, perplexity_of
 from firstlight.evaluation.tasks import ready_tasks
+from firstlight.files.atomic import write_probe
 from firstlight.generation.chat import ChatSession
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.engine import GenerationStream
@@ -25,9 +26,10 @@ from firstlight.models import Model
 from firstlight.recipe import Recipe
 from firstlight.tokenizer import Tokenizer
 from firstlight.training.guard import DivergedError
+from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 from firstlight.training.run import Run
-from firstlight.training.time_budget import PROBE_TOKENS
+from firstlight.training.time_budget import PROBE_BYTES, PROBE_TOKENS
 
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:
@@ -64,12 +66,18 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         and prompts
     ):
         # The first text of a process also takes the time of first allocations and imports. The
-        # times by which the steps are decided must not contain that.
+        # times from which the number of steps is decided must not include that.
         with run.times.part("first text"):
             _sample(run, prompts[0], 2, check)
         if not samples_due:
-            with run.times.part("probe"):
-                _sample(run, prompts[0], PROBE_TOKENS, check)
+            few, many = PROBE_TOKENS
+            with run.times.part("short text"):
+                _sample(run, prompts[0], few, check)
+            with run.times.part("long text"):
+                _sample(run, prompts[0], many, check)
+    if is_start and run.budget is not None and run.checkpoint_bytes >= 4 * PROBE_BYTES:
+        with run.times.part("file"):
+            on_main(run.engine, lambda: write_probe(run.folder, PROBE_BYTES))
     if samples_due:
         with run.times.part("samples"):
             _write_samples(run, check)

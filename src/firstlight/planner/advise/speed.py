@@ -16,7 +16,7 @@ from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import MachineFacts, ModelSize
 from firstlight.planner.plan.estimate import Candidate, Estimator
 from firstlight.planner.plan.machine import Machine, resolve_for
-from firstlight.planner.speed.timed import time_step
+from firstlight.planner.speed.throughput import time_step
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 
 #: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, or

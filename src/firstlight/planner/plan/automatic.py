@@ -17,18 +17,16 @@ from firstlight.planner.plan.estimate import (
     Candidate,
     Estimate,
     Estimator,
+    best_estimate,
     estimate,
     methods,
-    sequences_per_step,
-)
-from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
-from firstlight.planner.plan.search import (
-    best_estimate,
     micro_batches,
     nearest_estimates,
     open_micro_batch,
+    sequences_per_step,
 )
-from firstlight.planner.speed.timed import BUSY_TOKENS
+from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
+from firstlight.planner.speed.throughput import BUSY_TOKENS
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolved_recipe
 from firstlight.training.forecast import Forecast
 from firstlight.training.micro_batch_trials import Trial, try_rows

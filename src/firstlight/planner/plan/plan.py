@@ -41,7 +41,10 @@ from firstlight.planner.plan.estimate import (
     Candidate,
     Estimate,
     Estimator,
+    best_estimate,
     method_table,
+    nearest_estimates,
+    open_micro_batch,
     reasons_for,
 )
 from firstlight.planner.plan.machine import (
@@ -52,9 +55,8 @@ from firstlight.planner.plan.machine import (
     resolve_for,
     with_changes,
 )
-from firstlight.planner.plan.search import best_estimate, nearest_estimates, open_micro_batch
 from firstlight.planner.speed.gpu import DEFAULT_SHARES, PACKET_BYTES
-from firstlight.planner.speed.timed import usual_speed
+from firstlight.planner.speed.throughput import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.resolve import open_ways
 

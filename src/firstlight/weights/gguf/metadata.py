@@ -1,4 +1,5 @@
-"""The metadata of a GGUF file: shape and settings of a model, from and to a config.json.
+"""The metadata of a GGUF file: shape and settings of a model, from and to a config.json,
+and checks that refuse models which llama.cpp does not compute (`supported_model`).
 
 `add_model` writes the entries, `config_of` reads them. The tokenizer's are written by `writer`.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 from firstlight.models import FAMILIES
-from firstlight.models.family import ExpertNames, FamilySpec
+from firstlight.models.family import ExpertNames, FamilySpec, GGUFSpec
 from firstlight.models.rope import (
     LinearRope,
     Llama3Rope,
@@ -25,7 +26,6 @@ from firstlight.models.rope import (
     rope_magnitude,
     yarn_magnitude,
 )
-from firstlight.weights.gguf.architectures import ARCHITECTURES
 from firstlight.weights.huggingface import config_from_hf, sampling_settings
 
 if TYPE_CHECKING:
@@ -92,6 +92,16 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+#: model_type of Hugging Face's config.json -> general.architecture
+ARCHITECTURES = {
+    name: family.spec.gguf.architecture
+    for name, family in FAMILIES.items()
+    if family.spec.gguf.architecture
+}
+
+#: Whole numbers in GGUF's metadata are below this: llama.cpp reads most of them as int32.
+_MOST = 2**31
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None:
@@ -607,3 +617,134 @@ def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) 
     if not torch.allclose(expected, factors, rtol=1e-4):
         raise ModelError(f"tensor {ROPE_FACTORS} holds no rotary factors of Llama 3")
     return scaling
+
+
+def supported_model(config: Mapping[str, Any]) -> Any:
+    """The model config of a Hugging Face config.json, which llama.cpp supports.
+
+    Raises:
+        ModelError: llama.cpp does not support the family or one of its settings, or a setting is
+            invalid.
+    """
+    model_type = str(config.get("model_type"))
+    if model_type not in ARCHITECTURES:
+        why = ": llama.cpp files of it are not implemented" if model_type in FAMILIES else ""
+        raise ModelError(
+            f"model_type '{model_type}' can't be put into GGUF{why} (can: "
+            f"{', '.join(ARCHITECTURES)})"
+        )
+    family = FAMILIES[model_type].spec
+    for key, values in _fixed(model_type).items():
+        value = config.get(key, family.hf_defaults.get(key, values[0]))
+        if value not in values:
+            raise ModelError(
+                f"llama.cpp has no {model_type} with {key} {value!r}: only {values[0]!r} can be "
+                "put into GGUF"
+            )
+    # Derived keys follow from other keys, and some families' config classes do not know them.
+    model = config_from_hf(
+        {key: value for key, value in config.items() if key not in family.derived_keys},
+        "config.json",
+    )
+    for key, value in model.model_dump().items():
+        if isinstance(value, int) and value >= _MOST:
+            raise ModelError(f"{key} {value} can't be put into GGUF: it has to be below {_MOST}")
+    _check_computed(family, model)
+    return model
+
+
+def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
+    """Settings that llama.cpp fixes for a family; see `GGUFSpec.fixed`."""
+    family = FAMILIES[model_type].spec
+    fixed = dict(family.gguf.fixed)
+    if not FAMILIES[model_type].config.has_rotary:
+        return fixed
+    # llama.cpp computes the tanh approximation of GELU, which is near the exact one: the
+    # difference is a note (`gguf_notes`), not an error.
+    if family.activation != "gelu":
+        fixed[family.activation_key] = (family.activation,)
+    if "partial_rotary_factor" not in family.own_keys:
+        fixed["partial_rotary_factor"] = (1, None)
+    return fixed
+
+
+def _check_computed(family: FamilySpec, model: Any) -> None:
+    """Refuse settings for which llama.cpp computes something else.
+
+    Args:
+        family: facts of the family.
+        model: the model's config.
+
+    Raises:
+        ModelError: there is such a setting; the message names it.
+    """
+    rope = getattr(model, "rope_scaling", None)
+    kind = "default" if rope is None else rope.rope_type
+    if kind not in family.gguf.rope_kinds:
+        named = [n for n in ARCHITECTURES if kind in FAMILIES[n].spec.gguf.rope_kinds]
+        can = f"; it can for {', '.join(named)}" if named else ""
+        raise ModelError(f"rope type '{kind}' can't be put into GGUF for {model.model_type}{can}")
+    faults = [*_wrong_layers(family, model), *_wrong_rotation(family, model)]
+    if family.gguf.layer == "latent":
+        faults += _wrong_latents(model, family.gguf)
+    if faults:
+        raise ModelError(
+            f"llama.cpp has no {model.model_type} with {faults[0]} can be put into GGUF"
+        )
+
+
+def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
+    """Settings of layers and head for which llama.cpp computes something else."""
+    spec = family.gguf
+    if spec.layer == "delta":
+        sizes = model.linear_key_head_dim, model.linear_value_head_dim
+        if sizes[0] != sizes[1]:
+            yield f"linear_value_head_dim {sizes[1]}: only linear_key_head_dim, {sizes[0]}"
+    if "query_pre_attn_scalar" in family.own_keys:
+        scalar = model.head_dim
+        if model.num_hidden_layers == spec.wide_scale_layers:
+            scalar = model.hidden_size // model.num_attention_heads
+        if model.query_pre_attn_scalar != scalar:
+            yield f"query_pre_attn_scalar {model.query_pre_attn_scalar}: only {scalar}"
+    for key in spec.numbers:
+        if getattr(model, key) is None and key not in spec.optional:
+            yield f"{key} None: only a number"
+    if spec.has_windows and model.layer_types is not None:
+        yield "layer_types of another pattern: only the family's own"
+    if spec.head == "tied" and not model.tie_word_embeddings:
+        yield "a head of its own: only tie_word_embeddings true"
+    if spec.exact_heads and model.head_dim * model.num_attention_heads != model.hidden_size:
+        yield f"head_dim {model.head_dim}: only hidden_size / num_attention_heads"
+
+
+def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
+    """Settings of rotary positions for which llama.cpp computes something else."""
+    if getattr(model, "rotary_dim", 0) % 2:
+        yield f"{model.rotary_dim} rotated dimensions: only an even number"
+    rope = getattr(model, "rope_scaling", None)
+    if isinstance(rope, YarnRope):
+        if rope.factor < 1:
+            yield f"yarn of factor {rope.factor}: only 1 and more"
+        if (rope.beta_fast, rope.beta_slow) != (32.0, 1.0):
+            yield "yarn of other bounds: only beta_fast 32 and beta_slow 1"
+    if isinstance(rope, Llama3Rope) and rope.low_freq_factor >= rope.high_freq_factor:
+        yield f"low_freq_factor {rope.low_freq_factor}: only less than high_freq_factor"
+    if getattr(model, "no_rope_layers", None) is not None:
+        yield "no_rope_layers of another pattern: only the family's own"
+    if family.gguf.has_windows and not family.gguf.has_window_base:
+        local = model.rope_local_base_freq if "rope_local_base_freq" in family.own_keys else None
+        if model.sliding_window is not None and local not in (None, model.rope_theta):
+            yield f"a rotary base of {local} in layers with a window: only {model.rope_theta}"
+
+
+def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
+    """Settings of latent attention for which llama.cpp computes something else."""
+    layers, rope = model.num_hidden_layers, model.rope_scaling
+    # By these sizes llama.cpp recognises models without q_lora_rank, and does not read the key.
+    lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
+    if model.q_lora_rank is not None and lacks_rank:
+        yield f"q_lora_rank in {layers} layers: only null"
+    if model.topk_group < model.n_group and spec.gating == "softmax":
+        yield f"topk_group {model.topk_group} of n_group {model.n_group}: only all groups"
+    if isinstance(rope, YarnRope) and rope.factor == 1 and rope_magnitude(rope, 1) != 1:
+        yield f"attention_factor {rope.attention_factor} in yarn of factor 1: only 1"

@@ -25,13 +25,13 @@ from firstlight.errors import ModelError, TokenizerError, describe_os_error
 from firstlight.files.atomic import make_folder, new_folder, remove_folder, storage_errors
 from firstlight.files.cache import cache_folder, held
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.gguf.architectures import supported_model
 from firstlight.weights.gguf.metadata import (
     ROPE_FACTORS,
     ROPE_FACTORS_LONG,
     ROPE_FACTORS_SHORT,
     config_of,
     generation_of,
+    supported_model,
 )
 from firstlight.weights.gguf.tensors import tensor_rules
 from firstlight.weights.gguf.tokenizer import read_tokenizer

@@ -26,8 +26,7 @@ from firstlight.errors import MissingDependencyError, ModelError
 from firstlight.files.atomic import replacing
 from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.gguf.architectures import supported_model
-from firstlight.weights.gguf.metadata import add_model, add_sampling, rope_factors
+from firstlight.weights.gguf.metadata import add_model, add_sampling, rope_factors, supported_model
 from firstlight.weights.gguf.tensors import TensorRule, tensor_rules
 from firstlight.weights.gguf.tokenizer import GGUFTokenizer, describe_tokenizer
 from firstlight.weights.huggingface import end_ids, generation_config

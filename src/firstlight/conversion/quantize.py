@@ -26,7 +26,7 @@ from firstlight.conversion.check import check_dtype, logits_of
 from firstlight.errors import ConfigError, MissingDependencyError, ModelError
 from firstlight.models import Model, build_model
 from firstlight.tokenizer import Tokenizer
-from firstlight.weights.gguf.architectures import supported_model
+from firstlight.weights.gguf.metadata import supported_model
 from firstlight.weights.gguf.tensors import tensor_rules
 from firstlight.weights.huggingface import config_from_hf
 from firstlight.weights.loading import fill

@@ -1,1 +1,0 @@
-"""Modelfiles for Ollama, and files in the formats of llama.cpp's quantiser."""
