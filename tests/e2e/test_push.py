@@ -170,7 +170,7 @@ def test_a_local_starting_model_is_not_taken_for_one_of_the_hub(
     assert main(["card", "onward", "ada/tiny", "--out", "card.md"]) == 0
     card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
     assert card.data.base_model is None
-    assert "on from `start`" in card.text
+    assert "fine-tuned from `start`" in card.text
     assert "huggingface.co/ada/start" not in card.text
 
 

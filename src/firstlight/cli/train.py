@@ -70,9 +70,7 @@ text_options = grouped(
     click.option("--plan-only", is_flag=True, help="Texts: show the plan of the run and exit."),
     click.option("--explain", is_flag=True, help="Texts: show each chosen setting and its reason."),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
-    click.option(
-        "--text-key", metavar="KEY", help="Texts: field of the text in JSONL, CSV, Parquet."
-    ),
+    click.option("--text-key", metavar="KEY", help="Texts: text field of JSONL, CSV, Parquet."),
     click.option(
         "--val-input",
         "val_inputs",
@@ -300,7 +298,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @click.option(
     "--best",
     is_flag=True,
-    help="With --init-from RUN: its checkpoint of the lowest val/loss.",
+    help="With --init-from RUN: its checkpoint with the lowest validation loss.",
 )
 @click.option(
     "--new-rows",
@@ -312,8 +310,8 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 @count_option(
     "--cooldown",
     metavar="STEPS",
-    help="Branch off a run with schedule.kind wsd or constant, which is named instead of the "
-    "recipe (or one of its checkpoints), and decay its learning rate over STEPS steps.",
+    help="Instead of a recipe, name a run or checkpoint with schedule.kind wsd or constant: a new "
+    "run branches off and decays its learning rate over STEPS steps.",
 )
 @click.option(
     "--plan",
