@@ -867,7 +867,7 @@ def test_passes_over_the_text_in_a_budget_of_time_are_at_most_the_recipes_epochs
     said = "\n".join(block for block in blocks(plan) if isinstance(block, str))
     assert " epochs of the prepared text, the limit of schedule.epochs" in said
     assert "optimizer.learning_rate" not in plan.replacements
-    assert "for adafactor, no rule is known" in said
+    assert "no rule is known for the learning rates of adafactor" in said
 
 
 @pytest.mark.parametrize("section", ["lora", "preference"])
@@ -1109,7 +1109,7 @@ def test_a_plan_says_precision_and_ends_with_the_next_command(
     said = capfd.readouterr()
     assert said.err == ""
     first, *_, prepare, train = said.out.splitlines()
-    assert "; bf16 with fp32 weights, rows of " in first
+    assert "; bf16 with fp32 weights, sequences of " in first
     assert prepare.endswith(f"--out '{tmp_path / 'data set'}'")
     assert train == f"next: firstlight train {path} --optimizer.learning_rate 3e-4"
     assert " tokens/s" in said.out

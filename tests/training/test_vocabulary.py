@@ -215,13 +215,13 @@ def test_new_rows_that_cannot_be_meant_are_refused(
     recipe["schedule"] = {"max_steps": 1}
     base = train(recipe).checkpoint
     recipe["run"]["dir"], recipe["data"]["dir"] = str(tmp_path / "second"), str(extended[1])
-    with pytest.raises(ConfigError, match="give mean, or copy:TOKEN"):
+    with pytest.raises(ConfigError, match="use mean, or copy:TOKEN"):
         train(recipe, init_from=base, new_rows=new_rows)
     assert not (tmp_path / "second").exists()
 
 
 def test_new_rows_without_a_model_to_start_from_are_refused(recipe: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="name the model to start from"):
+    with pytest.raises(ConfigError, match="with the model to start from"):
         train(recipe, new_rows="copy:the")
     assert not Path(recipe["run"]["dir"]).exists()
 

@@ -503,7 +503,7 @@ def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
     token_id = tokenizer.backend.token_to_id(new_rows.removeprefix("copy:"))
     if token_id is None:
         raise ConfigError(
-            f"new rows '{new_rows}': give mean, or copy:TOKEN with a token of the old tokenizer"
+            f"--new-rows '{new_rows}': use mean, or copy:TOKEN with a token of the old tokenizer"
         )
     return token_id
 
