@@ -135,8 +135,9 @@ def own_version() -> str:
 
 
 def gib(size: float) -> str:
-    """A number of bytes of memory as text: 1610612736 -> '1.50 GiB'."""
-    return f"{size / 2**30:,.2f} GiB"
+    """A number of bytes of memory as text: 1610612736 -> '1.50 GiB', 1048576 -> '0.0010 GiB'."""
+    count = size / 2**30
+    return f"{count:,.{2 if count >= 0.01 or not count else 4}f} GiB"
 
 
 def shortened(text: str, width: int) -> str:

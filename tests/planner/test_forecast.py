@@ -100,7 +100,7 @@ def test_a_run_sets_its_forecast_beside_what_it_took(
     assert " GiB; 2 tokens/s (1 to 3)\n" in said
     # Each figure of the beginning is compared with its own.
     measured = (
-        r"\ntraining took \d+ s: [\d,]+ tokens/s \(planned 2\), tensors 0\.\d\d GiB \(planned "
+        r"\ntraining took \d+ s: [\d,]+ tokens/s \(planned 2\), tensors 0\.\d+ GiB \(planned "
     )
     assert re.search(
         measured + r"3\.00 GiB\), process \d\.\d\d GiB \(planned \d\.\d\d GiB\)\n", said

@@ -28,7 +28,7 @@ from firstlight.cli.options import (
     template_option,
 )
 from firstlight.cli.output import show_table, with_json, write_out
-from firstlight.console import human_bytes, say, visible
+from firstlight.console import gib, say, visible
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.generation.config import SamplingConfig
 from firstlight.serving.config import (
@@ -349,7 +349,7 @@ def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool
     say(f"serving {options.model_name} at {url}/v1 (Ctrl-C ends it)")
     say(
         f"at most {options.max_batch_size} texts of {scheduler.max_tokens:,} tokens at a time, "
-        f"keys and values: {human_bytes(service.cache_bytes)}; {options.max_queue} more may wait"
+        f"keys and values: {gib(service.cache_bytes)}; {options.max_queue} more may wait"
     )
     if options.api_key is not None:
         say("clients need the API key")

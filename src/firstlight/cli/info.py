@@ -11,7 +11,7 @@ import click
 
 from firstlight.cli.options import best_option, path_option
 from firstlight.cli.output import end_with, say_findings, show_rows, show_table, with_json
-from firstlight.console import human_bytes, say
+from firstlight.console import gib, human_bytes, say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _machine(*, check: bool) -> dict[str, Any]:
     show_rows(
         [
             ("device", f"{hardware.device} ({hardware.name})"),
-            ("memory", human_bytes(hardware.memory_bytes)),
+            ("memory", gib(hardware.memory_bytes)),
             *_in_use(result),
             ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
             ("bf16", "in hardware" if hardware.bf16 else "not in hardware: fp32 is used"),
@@ -100,7 +100,7 @@ def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
     """The row about programs on the GPU; none where the driver can't be asked."""
     if "gpu_utilization" not in machine:
         return []
-    used = human_bytes(machine["device_used_bytes"])
+    used = gib(machine["device_used_bytes"])
     return [("in use now", f"{used} by all programs, GPU {machine['gpu_utilization']:.0%} busy")]
 
 
@@ -182,12 +182,12 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             *_tokenizer_rows(tokenizer),
             (
                 "memory to generate",
-                f"{human_bytes(result['inference_bytes'])} in {dtypes}: weights, and a cache of "
+                f"{gib(result['inference_bytes'])} in {dtypes}: weights, and a cache of "
                 f"{human_bytes(result['cache_bytes_per_token'])} per token for the whole context",
             ),
             (
                 "memory to train",
-                f"{human_bytes(result['training_state_bytes'])} in fp32: weights, gradients and "
+                f"{gib(result['training_state_bytes'])} in fp32: weights, gradients and "
                 "AdamW's moments; the activations come on top",
             ),
         ]
