@@ -59,9 +59,9 @@ LONGEST := data/test_conversations.py::test_the_longest_conversation_that_is_tak
 # A test of each benchmark, which `make test` runs; `make test-benchmarks` runs all.
 SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
 	generation.py::test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn \
-	gpu_quick.py::test_every_item_in_a_dry_run_has_rows_of_figures \
-	learning.py::test_the_command_trains_and_writes_its_page \
-	loading.py::test_the_command_prints_a_table_for_people_and_one_object_for_programs \
+	gpu_quick.py::test_item_that_fails_keeps_its_rows_ends_no_other_and_is_tried_again \
+	learning.py::test_figures_are_means_over_seeds_and_gains_are_paired_by_seed \
+	loading.py::test_the_checkpoint_is_one_model_in_one_file_and_in_shards \
 	pages.py::test_each_page_has_blocks_whose_commands_there_are \
 	planner.py::test_what_was_measured_is_said_and_written_at_once \
 	scaling.py::test_figures_are_medians_over_the_turns \

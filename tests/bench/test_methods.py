@@ -876,12 +876,10 @@ _FOUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, exit_code, rows",
-    [
-        pytest.param(signal.SIGINT, 130, "bf16,fused,sdpa", marks=pytest.mark.slow),
-        (signal.SIGTERM, 143, "sdpa"),
-    ],
+    [(signal.SIGINT, 130, "bf16,fused,sdpa"), (signal.SIGTERM, 143, "sdpa")],
 )
 def test_an_interrupted_bench_leaves_what_was_measured_and_no_process(
     model: Path, tmp_path: Path, number: signal.Signals, exit_code: int, rows: str

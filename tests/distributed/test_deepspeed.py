@@ -177,11 +177,14 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"engine": "ddp", "zero_stage": 2}, "zero_stage 2 is for distributed.engine deepspeed"),
-        ({"engine": "fsdp", "offload": "nvme"}, "offload nvme is for distributed.engine deepspeed"),
-        ({"engine": "ddp", "offload": "cpu"}, "for distributed.engine fsdp or deepspeed"),
-        ({"engine": "deepspeed", "shard": 2}, "shard 2 is for distributed.engine fsdp"),
-        ({"engine": "deepspeed", "tensor_parallel": 2}, "tensor_parallel is not for"),
+        ({"engine": "ddp", "zero_stage": 2}, "zero_stage 2 requires distributed.engine deepspeed"),
+        (
+            {"engine": "fsdp", "offload": "nvme"},
+            "offload nvme requires distributed.engine deepspeed",
+        ),
+        ({"engine": "ddp", "offload": "cpu"}, "requires distributed.engine fsdp or deepspeed"),
+        ({"engine": "deepspeed", "shard": 2}, "shard 2 requires distributed.engine fsdp"),
+        ({"engine": "deepspeed", "tensor_parallel": 2}, "tensor_parallel does not support"),
         ({"engine": "deepspeed", "pipeline": 2}, "be combined with distributed.engine deepspeed"),
         (
             {"engine": "deepspeed", "offload": "nvme", "nvme_path": "x"},
@@ -191,7 +194,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             {"engine": "deepspeed", "offload": "nvme", "zero_stage": 3},
             "as distributed.nvme_path",
         ),
-        ({"engine": "deepspeed", "nvme_path": "x"}, "nvme_path is for distributed.offload nvme"),
+        ({"engine": "deepspeed", "nvme_path": "x"}, "nvme_path requires distributed.offload nvme"),
     ],
 )
 def test_keys_that_are_not_for_the_engine_are_refused(keys: dict[str, Any], problem: str) -> None:
@@ -204,13 +207,13 @@ def test_keys_that_are_not_for_the_engine_are_refused(keys: dict[str, Any], prob
     [
         ("efficiency", {"precision": "fp8"}, "precision fp8"),
         ("efficiency", {"precision": "bf16_params"}, "precision bf16_params"),
-        ("efficiency", {"compile": True}, "efficiency.compile does not see through"),
+        ("efficiency", {"compile": True}, "does not support efficiency.compile"),
         ("efficiency", {"activation_offload": True}, "efficiency.activation_offload"),
         ("efficiency", {"optimizer_in_backward": True}, "efficiency.optimizer_in_backward"),
         ("optimizer", {"name": "muon"}, "optimizer.name muon"),
         ("optimizer", {"name": "adafactor"}, "optimizer.name adafactor"),
         ("optimizer", {"clip_after_warmup": True}, "optimizer.clip_after_warmup"),
-        ("lora", {"rank": 2}, "lora is not for distributed.engine deepspeed"),
+        ("lora", {"rank": 2}, "distributed.engine deepspeed does not support lora"),
         ("checkpoint", {"sharded": True}, "checkpoint.sharded"),
     ],
 )

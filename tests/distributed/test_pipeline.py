@@ -119,15 +119,15 @@ def test_stages_begin_with_the_values_of_the_whole_model() -> None:
 @pytest.mark.parametrize(
     ("processes", "config", "said"),
     [
-        (4, {"pipeline": 2}, "pipeline is 2 and this run has 4 processes: start .* --nproc 2"),
+        (4, {"pipeline": 2}, "pipeline is 2, but this run has 4 processes: start .* --nproc 2"),
         (1, {"pipeline": 2}, "start it with --nproc 2"),
         (2, {"pipeline": 2, "engine": "fsdp"}, "be combined with distributed.engine fsdp"),
         (4, {"pipeline": 2, "tensor_parallel": 2}, "with distributed.tensor_parallel 2"),
-        (2, {"pipeline": 2, "shard": 2}, "distributed.shard 2 is for .* leave shard out"),
+        (2, {"pipeline": 2, "shard": 2}, "distributed.shard 2 requires .* remove shard"),
         (
             2,
             {"pipeline": 2, "offload": "cpu"},
-            "distributed.offload cpu is for .* leave offload out",
+            "distributed.offload cpu requires .* remove offload",
         ),
     ],
 )
@@ -141,7 +141,7 @@ def test_impossible_stages_are_refused(processes: int, config: dict[str, Any], s
     [
         (
             GPT2Config(**_SIZES),
-            "cuts llama, .*stablelm, gpt_neox and nanochat, and the model is gpt2",
+            "supports llama, .*stablelm, gpt_neox and nanochat, but the model is gpt2",
         ),
         (MoEConfig(**_SIZES, model_type="mixtral"), "the model is mixtral"),
         (GptOssConfig(**_SIZES), "the model is gpt_oss: .* distributed.engine to fsdp"),
@@ -161,18 +161,26 @@ def test_models_without_stages_are_refused(config: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("section", "values", "said"),
     [
-        ("efficiency", {"precision": "bf16_params"}, "precision bf16_params .* use bf16"),
-        ("efficiency", {"loss_chunk_tokens": 8}, "loss_chunk_tokens is not for .* set it to 0"),
+        ("efficiency", {"precision": "bf16_params"}, "precision bf16_params: use bf16"),
+        (
+            "efficiency",
+            {"loss_chunk_tokens": 8},
+            "support efficiency.loss_chunk_tokens: set it to 0",
+        ),
         (
             "efficiency",
             {"precision": "bf16", "bf16_residual": True},
-            "bf16_residual is not for distributed.pipeline: set it to false",
+            "pipeline does not support efficiency.bf16_residual: set it to false",
         ),
-        ("efficiency", {"optimizer_in_backward": True}, "optimizer_in_backward .* switch it off"),
-        ("efficiency", {"compile": True}, "efficiency.compile is not for .* set it to false"),
-        ("optimizer", {"name": "adafactor"}, "adafactor is not for .* adamw, lion, muon or sgd"),
-        ("lora", {}, "lora is not for distributed.pipeline: leave one out"),
-        ("checkpoint", {"sharded": True}, "checkpoint.sharded .* leave it out"),
+        ("efficiency", {"optimizer_in_backward": True}, "optimizer_in_backward: set it to false"),
+        ("efficiency", {"compile": True}, "support efficiency.compile: set it to false"),
+        (
+            "optimizer",
+            {"name": "adafactor"},
+            "optimizer.name adafactor: use adamw, lion, muon or sgd",
+        ),
+        ("lora", {}, "distributed.pipeline does not support lora: remove one"),
+        ("checkpoint", {"sharded": True}, "checkpoint.sharded .* disable it"),
     ],
 )
 def test_what_stages_do_not_know_is_refused(

@@ -55,7 +55,7 @@ def test_an_error_passes_through_a_group_of_one() -> None:
 def test_a_timeout_is_a_time() -> None:
     for seconds in (0.0, -1.0, float("nan")):
         with (
-            pytest.raises(ConfigError, match="has to be more than 0"),
+            pytest.raises(ConfigError, match="must be more than 0"),
             process_group(TWO, torch.device("cpu"), seconds),
         ):
             pass
@@ -67,7 +67,7 @@ def test_each_process_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert own_device(second, "cuda") == torch.device("cuda", 1)
     assert own_device(PLAIN, "cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="'cuda:1' can't be that of all 2 processes"):
+    with pytest.raises(ConfigError, match="'cuda:1' can't be the device of all 2 processes"):
         own_device(second, "cuda:1")
     with pytest.raises(ConfigError, match="local rank 2 has no GPU on this machine, which has 2"):
         own_device(World(2, 4, 2, 4, "h", 1), "cuda")
@@ -90,7 +90,7 @@ def test_cards_of_one_world_pass() -> None:
     "changes, message",
     [
         ({1: {"size": 4}}, "rank 1 on node1 was started as one of 4 processes, and rank 0 on"),
-        ({2: {"fingerprint": "x"}}, "rank 2 on node2 has another recipe than rank 0 on node0"),
+        ({2: {"fingerprint": "x"}}, "rank 2 on node2 has a different recipe than rank 0 on node0"),
         (
             {1: {"fingerprint": "x"}, 2: {"fingerprint": "y"}},
             "rank 1 on node1, rank 2 on node2 have another recipe than rank 0 on node0",

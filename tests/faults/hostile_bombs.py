@@ -35,7 +35,8 @@ def split(pattern: str) -> Build:
 
 def frame(names: list[str], ids: int = 1) -> dict[str, Any]:
     """A post-processor that puts special tokens before a text."""
-    special = {name: {"id": name, "ids": [0] * ids, "tokens": ["a"] * ids} for name in names}
+    rest = {"ids": [0] * ids, "tokens": ["a"] * ids}  # one for all names, which may be 100,000
+    special = {name: {"id": name, **rest} for name in names}
     pieces = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
     text = {"Sequence": {"id": "A", "type_id": 0}}
     pair = [text, {"Sequence": {"id": "B", "type_id": 1}}]

@@ -53,7 +53,7 @@ def test_no_call_that_changes_the_disk_is_a_bad_moment_for_a_cooldown(
             expected = outcome(cool("whole"))
         calls = len(watched.operations)
         assert calls > 30
-        tried = cases(12, calls)
+        tried = cases(8, calls)
         for number, at in enumerate(range(0, calls, max(calls // tried, 1))):
             name = f"broken-{number}"
             with installed(CrashingDisk(at)), pytest.raises(CrashError):

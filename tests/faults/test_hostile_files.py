@@ -26,8 +26,8 @@ _DRIVER = Path(__file__).with_name("hostile_driver.py")
 _MAX_SECONDS, _MAX_MEGABYTES = 1.0, 100.0
 _BOMB_SECONDS, _BOMB_MEGABYTES = 2.0, 300.0
 _ALL = {**FOLDERS, **TEXTS}
-#: In a sample, each third of every kind, and of bombs, which take longer, each sixth.
-_HOSTILE = dict([*list(_ALL.items())[:: cases(3, 1)], *list(BOMBS.items())[:: cases(6, 1)]])
+#: In a sample, each fifth of every kind, and of bombs, which take longer, each twelfth.
+_HOSTILE = dict([*list(_ALL.items())[:: cases(5, 1)], *list(BOMBS.items())[:: cases(12, 1)]])
 
 Report = Mapping[str, Any]
 

@@ -60,7 +60,7 @@ def test_a_run_killed_at_random_times_ends_as_one_that_was_not(
         )
         for name in ("synchronous", "asynchronous")
     ]
-    count = cases(6, 200)
+    count = cases(4, 200)
     request = {"recipes": [str(path) for path in recipes], "kills": count, "seed": _SEED}
     done = subprocess.run(
         [sys.executable, str(_DRIVER)],

@@ -257,7 +257,7 @@ def test_what_cant_be_meant_is_not_tried_again(tmp_path: Path) -> None:
     with launched(tmp_path, {"max_restarts": 3}, fingerprints={"1": "another"}) as run:
         code, said = run.end()
         assert code == 2, said
-        assert sum("has another recipe than rank 0" in line for line in said) == 1
+        assert sum("has a different recipe than rank 0" in line for line in said) == 1
         assert not any("again" in line for line in said)
 
 

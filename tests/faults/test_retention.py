@@ -271,7 +271,7 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 def test_a_run_is_never_without_a_sound_checkpoint_after_its_first(
     in_memory: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    count, saves = cases(100, 5000), 0
+    count, saves = cases(60, 5000), 0
     for number in range(count):
         seed = f"{_SEED}/{number}"
         try:

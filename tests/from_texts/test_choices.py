@@ -147,8 +147,8 @@ def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
     compiles, regional = way
     assert (found["efficiency.compile"], found["efficiency.compile_regional"]) == way
     width, layers = found["model.hidden_size"], found["model.num_hidden_layers"]
-    ways = {one.regional: one for one in compiler.ways((width, layers))}
-    chosen = ways[regional] if compiles else NOT_COMPILED
+    modes = {one.regional: one for one in compiler.modes((width, layers))}
+    chosen = modes[regional] if compiles else NOT_COMPILED
     # The time of compiling is not left for steps.
     rate = chosen.gain * plain.tokens_per_second
     assert found.tokens_per_second == pytest.approx(rate)

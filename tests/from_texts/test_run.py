@@ -281,7 +281,7 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     assert first.run_folder == Path("runs/texts-3")
     with pytest.raises(ConfigError, match="set --optimizer"):
         trained(texts, overrides={"optimizer.name": "sgd"}, progress=True)
-    assert "this one is in" not in capsys.readouterr().err
+    assert "this run is in" not in capsys.readouterr().err
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
     with pytest.raises(ConfigError, match="has no run of these inputs and options"):

@@ -143,7 +143,9 @@ def torch_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterat
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: gpu,
         "get_device_name": lambda device=None: H100.name,
-        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or capability >= (8, 0)
+        ),
         "synchronize": note("synchronize"),
         "empty_cache": note("empty_cache"),
         "reset_peak_memory_stats": note("reset_peak_memory_stats"),

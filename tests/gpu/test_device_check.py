@@ -24,7 +24,7 @@ def test_device_passes_its_check_and_no_operation_is_told(
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path))
     keys = CheckedKeys(precision)
     assert check_device(hardware, keys)["problem"] is None
-    assert device_check._wrong_operation(hardware, keys).startswith("no operation alone")
+    assert device_check._wrong_operation(hardware, keys).startswith("no single operation")
 
 
 @needs_no_gpu

@@ -113,7 +113,7 @@ def test_where_a_launcher_shows_one_gpu_it_is_every_process_own() -> None:
         assert own_device(World(2, 4, 2, 4), "cuda") == torch.device("cuda", 0)
     with torch_cuda(devices=2), pytest.raises(ConfigError, match="local rank 2 has no GPU"):
         own_device(World(2, 4, 2, 4), "cuda")
-    with torch_cuda(devices=2), pytest.raises(ConfigError, match="each process takes its own"):
+    with torch_cuda(devices=2), pytest.raises(ConfigError, match="each process uses its own"):
         own_device(World(0, 2, 0, 2), "cuda:1")
 
 

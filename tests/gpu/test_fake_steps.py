@@ -11,12 +11,13 @@ import torch
 
 from firstlight.data.loader import Batch
 from firstlight.hardware.compiling import Compiler
+from firstlight.hardware.device import find_hardware
 from firstlight.models import build_model
 from firstlight.models.moe import _has_kernel
 from firstlight.optim.eight_bit import quiet_import
 from firstlight.optim.new_model import NEW_MODEL
-from firstlight.recipe import ResolvedRecipe, parse_recipe
-from firstlight.recipe.resolve import Facts, resolve
+from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
+from firstlight.recipe.resolve import Facts, facts_here, resolve
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
@@ -49,8 +50,8 @@ ROWS, TOKENS = 2, 128
 GPU = Facts("cuda", "bf16", Compiler("cuda", device="", cores=16), lambda _: 1e15)
 
 
-def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:
-    """A tiny recipe with keys `section__key`."""
+def open_recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> Recipe:
+    """A tiny recipe with keys `section__key`, not resolved."""
     values: dict[str, Any] = {
         "model": model,
         "data": {"dir": "nowhere", "seq_len": TOKENS},
@@ -61,7 +62,12 @@ def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:
     for key, value in keys.items():
         section, _, name = key.partition("__")
         values.setdefault(section, {})[name] = value
-    return resolve(parse_recipe(values), GPU)
+    return parse_recipe(values)
+
+
+def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:
+    """A tiny recipe with keys `section__key`, resolved for `GPU`."""
+    return resolve(open_recipe_of(model, **keys), GPU)
 
 
 def batch_of(recipe: ResolvedRecipe, *, pinned: bool = False) -> Batch:
@@ -452,6 +458,22 @@ def test_weights_of_4_bits_stay_on_the_gpu(model: dict[str, Any], precision: str
         assert {c.outputs[0][1] for c in linear} == {half}
         unpacked = cuda.named("dequantize_4bit")
         assert {c.outputs[0][1] for c in unpacked} == {half}
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_auto_precision_on_a_t4_is_fp16_with_loss_scale_and_efficient_attention(
+    model: dict[str, Any],
+) -> None:
+    with fake_cuda(capability=(7, 5)) as (cuda, _):
+        written = open_recipe_of(model, efficiency__precision="auto", optimizer__name="muon")
+        recipe = resolve(written, facts_here(find_hardware("cuda")))
+        assert recipe.efficiency.precision == "fp16"
+        program = steps(cuda, recipe)
+        assert program.scaler is not None
+        assert len(cuda.named("_scaled_dot_product_efficient_attention")) == 2
+        inner = [c for c in cuda.named(*PRODUCTS) if len(c.inputs) > 1]
+        assert {d for c in inner for _, d, _ in c.inputs} == {torch.float16}
 
 
 @pytest.mark.everywhere

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling, best_way
+from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling, best_compile_mode
 
 H100 = Compiler("cuda", "H100", cores=16)
 
@@ -20,27 +20,27 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def seconds_of(compiler: Compiler, size: tuple[int, int]) -> list[float]:
     """Of a layer and the loss, and of the whole model."""
-    return [way.seconds for way in compiler.ways(size)]
+    return [way.seconds for way in compiler.modes(size)]
 
 
 def test_ways_to_compile_without_stored_times_have_the_usual_ones() -> None:
     assert seconds_of(H100, (768, 12)) == [8.0, 28.0]
     assert seconds_of(Compiler("cuda", "T4", cores=2), (768, 12)) == [24.0, 84.0]
-    regional, whole = H100.ways((768, 12))
+    regional, whole = H100.modes((768, 12))
     assert (regional.regional, whole.regional) == (True, False)
     assert 1 < regional.gain < whole.gain
     assert 1 < regional.launch_gain < whole.launch_gain
 
 
 def test_compiling_beside_other_programs_takes_longer() -> None:
-    assert [way.seconds for way in H100.ways((768, 12), is_busy=True)] == [32.0, 112.0]
+    assert [way.seconds for way in H100.modes((768, 12), is_busy=True)] == [32.0, 112.0]
 
 
 def test_gain_on_a_cpu_is_less_for_wide_models() -> None:
-    gains = [Compiler("cpu", "", 2).ways((width, 4))[0].gain for width in (64, 192, 768)]
+    gains = [Compiler("cpu", "", 2).modes((width, 4))[0].gain for width in (64, 192, 768)]
     assert gains == sorted(gains, reverse=True)
     assert gains[-1] > 1
-    regional, whole = Compiler("cpu", "", 2).ways((64, 4))
+    regional, whole = Compiler("cpu", "", 2).modes((64, 4))
     assert regional.gain < whole.gain  # so that long runs compile the whole model
 
 
@@ -74,13 +74,13 @@ def test_cache_that_cannot_be_written_ends_nothing(cache: Path) -> None:
     assert seconds_of(H100, (768, 12)) == [8.0, 28.0]
 
 
-def test_best_way_saves_more_than_the_time_of_compiling() -> None:
+def test_best_compile_mode_saves_more_than_the_time_of_compiling() -> None:
     way = Compiling(True, seconds=10.0, gain=2.0)
     # Half of the time is saved: with the margin for a run of 24 s and more.
     ways = [NOT_COMPILED, way]
-    assert best_way(ways, lambda one: 23.9 / one.gain) is NOT_COMPILED
-    assert best_way(ways, lambda one: 24.1 / one.gain) is way
-    assert best_way([way], lambda one: 1.0 / one.gain) is way
+    assert best_compile_mode(ways, lambda one: 23.9 / one.gain) is NOT_COMPILED
+    assert best_compile_mode(ways, lambda one: 24.1 / one.gain) is way
+    assert best_compile_mode([way], lambda one: 1.0 / one.gain) is way
 
 
 def test_time_that_compiling_would_take_leaves_a_tenth_for_steps() -> None:

@@ -45,7 +45,7 @@ def test_names_may_be_written_as_drivers_and_people_do(written: str, name: str) 
 
 
 def test_what_is_sold_with_several_memories_is_asked_about() -> None:
-    with pytest.raises(ConfigError, match="several sizes of memory: say 'A100 40GB' or 'A100 80GB"):
+    with pytest.raises(ConfigError, match="several sizes of memory: use 'A100 40GB' or 'A100 80GB"):
         find_gpu("A100")
     assert find_gpu("A100", 42_300_000_000).name == "A100 40GB"
     assert find_gpu("A100", 85_000_000_000).name == "A100 80GB"

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_samples_of_a_slow_allocator_take_a_twentieth_of_the_time(
         waits.append(seconds)
         peak._end.set()
 
-    monkeypatch.setattr(process_memory.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(process_memory, "allocated_bytes", sample)
     monkeypatch.setattr(peak._end, "wait", wait)
     peak._look()

@@ -491,7 +491,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     Change = dict[str, Tensor]
     changes: list[tuple[Change, str]] = [
         ({n: t for n, t in tensors.items() if n != name}, f"lacks tensor {name}"),
-        ({**tensors, "base_model.model.x": torch.ones(1)}, "beside the model's adapters, tensor"),
+        ({**tensors, "base_model.model.x": torch.ones(1)}, "besides the model's adapters, tensor"),
         ({**tensors, name: torch.ones(4, 16)}, rf"{name} is \[4, 16\], expected \[3, 16\]"),
     ]
     for changed, problem in changes:

@@ -80,8 +80,26 @@ _REFUSED = {
     "optimizer.name: paged_adamw8bit",
     "data.pin_memory",
 }
-#: What a C++ compiler, several processes or fp16 on a CPU take many seconds for.
+#: The values of the plain recipe, values that other rows need as well or `test_methods` trains too,
+#: and what a C++ compiler, several processes or fp16 on a CPU take many seconds for.
 _SLOW = (
+    "precision: fp32",
+    "attention: auto",
+    "checkpointing: none",
+    "compile: auto",
+    "implementation: auto",
+    "library: auto",
+    "quantize: none",
+    "name: adamw",
+    "batch.divide_micro_batch",
+    "matmul_precision",
+    "data.prefetch",
+    "implementation: foreach",
+    "implementation: for-loop",
+    "name: adamw8bit",
+    "library: bitsandbytes",
+    "precision: tf32",
+    "attention: math",
     "aot_eager",
     "backend: cudagraphs",
     "precision: fp16",

@@ -89,7 +89,7 @@ def test_cudnn_attention_is_refused_where_bits_are_to_be_the_same() -> None:
         "data": {"dir": "none", "seq_len": 8},
         "efficiency": {"attention": "cudnn", "precision": "bf16"},
     }
-    with pytest.raises(ConfigError, match=r"cudnn adds up in no fixed order: set it to flash"):
+    with pytest.raises(ConfigError, match=r"cudnn sums in no fixed order: set it to flash"):
         require_combination(plain_recipe(values), GPU)
     require_combination(plain_recipe(values | {"run": {}}), GPU)
     require_combination(

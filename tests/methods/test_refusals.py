@@ -351,7 +351,7 @@ def test_a_chunked_loss_over_an_adapted_head_is_refused_with_both_ways_out() -> 
     model = empty_model(recipe.model)
     model.init_weights(torch.Generator().manual_seed(0))
     attach(model, recipe, CPU)
-    with pytest.raises(ConfigError, match=r"leave lm_head out of lora\.targets") as error:
+    with pytest.raises(ConfigError, match=r"remove lm_head from lora\.targets") as error:
         apply_methods(model, recipe.efficiency, CPU)
     assert "set efficiency.loss_chunk_tokens to 0" in str(error.value)
     # Both ways out.
@@ -379,32 +379,36 @@ def test_a_paged_optimizer_on_a_cpu_is_refused_with_its_like() -> None:
 @pytest.mark.parametrize(
     "settings,hardware,said",
     [
-        (_precision("tf32"), CPU, ["efficiency.precision tf32 is fp32 on a cpu device"]),
+        (
+            _precision("tf32"),
+            CPU,
+            ["efficiency.precision tf32 is the same as fp32 on a cpu device"],
+        ),
         (_precision("tf32"), GPU, []),
-        ({"efficiency.activation_offload": True}, CPU, ["gains nothing on a CPU"]),
+        ({"efficiency.activation_offload": True}, CPU, ["has no effect on a CPU"]),
         ({"efficiency.activation_offload": True}, _APPLE, []),
-        ({"efficiency.empty_cache_steps": 5}, _APPLE, ["does nothing on a mps device"]),
+        ({"efficiency.empty_cache_steps": 5}, _APPLE, ["has no effect on a mps device"]),
         ({"efficiency.empty_cache_steps": 5}, GPU, []),
         (
             {"efficiency.compile": True, "efficiency.compile_mode": "max-autotune"},
             CPU,
-            ["compile_mode max-autotune is for GPUs"],
+            ["compile_mode max-autotune has an effect on GPUs only"],
         ),
         (
             {"efficiency.compile": True, "efficiency.compile_backend": "cudagraphs"},
             CPU,
-            ["compile_backend cudagraphs is for GPUs"],
+            ["compile_backend cudagraphs needs a GPU"],
         ),
         (
             {"efficiency.precision": "bf16", "efficiency.matmul_precision": "medium"},
             GPU,
-            ["matmul_precision is for products of fp32 tensors"],
+            ["matmul_precision applies only to products of fp32 tensors"],
         ),
         ({"efficiency.precision": "fp32", "efficiency.matmul_precision": "medium"}, GPU, []),
         (
             {**_precision("bf16_params"), "efficiency.bf16_residual": True},
             GPU,
-            ["bf16_residual does nothing with efficiency.precision bf16_params"],
+            ["bf16_residual has no effect with efficiency.precision bf16_params"],
         ),
         ({**_BF16, "efficiency.bf16_residual": True}, GPU, []),
         (
@@ -417,38 +421,38 @@ def test_a_paged_optimizer_on_a_cpu_is_refused_with_its_like() -> None:
         (
             {**_HEAD_KEYS, **_TIED},
             CPU,
-            [f"{key} does nothing" for key in _HEAD_KEYS],
+            [f"{key} has no effect" for key in _HEAD_KEYS],
         ),
         (
             {**_HEAD_KEYS, **_TIED},
             GPU,
-            [f"{key} does nothing" for key in _HEAD_KEYS],
+            [f"{key} has no effect" for key in _HEAD_KEYS],
         ),
         (
             {"optimizer.embedding_lr_multiple": 2.0, "optimizer.head_betas": [0.8, 0.9], **_LORA},
             GPU,
             [
-                "optimizer.embedding_lr_multiple does nothing with lora, which trains no embedding",
-                "optimizer.head_betas does nothing with lora, which trains no head",
+                "embedding_lr_multiple has no effect with lora, which trains no embedding",
+                "optimizer.head_betas has no effect with lora, which trains no head",
             ],
         ),
-        ({**_VECTOR_KEY, **_LORA}, CPU, ["vector_lr_multiple does nothing with lora"]),
+        ({**_VECTOR_KEY, **_LORA}, CPU, ["vector_lr_multiple has no effect with lora"]),
         ({**_VECTOR_KEY, "lora.dora": True}, CPU, []),
         (_VECTOR_BETAS, CPU, []),
         (
             {**_VECTOR_BETAS, "optimizer.name": "sgd"},
             CPU,
-            ["vector_betas does nothing with optimizer.name sgd"],
+            ["vector_betas has no effect with optimizer.name sgd"],
         ),
         (
             {**_VECTOR_BETAS, "optimizer.name": "adafactor"},
             CPU,
-            ["vector_betas does nothing with optimizer.name adafactor"],
+            ["vector_betas has no effect with optimizer.name adafactor"],
         ),
         (
             {"optimizer.muon_beta2": 0.95},
             GPU,
-            ["optimizer.muon_beta2 does nothing with optimizer.name adamw: it is for muon"],
+            ["optimizer.muon_beta2 has no effect with optimizer.name adamw: it applies to muon"],
         ),
         ({"optimizer.muon_beta2": 0.95, "optimizer.name": "muon"}, GPU, []),
         ({}, CPU, []),

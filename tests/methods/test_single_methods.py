@@ -386,7 +386,7 @@ def test_the_chunked_loss_in_bf16_is_as_good_as_the_plain_one() -> None:
 def test_a_changed_head_is_not_chunked() -> None:
     model = small_model()
     model.lm_head = nn.Sequential(model.lm_head)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="leave lm_head out of lora"):
+    with pytest.raises(ConfigError, match="remove lm_head from lora"):
         chunk_loss(model, 8)
 
 
@@ -552,7 +552,7 @@ def test_time_of_compiling_is_recorded_for_the_usual_backend_and_an_empty_cache(
     record(usual, misses=1, hits=0)
     compiler = find_compiler(CPU)
     assert compiler is not None
-    assert compiler.ways((77, 77))[0].seconds == pytest.approx(99.0)  # as slow for all models
+    assert compiler.modes((77, 77))[0].seconds == pytest.approx(99.0)  # as slow for all models
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")

@@ -554,7 +554,8 @@ def test_granites_multipliers_stand_in_no_other_familys_section() -> None:
     assert granite.attention_multiplier == granite.model_dump()["attention_multiplier"] == 0.25
     assert granite.model_dump().keys() - LlamaConfig().model_dump().keys() == keys
     with pytest.raises(
-        ValidationError, match=r"logits_scaling is not a key of llama models .of granite"
+        ValidationError,
+        match=r"logits_scaling is not a key of llama models .it is a key of granite",
     ):
         LlamaConfig(logits_scaling=2.0)
 

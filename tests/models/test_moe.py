@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from builders import slow_but
 from firstlight.errors import ConfigError
 from firstlight.models import Llama, MoEConfig, empty_model, moe
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
@@ -227,7 +228,7 @@ def metrics_of(run_folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
 def test_a_run_logs_the_experts_loads_and_the_loss_without_the_routers(
     compiled: bool, moe_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -316,7 +317,7 @@ def test_a_sliding_window_saves_flops() -> None:
         ),
         (
             {"mlp_bias": True},
-            "mlp_bias is not a key of mixtral models (of arcee, deepseek_v2, granite, llama, smo",
+            "mlp_bias is not a key of mixtral models (it is a key of arcee, deepseek_v2",
         ),
         (
             {"max_window_layers": 1, "sliding_window": 4},

@@ -138,7 +138,7 @@ def test_embeddings_are_in_32_bits_where_nothing_is_said(library: str) -> None:
 
 
 def test_embeddings_in_32_bits_are_for_8_bits() -> None:
-    with pytest.raises(ValidationError, match="is for adamw8bit or paged_adamw8bit"):
+    with pytest.raises(ValidationError, match="applies only to adamw8bit or paged_adamw8bit"):
         make("adamw", embeddings_in_32_bits=True)
 
 

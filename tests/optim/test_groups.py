@@ -225,10 +225,10 @@ def test_counts_follow_the_decay_of_each_role() -> None:
     [
         ({"embedding_betas": [0.9, 1.0]}, r"embedding_betas \[0.9, 1.0\] must each be at least 0"),
         ({"head_lr_multiple": 0}, "head_lr_multiple"),
-        ({"name": "sgd", "cautious_weight_decay": True}, "is for adamw, lion or muon"),
+        ({"name": "sgd", "cautious_weight_decay": True}, "applies only to adamw, lion or muon"),
         (
             {"name": "adafactor", "tuned_width": 64},
-            "tuned_width is for adamw, adamw8bit, lion",
+            "tuned_width applies only to adamw, adamw8bit, lion",
         ),
     ],
 )

@@ -151,6 +151,26 @@ def test_the_gradient_stays_as_it_was() -> None:
 # Coefficients
 
 
+@pytest.mark.parametrize("shape", [(30, 12), (2, 12, 30)])
+def test_orthogonalised_tiny_gradients_in_fp16_are_nearer_to_fp64_than_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    # Below the smallest value of fp16, 6e-8.
+    gradients = 1e-8 * random(*shape)
+    exact = gradients.double() / gradients.double().norm(dim=(-2, -1), keepdim=True)
+    for a, b, c in COEFFICIENTS["jordan"][1]:
+        gram = exact @ exact.mT
+        exact = a * exact + (b * gram + c * gram @ gram) @ exact
+    off = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        monkeypatch.setattr("firstlight.optim.muon._product_dtype", lambda _, dtype=dtype: dtype)
+        found = orthogonalised(gradients)
+        assert found.dtype == torch.bfloat16
+        off[dtype] = ((found - exact).norm() / exact.norm()).item()
+    # What is left of fp16's is the rounding of the result to bf16.
+    assert off[torch.float16] < 0.004 < off[torch.bfloat16]
+
+
 @pytest.mark.parametrize(
     "name, least, greatest", [("jordan", 0.6, 1.3), ("polar_express", 0.85, 1.15)]
 )

@@ -255,16 +255,31 @@ def test_the_share_of_the_decay_is_computed_as_it_is_written(steps: int, share: 
 @pytest.mark.parametrize(
     "values, says",
     [
-        ({"kind": "linear", "decay_fraction": 0.2}, "decay_fraction is for kind wsd, not linear"),
-        ({"decay_shape": "1-sqrt"}, "decay_shape is for kind wsd, not cosine"),
-        ({"cooldown_steps": 5}, "cooldown_steps is for kind wsd, not cosine"),
-        ({"kind": "constant", "decay_steps": 5}, "decay_steps is for kind cosine or linear or wsd"),
-        ({"kind": "inverse_sqrt", "decay_steps": 5}, "decay_steps is for kind"),
-        ({"kind": "constant", "decay_starts_at_peak": True}, "decay_starts_at_peak is for kind"),
-        ({"decay_tokens": 9, "max_minutes": 1}, "decay_tokens is for a run of known length"),
-        ({"kind": "constant", "min_lr_ratio": 0.1}, "min_lr_ratio is for kind .*, not constant"),
-        ({"kind": "constant", "min_learning_rate": 0.1}, "min_learning_rate is for kind"),
-        ({"kind": "wsd", "decay_fraction": 0.2, "cooldown_steps": 5}, "how long the decay is"),
+        (
+            {"kind": "linear", "decay_fraction": 0.2},
+            "decay_fraction applies only to kind wsd, not linear",
+        ),
+        ({"decay_shape": "1-sqrt"}, "decay_shape applies only to kind wsd, not cosine"),
+        ({"cooldown_steps": 5}, "cooldown_steps applies only to kind wsd, not cosine"),
+        (
+            {"kind": "constant", "decay_steps": 5},
+            "decay_steps applies only to kind cosine or linear or wsd",
+        ),
+        ({"kind": "inverse_sqrt", "decay_steps": 5}, "decay_steps applies only to kind"),
+        (
+            {"kind": "constant", "decay_starts_at_peak": True},
+            "decay_starts_at_peak applies only to kind",
+        ),
+        ({"decay_tokens": 9, "max_minutes": 1}, "decay_tokens requires a known number of steps"),
+        (
+            {"kind": "constant", "min_lr_ratio": 0.1},
+            "min_lr_ratio applies only to kind .*, not constant",
+        ),
+        ({"kind": "constant", "min_learning_rate": 0.1}, "min_learning_rate applies only to kind"),
+        (
+            {"kind": "wsd", "decay_fraction": 0.2, "cooldown_steps": 5},
+            "both set the length of the decay",
+        ),
     ],
 )
 def test_keys_of_other_kinds_are_refused(values: dict[str, Any], says: str) -> None:
@@ -399,10 +414,10 @@ def test_a_decay_that_ends_in_the_warm_up_is_refused() -> None:
 @pytest.mark.parametrize(
     "values, says",
     [
-        ({"max_steps": 5, "epochs": 1}, "max_steps and epochs both say how long the run is"),
-        ({"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio both say"),
-        ({"warmup_tokens": 5, "warmup_ratio": 0.1}, "warmup_tokens and warmup_ratio both say"),
-        ({"decay_steps": 5, "decay_tokens": 9}, "decay_steps and decay_tokens both say where the"),
+        ({"max_steps": 5, "epochs": 1}, "max_steps and epochs both set the length of the run"),
+        ({"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio both set"),
+        ({"warmup_tokens": 5, "warmup_ratio": 0.1}, "warmup_tokens and warmup_ratio both set"),
+        ({"decay_steps": 5, "decay_tokens": 9}, "decay_steps and decay_tokens both set the end"),
         ({"min_lr_ratio": 0.1, "min_learning_rate": 1e-5}, "min_lr_ratio and min_learning_rate"),
     ],
 )

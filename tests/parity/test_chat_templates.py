@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from builders import slow_but
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_template import CHAT_TEMPLATES, required_tokens
 
@@ -149,7 +150,9 @@ def test_templates_are_found_where_transformers_finds_them(
     check("file")
 
 
-@pytest.mark.parametrize("kind", ["trained", "llama3", "llama2", "gpt2"])
+@pytest.mark.parametrize(
+    "kind", slow_but(["trained", "llama2"], ["trained", "llama3", "llama2", "gpt2"])
+)
 def test_transformers_knows_the_tokens_of_an_extended_tokenizer(
     tmp_path: Path, tokenizer: Tokenizer, kind: str, request: pytest.FixtureRequest
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from drawn import own_model, write_folder
 from tokenizers.processors import TemplateProcessing
 
+from builders import slow_but
 from firstlight.errors import ConfigError, InputError
 from firstlight.evaluation.scores import TaskResult
 from firstlight.evaluation.tasks import evaluate_tasks, item_of, read_hellaswag
@@ -285,7 +286,7 @@ def _shared_agreement(shared: Path, tmp_path: Path, limit: int | None) -> TaskRe
 
 
 def test_a_trained_models_hellaswag_is_the_harness(shared: Path, tmp_path: Path) -> None:
-    assert _shared_agreement(shared, tmp_path, 50).items == 50
+    assert _shared_agreement(shared, tmp_path, 20).items == 20
 
 
 @pytest.mark.slow
@@ -375,7 +376,7 @@ def test_a_task_that_is_evaluated_again_gives_the_same(loaded: LoadedModel, task
     assert first[0].items == 4
 
 
-@pytest.mark.parametrize("asked", [True, None])
+@pytest.mark.parametrize("asked", slow_but([None], [True, None]))
 def test_chat_template_is_applied_to_the_tasks_that_ask_for_it(
     loaded: LoadedModel,
     tasks: Path,

@@ -281,7 +281,7 @@ def test_a_lengthened_embedding_in_the_file_is_refused(tmp_path: Path) -> None:
     model.resize_token_embeddings(40)
     theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
-    with pytest.raises(ValueError, match="weight, which is no adapter and not the base model's"):
+    with pytest.raises(ValueError, match="weight, which is neither an adapter nor the base"):
         load_model(tmp_path / "adapter")
 
 

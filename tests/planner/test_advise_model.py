@@ -39,7 +39,7 @@ from firstlight.planner.advise.model import (
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.planner.plan.plan import optimizer_of_width
 from firstlight.recipe import parse_recipe
-from firstlight.recipe.resolve import open_ways
+from firstlight.recipe.resolve import open_compile_modes
 
 _VOCAB, _ROW = 32000, 1024
 _LLAMA = LlamaConfig(
@@ -125,7 +125,7 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
 
         def open_to(config: ModelConfig, compiler: Compiler | None = compiler) -> list[Compiling]:
             size = config.hidden_size, config.num_hidden_layers
-            return open_ways(EfficiencyConfig(), DistributedConfig(), compiler, size)
+            return open_compile_modes(EfficiencyConfig(), DistributedConfig(), compiler, size)
 
         def rate(
             model: Suggestion, step: float, way: Compiling, machine: MachineFacts = machine
@@ -165,14 +165,14 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
                 seq_len=512,
                 seconds=length.seconds,
                 tokens=length.tokens,
-                ways=open_to,
+                modes=open_to,
             )
             own = (texts["model.hidden_size"], texts["model.num_hidden_layers"])
             assert own == (plan.config.hidden_size, plan.config.num_hidden_layers)
             assert texts["batch.global_batch_tokens"] == plan.global_batch_tokens
             assert texts.tokens == plan.tokens
             way = texts["efficiency.compile"], texts["efficiency.compile_regional"]
-            assert way == (plan.way.compiles, plan.way.regional)
+            assert way == (plan.mode.compiles, plan.mode.regional)
             ways.add(way)
             optimizer = optimizer_of_width(resolved, written, plan.config.hidden_size)
             expected = new_model_rates(name, plan.config.hidden_size)
@@ -206,7 +206,7 @@ def test_a_model_that_does_not_fit_is_not_suggested() -> None:
     assert 16 * small.parameters <= 2e9
     large = suggest(rate_of(1e15), _MODELS, _MUCH, seq_len=_ROW, seconds=1e6)
     assert large.parameters > small.parameters
-    with pytest.raises(ConfigError, match="no model of the ladder fits"):
+    with pytest.raises(ConfigError, match="none of the candidate models fits"):
         suggest(rate_of(1e15, memory=1e6), _MODELS, _MUCH, seq_len=_ROW, seconds=1e6)
 
 
@@ -238,7 +238,7 @@ def test_little_text_is_read_four_times_by_a_model_that_does_not_memorize_it() -
 
 def test_time_that_compiling_would_take_still_decides_the_model() -> None:
     slow = [Compiling(True, seconds=600.0)]
-    found = suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, seconds=60.0, ways=lambda _: slow)
+    found = suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, seconds=60.0, modes=lambda _: slow)
     plain = suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, seconds=60.0)
     assert found.parameters <= plain.parameters < 1e9
 
@@ -315,5 +315,5 @@ def test_a_layout_that_is_valid_in_no_other_size_is_refused() -> None:
     model = of_family("qwen3_moe").model_copy(
         update={"num_hidden_layers": 100, "decoder_sparse_step": 100}
     )
-    with pytest.raises(ConfigError, match=r"in its own size only.*leave no layer with experts"):
+    with pytest.raises(ConfigError, match=r"only in its current size.*leave no layer with experts"):
         list(model_ladder(model))

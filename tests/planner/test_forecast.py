@@ -461,13 +461,14 @@ class Keeps:
             *(2000, 10, {"precision": "fp32"}, "adamw", {"every_steps": 0}, "backward of loss"),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             2000,
             10,
             {"precision": "bf16", "activation_checkpointing": "full", "loss_chunk_tokens": 128},
             "adamw",
             {"every_steps": 1},
             "backward",
+            marks=pytest.mark.slow,
         ),
         (16, 10, {"precision": "fp32"}, "sgd", {"every_steps": 0}, "save"),
         pytest.param(

@@ -25,7 +25,6 @@ from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.defaults import new_model_rates
-from firstlight.planner.advise.law import MachineFacts
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.ranks import engine_of
 from firstlight.planner.plan import estimate as estimating
@@ -43,7 +42,6 @@ from firstlight.planner.plan.estimate import (
     reasons_for,
 )
 from firstlight.planner.plan.machine import (
-    Machine,
     find_machine,
     parse_bytes,
     planned_run,
@@ -61,7 +59,7 @@ from firstlight.planner.plan.text import (
 )
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
-from planner_recipes import FixedEstimator
+from planner_recipes import FixedEstimator, speed_of_h100
 
 _MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -81,14 +79,7 @@ def recipe(**sections: Any) -> Recipe:
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The speed of new models, which takes seconds to predict: that of an H100."""
-
-    def speed(machine: Machine) -> MachineFacts:
-        rates = [(1.8e7, 1.9e6), (1.8e8, 5e5), (1.3e9, 1e5)]
-        steps = [(1.8e7, 0.015), (1.8e8, 0.027), (1.3e9, 0.079)]
-        known = machine.name, "cuda", rates, machine.usable_bytes
-        return MachineFacts(*known, compiler=machine.compiler, steps=steps)
-
-    monkeypatch.setattr(planning, "new_model_speed", speed)
+    monkeypatch.setattr(planning, "new_model_speed", speed_of_h100)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +92,7 @@ def test_sizes_of_memory_have_units(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "24 apples", "GiB", "-3GiB", "1e3"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size of memory: write for instance 24GiB"):
+    with pytest.raises(ConfigError, match="is not a size of memory: write for example 24GiB"):
         parse_bytes(text)
 
 
@@ -136,7 +127,7 @@ def test_machines_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch
         find_machine("RTX 4091")
     with pytest.raises(ConfigError, match="--gpus is 0"):
         find_machine("RTX 4090", count=0)
-    with pytest.raises(ConfigError, match="--gpus 2 of which kind"):
+    with pytest.raises(ConfigError, match="--gpus 2 needs the kind of GPU"):
         find_machine(count=2)
     with pytest.raises(ConfigError, match="--gpu-memory is 24 bytes"):
         find_machine(memory_bytes=24)
@@ -190,7 +181,8 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
     found = list(alignment_warnings(resolved, None))
     assert found == [
         f"model.intermediate_size 67 is not a multiple of 8, and {mlp:.0%} of the matrix "
-        f"products use it: take 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a step",
+        f"products use it: set it to 72, up to {1 / (1 - mlp * 3 / 4):.2f} times the speed of a "
+        "step",
         f"model.vocab_size 101 is not a multiple of 8, and {head:.0%} of the matrix products use "
         "it: efficiency.vocab_multiple 64 pads it to 128, up to "
         f"{1 / (1 - head * 3 / 4):.2f} times the speed of a step",
@@ -205,15 +197,15 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
         recipe(model={**_MODEL, **heads, "hidden_size": 60, "intermediate_size": 67}), t4
     )
     hidden, layer = alignment_warnings(wide, None)  # and none of the keys' width, 10
-    assert ": take 72, up to" in layer
+    assert ": set it to 72, up to" in layer
     # 64 is not a multiple of 6 heads.
     assert "model.hidden_size 60 is not a multiple of 8" in hidden
-    assert ": take 72, up to" in hidden
+    assert ": set it to 72, up to" in hidden
     assert hidden.endswith("times the speed of a step, with the other sizes aligned as well")
     wide = resolve_for(recipe(model={**_MODEL, **heads, "hidden_size": 72}), t4)
     (keys,) = alignment_warnings(wide, None)
     assert keys.startswith("a width of 12 inside the model is not a multiple of 8")
-    assert ": take sizes of heads that are multiples of 8, up to" in keys
+    assert ": use head sizes that are multiples of 8, up to" in keys
     # fp32 is not computed by matrix units.
     slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})
     assert not list(alignment_warnings(resolve_for(slow, t4), None))
@@ -719,7 +711,7 @@ def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> 
 
 @pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])
 def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="has to be more than 0"):
+    with pytest.raises(ConfigError, match="must be more than 0"):
         Budget(**budget)
 
 
@@ -876,7 +868,7 @@ def test_a_budget_for_a_recipe_that_trains_given_weights_says_so(section: str) -
     for budget in (Budget(seconds=60.0), Budget(tokens=1e6)):
         with pytest.raises(ConfigError, match=f"a recipe with a {section} section starts from"):
             make_plan(written, find_machine("RTX 4090"), budget=budget, searches=False)
-    with pytest.raises(ConfigError, match="--init-from gives the weights"):
+    with pytest.raises(ConfigError, match="--init-from names the weights"):
         make_plan(recipe(), find_machine("RTX 4090"), init_from="gpt2", budget=Budget(tokens=1e6))
 
 
@@ -903,7 +895,7 @@ def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
     written = recipe(
         model=model, distributed={"tensor_parallel": 133}, efficiency={"compile": False}
     )
-    with pytest.raises(ConfigError, match="no model of the ladder can be cut"):
+    with pytest.raises(ConfigError, match="none of the candidate models can be sharded"):
         make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
 
 
@@ -993,7 +985,7 @@ def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
     speed = found["four"].speed
     assert speed is not None
     assert speed.kinds["communication"] > 0
-    with pytest.raises(ConfigError, match="don't make whole groups"):
+    with pytest.raises(ConfigError, match="can't be divided into groups"):
         resolve_for(recipe(batch=batch, distributed={"tensor_parallel": 2}), find_machine("H100"))
 
 
@@ -1147,13 +1139,13 @@ _FLASH_ON_T4 = [
     "options, words",
     [
         (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
-        (["--gpu-memory", "lots"], "is no size of memory"),
+        (["--gpu-memory", "lots"], "is not a size of memory"),
         (["--gpu", "T4", "--budget", "soon"], "is not a time"),
         (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
-        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or give --budget"),
+        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or set --budget"),
         (["--gpu", "A100 80GB", "--efficiency.precision", "fp8"], "this is A100 80GB: use bf16"),
-        (_FLASH_ON_T4, "8.0 or higher (Ampere and later), and this is T4"),
+        (_FLASH_ON_T4, "8.0 or higher (Ampere and later), but this is T4"),
     ],
 )
 def test_what_can_not_be_planned_is_one_line(

@@ -32,6 +32,7 @@ def test_results_come_in_the_order_of_the_arguments(processes: WorkerProcesses) 
     assert os.getpid() not in ids
 
 
+@pytest.mark.slow
 def test_workers_have_imported_and_nobody_waits_for_their_garbage() -> None:
     script = """
 import gc
@@ -107,7 +108,7 @@ def test_interruption_while_a_process_starts_is_raised_as_it_is(
 @pytest.mark.parametrize(
     "number, message",
     [
-        (signal.SIGKILL, "was killed, most likely for want of memory"),
+        (signal.SIGKILL, "was killed, most likely for lack of memory"),
         (signal.SIGSEGV, "was ended by SIGSEGV: a library .* has crashed"),
     ],
 )

@@ -189,9 +189,9 @@ def test_a_part_has_its_heads_layers_and_share_of_the_batch() -> None:
 def test_a_part_that_can_not_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads 2 can't be divided"):
         own_part(llama(tensor_parallel=4), 4)
-    with pytest.raises(ConfigError, match="pipeline has the embedding and the head"):
+    with pytest.raises(ConfigError, match="pipeline puts the embedding and the head"):
         own_part(llama(pipeline=2, tied=True), 2)
-    with pytest.raises(ConfigError, match="3 processes don't make whole groups: plan for 4"):
+    with pytest.raises(ConfigError, match=r"3 processes can't be divided .*: plan for 4"):
         own_part(llama(tensor_parallel=2), 3)
 
 

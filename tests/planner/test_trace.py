@@ -173,9 +173,9 @@ def test_a_module_on_the_meta_device_needs_no_memory() -> None:
         ({"optimizer": "adamv"}, "did you mean 'adamw'"),
         ({"precision": "fp61"}, "did you mean 'fp16'"),
         ({"activation_checkpointing": True}, "no gradient_checkpointing_enable"),
-        ({"loss": lambda _: torch.empty(2)}, "the model gives no loss"),
+        ({"loss": lambda _: torch.empty(2)}, "the model returns no loss"),
         ({"optimizer": None}, "optimizer 'None' is unknown"),
-        ({"gradient_accumulation_steps": 0}, "at least 1 is needed"),
+        ({"gradient_accumulation_steps": 0}, "it must be at least 1"),
         ({"zero_grad": "x"}, "zero_grad 'x' is unknown"),
     ],
 )
@@ -185,7 +185,7 @@ def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], message: s
 
 
 def test_a_module_without_parameters_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ReLU has no parameters that are trained"):
+    with pytest.raises(ConfigError, match="ReLU has no trained parameters"):
         plan_module(nn.ReLU(), [torch.empty(10, 16)], target=Target())
 
 
@@ -211,7 +211,7 @@ def test_what_libraries_take_inside_of_convolutions_is_said_not_to_count() -> No
             return result
 
     (note,) = plan_module(Convolution(), [torch.empty(2, 3, 8, 8)], target=Target()).notes
-    assert note.startswith("what libraries take inside of convolution")
+    assert note.startswith("memory that libraries allocate inside convolution")
     assert plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target()).notes == ()
 
 
@@ -220,7 +220,7 @@ def test_what_libraries_take_inside_of_recurrent_layers_is_said_not_to_count() -
     target = find_machine("RTX 4090").target
     options = {"loss": lambda found: found[0].sum(), "target": target}
     (note,) = plan_module(recurrent, [torch.empty(2, 3, 4)], **options).notes  # type: ignore[arg-type]
-    assert note.startswith("what libraries take inside of gru is")
+    assert note.startswith("memory that libraries allocate inside gru is")
 
 
 _WINDOW = {"sliding_window": 40}
@@ -313,18 +313,9 @@ _METHODS: dict[str, dict[str, Any]] = {
 
 #: What is unlike in what it takes; `make test-slow` runs all.
 _UNLIKE = (
-    *(
-        "gemma2",
-        "llama",
-        "bf16",
-        "bf16 residual",
-        "fp16",
-        "bf16 parameters",
-        "accumulation",
-        "full checkpointing",
-    ),
+    *("bf16 residual", "fp16", "bf16 parameters", "accumulation", "full checkpointing"),
     *("selective checkpointing", "offload", "chunked loss, bf16", "documents", "foreach"),
-    *("adafactor", "muon", "in backward", "LoRA", "gpt-oss", "qwen3_next", "experts"),
+    *("muon", "in backward", "LoRA", "gpt-oss", "qwen3_next"),
 )
 
 

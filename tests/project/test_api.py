@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,16 +97,14 @@ def test_the_command_and_the_module_are_the_same_program() -> None:
         assert f"\n  {verb} " in module.stdout
 
 
-def test_the_training_help_lists_every_key_of_a_recipe() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "firstlight", "train", "--help-all"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+def test_the_training_help_lists_every_key_of_a_recipe(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from firstlight.cli.main import main
     from firstlight.recipe import known_keys
 
-    lines = done.stdout.splitlines()
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["train", "--help-all"]) == 0
+    lines = capfd.readouterr().out.splitlines()
     listed = {line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")}
     assert set(known_keys()) <= listed

@@ -18,11 +18,12 @@ from firstlight.cli.plan import write_recipe
 from firstlight.data.conversations import to_conversation, to_pair
 from firstlight.errors import ConfigError
 from firstlight.planner.advise import defaults
+from firstlight.planner.plan import plan as planning
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.planner.plan.plan import Budget, make_plan
 from firstlight.recipe import load_recipe
 from firstlight.training.loop import train
-from planner_recipes import FixedEstimator
+from planner_recipes import FixedEstimator, speed_of_h100
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RECIPES = sorted((_ROOT / "recipes").glob("*.yaml"))
@@ -63,7 +64,7 @@ def test_a_recipe_is_planned_before_its_data_are_prepared(
 @pytest.mark.parametrize("name", _FINE_TUNING)
 def test_budget_for_recipe_that_starts_from_weights_is_refused(name: str) -> None:
     recipe = load_recipe(_ROOT / "recipes" / f"{name}.yaml")
-    with pytest.raises(ConfigError, match=r"suggest a new model, and a recipe with.* weights"):
+    with pytest.raises(ConfigError, match=r"suggest a new model, but a recipe with.* weights"):
         make_plan(recipe, find_machine("RTX 4090"), budget=Budget(seconds=60), searches=False)
 
 
@@ -75,6 +76,7 @@ def test_budget_for_recipe_suggests_one_that_learns_with_its_family_and_optimize
 ) -> None:
     # Smaller than the smallest rung of the ladder, which takes seconds to train with Muon.
     monkeypatch.setattr(defaults, "SHAPES", ((64, 2),))
+    monkeypatch.setattr(planning, "new_model_speed", speed_of_h100)
     small = {"data.dir": str(data), "data.seq_len": "32", "efficiency.compile": "false"}
     recipe = load_recipe(path, [*small.items(), ("efficiency.precision", "fp32")])
     plan = make_plan(

@@ -240,6 +240,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(_pages())
@@ -260,6 +261,7 @@ def _search_index(site: Path) -> dict[str, Any]:
     return index
 
 
+@pytest.mark.slow
 def test_the_search_finds_each_key_by_its_name_alone(site: Path) -> None:
     index = _search_index(site)
     titles = {one["location"]: re.sub(r"<[^>]+>", "", one["title"]) for one in index["docs"]}
@@ -269,6 +271,7 @@ def test_the_search_finds_each_key_by_its_name_alone(site: Path) -> None:
         assert re.split(index["config"]["separator"], title) == [section, key]
 
 
+@pytest.mark.slow
 def test_the_search_shows_pages_that_name_everything_after_those_that_explain(site: Path) -> None:
     entries = _search_index(site)["docs"]
     assert {one["location"].partition(".")[0] for one in entries if one.get("boost", 1) < 1} == {
@@ -349,6 +352,7 @@ class _Article(HTMLParser):
             self._link.append(text)
 
 
+@pytest.mark.slow
 def test_each_common_task_is_found_from_the_start_page_in_three_clicks(site: Path) -> None:
     read = cache(lambda path: _Article((site / path).read_text(encoding="utf-8")))
     seen = {"index.html"}

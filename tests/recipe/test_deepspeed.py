@@ -105,7 +105,7 @@ def test_the_batch_of_all_processes_decides_the_accumulation(
             {"batch": {"global_batch_tokens": 64}},
             "gradient_accumulation_steps and batch.global_batch_tokens",
         ),
-        ({"train_batch_size": 12}, {"batch": {"micro_batch_size": 5}}, "is not 5 rows a micro"),
+        ({"train_batch_size": 12}, {"batch": {"micro_batch_size": 5}}, "is not 5 rows per micro"),
         (
             {"train_batch_size": 12},
             {"batch": {"global_batch_tokens": 64}},
@@ -114,13 +114,13 @@ def test_the_batch_of_all_processes_decides_the_accumulation(
         ({"train_batch_size": 0}, {}, "train_batch_size is 0"),
         ({"gradient_clipping": -1}, {}, "optimizer.max_grad_norm"),
         ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type is Lamb"),
-        ({"scheduler": {"type": "WarmupLR"}}, {}, "scheduler.type is not supported: leave it"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, "scheduler.type is not supported: remove it"),
         ({"zero_optimisation": {"stage": 1}}, {}, "(did you mean 'zero_optimization.stage'?)"),
         ({"zero_optimization": {"stage": 0}}, {}, "which is distributed.engine ddp"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, {}, "which needs"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "are both true"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, {}, "fp16.loss_scale is 128"),
-        ([1], {}, "holds no JSON object"),
+        ([1], {}, "is not a JSON object"),
     ],
 )
 def test_what_contradicts_or_can_not_be_followed_is_named(

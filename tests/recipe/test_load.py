@@ -95,7 +95,7 @@ def test_the_last_of_several_overrides_counts(tmp_path: Path) -> None:
 
 def test_an_override_that_no_recipe_can_hold_is_refused_by_its_key(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: d}")
-    with pytest.raises(ConfigError, match=r"override run.seed is \{1\}, which no recipe can hold"):
+    with pytest.raises(ConfigError, match=r"override run.seed is \{1\}, which a recipe can't"):
         load_recipe(path, {"run.seed": {1}})
 
 
@@ -276,12 +276,14 @@ def test_a_key_of_other_families_is_refused_with_their_names(
     key: str, value: Any, families: str
 ) -> None:
     said = refusal({"model": {"model_type": "granite", key: value}, "data": {"dir": "d"}})
-    assert said.endswith(f"model: {key} is not a key of granite models (of {families})")
+    assert said.endswith(f"model: {key} is not a key of granite models (it is a key of {families})")
 
 
 def test_the_families_without_a_key_are_named_where_they_are_few() -> None:
     said = refusal({"model": {"model_type": "gpt2", "rope_theta": 3.0}, "data": {"dir": "d"}})
-    assert said.endswith("model: rope_theta is not a key of gpt2 models (of all but gpt2)")
+    assert said.endswith(
+        "model: rope_theta is not a key of gpt2 models (it is a key of all but gpt2)"
+    )
 
 
 @given(st.sampled_from(known_keys()), st.data())
@@ -337,9 +339,9 @@ def test_all_mistakes_are_reported_at_once() -> None:
         ({"run": {"seed": 2**63}}, f"run.seed: input should be less than {2**63}"),
         ({"data": {"dir": 7}}, "data.dir: input should be a valid string (given: 7)"),
         ({"data": {"dir": "d", "verify": 1}}, "data.verify: input should be a valid boolean"),
-        ({"data": None}, "data must be a section with keys of its own, not None"),
-        ({"evaluation": []}, "evaluation must be a section with keys of its own, not []"),
-        ({"model": 3}, "model must be a section with keys of its own, not 3"),
+        ({"data": None}, "data must be a section with keys, not None"),
+        ({"evaluation": []}, "evaluation must be a section with keys, not []"),
+        ({"model": 3}, "model must be a section with keys, not 3"),
         ({"model": {"model_type": "gpt3"}}, "'gpt3' is unknown (did you mean 'gpt2'?)"),
         (
             {"model": {"model_type": 3}},
@@ -355,11 +357,11 @@ def test_all_mistakes_are_reported_at_once() -> None:
         ),
         (
             {"model": {"model_type": "qwen3", "hidden_size": 50, "num_attention_heads": 3}},
-            "must be a multiple of num_attention_heads 3 (or give head_dim)",
+            "must be a multiple of num_attention_heads 3 (or set head_dim)",
         ),
         (
             {"model": {"hidden_size": 50, "num_attention_heads": 3, "head_dim": 16}},
-            "num_attention_heads 3 (or give model_type mistral with head_dim)",
+            "num_attention_heads 3 (or set model_type mistral with head_dim)",
         ),
     ],
 )
@@ -464,8 +466,8 @@ def test_accumulation_is_one_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     "tokens, said",
     [
-        (1000, "is not a multiple of micro_batch_size x seq_len = 256: take 768 or 1024"),
-        (100, "is not a multiple of micro_batch_size x seq_len = 256: take 256"),
+        (1000, "is not a multiple of micro_batch_size x seq_len = 256: use 768 or 1024"),
+        (100, "is not a multiple of micro_batch_size x seq_len = 256: use 256"),
     ],
 )
 def test_an_uneven_global_batch_is_refused_with_the_nearest_even(tokens: int, said: str) -> None:

@@ -258,7 +258,7 @@ def test_only_engines_that_compile_do(distributed: dict[str, Any], compiles: boo
 @pytest.mark.parametrize("key", ["pipeline", "tensor_parallel"])
 def test_the_largest_micro_batch_of_parts_is_not_sought(key: str) -> None:
     batch = {"micro_batch_size": "auto", "global_batch_tokens": 64}
-    with pytest.raises(ConfigError, match=f"distributed.{key} .* give a number"):
+    with pytest.raises(ConfigError, match=f"distributed.{key} .* set a number"):
         Place().resolve(recipe_of(batch=batch, distributed={key: 2}))
 
 
@@ -339,16 +339,16 @@ def test_uneven_batch_of_processes_is_refused_with_values_that_work() -> None:
         return str(caught.value).rpartition(": ")[2]
 
     given: Any = {"micro_batch_size": 8, "global_batch_tokens": 128}
-    assert refused(2, **given) == "set batch.micro_batch_size to 4, or take 256"
+    assert refused(2, **given) == "set batch.micro_batch_size to 4, or use 256"
     assert BatchConfig(**given | {"micro_batch_size": 4}).accumulation(16, 2) == 1
-    assert refused(3, **given) == "start 2 or 4 processes, or take 384"
-    assert refused(12, **given) == "start 8 processes, or take 1536"
+    assert refused(3, **given) == "start 2 or 4 processes, or use 384"
+    assert refused(12, **given) == "start 8 processes, or use 1536"
     assert refused(1, **given | {"micro_batch_size": 3}) == (
-        "set batch.micro_batch_size to 2, or take 96 or 144"
+        "set batch.micro_batch_size to 2, or use 96 or 144"
     )
     # A chosen micro-batch follows the tokens of a step.
     chosen = {"divide_micro_batch": True, **given}
-    assert refused(3, **chosen) == "start 2 or 4 processes, or take 96 or 144"
+    assert refused(3, **chosen) == "start 2 or 4 processes, or use 96 or 144"
 
 
 def test_micro_batch_given_as_option_replaces_a_chosen_one() -> None:
@@ -389,7 +389,7 @@ def test_a_run_that_began_with_embeddings_in_8_bits_goes_on_with_them() -> None:
 
 
 def test_an_open_key_is_refused_where_nothing_may_be_open() -> None:
-    with pytest.raises(ConfigError, match="precision and attention are undecided"):
+    with pytest.raises(ConfigError, match="precision and attention must not be auto"):
         parse_resolved_recipe(
             {
                 **Place().resolve(recipe_of()).model_dump(),
@@ -504,7 +504,7 @@ def test_a_new_model_whose_recipe_names_no_settings_has_those_of_new_models() ->
     place = Place(new_model=True)
     found = place.resolve(recipe)
     assert place.told[0] == (
-        "the recipe names no optimizer, schedule or initial weights: those of new models"
+        "the recipe sets no optimizer, schedule or initial weights: using those of new models"
     )
     rates = found.optimizer
     # Those of a width of 192, for a quarter of it.
@@ -582,8 +582,8 @@ def test_kind_of_data_decides_masking_and_preference_section(kind: str) -> None:
     ("kind", "sections", "message"),
     [
         ("chat", {"data": {"dir": "data", "document_masking": False}}, "can't be off with"),
-        ("text", {"preference": {"beta": 0.2}}, "set data.kind preference, or leave it out"),
-        ("preference", {}, "need a model that answers already"),
+        ("text", {"preference": {"beta": 0.2}}, "set data.kind preference, or remove the section"),
+        ("preference", {}, "need a model that already answers"),
     ],
 )
 def test_recipe_that_contradicts_its_data_is_refused(

@@ -93,6 +93,7 @@ def test_only_keys_that_differ_are_listed() -> None:
     assert recipe_differences([{"a": {"b": 1}}, {"a": {"b": 1}}]) == {}
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_the_best_of_each_number_stands_out(tmp_path: Path) -> None:
     starts = [{"step": 0, "tokenizer_sha256": "one"}]
     folders = [
@@ -121,6 +122,7 @@ def test_accuracies_are_compared_with_their_errors(tmp_path: Path) -> None:
     assert number_table(found)[-1] == ("arc/acc", ["0.5000 ± 0.0200", "0.2500"], {0})
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_the_page_has_all_runs_over_steps_tokens_and_hours(tmp_path: Path) -> None:
     recipes = [{"optimizer": {"learning_rate": rate}, "run": {"seed": 1}} for rate in (0.1, 0.2)]
     page = compared(
@@ -175,6 +177,7 @@ def test_nothing_of_a_run_acts_on_the_page(tmp_path: Path, text: str) -> None:
     assert f"{listed}a" in page.texts("td")[-2]
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_many_runs_have_curves_of_their_own(tmp_path: Path) -> None:
     page = compared(*(run(tmp_path / f"run{n}", 3 + n / 10) for n in range(18)))
     styles = [curve["style"] for curve in page.curves()[0]["curves"]]
@@ -235,6 +238,7 @@ def test_several_runs_are_compared_in_a_file_of_ones_choice(
     assert (tmp_path / "comparison.png").is_file()
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, [{"step": 1, "train/loss": 3.0}]) for name in "ab"]
     out = tmp_path / "both.html"

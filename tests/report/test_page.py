@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from builders import slow_but
 from firstlight.cli.main import main
 from firstlight.console import visible
 from firstlight.errors import CheckpointError
-from firstlight.report import report as reports
 from firstlight.report.charts import Chart, Line, draw
 from firstlight.report.report import chosen_samples, draw_report, run_page
 from firstlight.report.summary import final_numbers
@@ -118,6 +116,7 @@ def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
     assert {"learning rate", "gradient norm", "throughput", "memory", "mfu"} <= curves.keys()
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_page_of_a_gpu_run_shows_reserved_and_used_memory_and_utilization(tmp_path: Path) -> None:
     gpu = {"reserved_bytes": 2**29, "device_used_bytes": 2**30, "gpu_utilization": 0.9}
     run = write_run(tmp_path / "run", [record(s, **gpu) for s in (1, 2)])
@@ -129,6 +128,7 @@ def test_page_of_a_gpu_run_shows_reserved_and_used_memory_and_utilization(tmp_pa
     assert {key: numbers[key] for key in gpu} == gpu
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_the_throughput_of_conversations_says_what_of_it_is_learned(tmp_path: Path) -> None:
     def pages(learned: float) -> str:
         rates = {"learned_tokens_per_second": learned, "samples_per_second": 7.5}
@@ -226,6 +226,7 @@ def test_nothing_of_a_run_acts_on_its_page(tmp_path: Path, text: str) -> None:
     assert page.texts("title")[0] == f"{visible(name)} · firstlight"
 
 
+@pytest.mark.usefixtures("no_drawings")
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(), st.text())
 def test_any_sample_comes_back_as_it_is(tmp_path: Path, prompt: str, text: str) -> None:
@@ -245,7 +246,7 @@ def test_what_acts_is_shown_by_its_number() -> None:
 @pytest.mark.parametrize(
     "value",
     slow_but(
-        (0.0, 1e-320, 1e300, math.inf),
+        (1e-320, 1e300),
         [0.0, -1.0, 1e-320, 1e300, 1e99, -1e99, math.nan, math.inf, 5],
     ),
 )
@@ -340,11 +341,8 @@ def test_events_without_a_value_of_their_description_are_left_out_and_named(
     assert all(f"note: {line}\n" in said for line in run.left_out)
 
 
-def test_starts_without_a_value_have_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Drawing takes long, and the starts are in no chart.
-    monkeypatch.setattr(reports, "svg", lambda *_, **__: Markup("<svg></svg>"))
+@pytest.mark.usefixtures("no_drawings")
+def test_starts_without_a_value_have_a_page(tmp_path: Path) -> None:
     branch = {**_START, "step": 15, "branched_from": "trunk", "warmup_steps": 2, "init_from": "a"}
     for key, line in without_each(branch):
         starts = [_START, line]
@@ -393,6 +391,7 @@ def test_samples_are_all_there_as_long_as_they_fit() -> None:
     assert shown[0][1][0][1].endswith("[…]")
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_many_events_are_cut_to_the_last(tmp_path: Path) -> None:
     events = [{"step": 1, "event": "rollback", "to_step": 0, "reason": str(n)} for n in range(900)]
     page = page_of(write_run(tmp_path / "run", [record(1), record(2)], events=events))

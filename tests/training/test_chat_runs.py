@@ -153,7 +153,7 @@ def test_sample_prompts_are_messages_that_are_answered(chat: dict[str, Any]) -> 
     assert samples[-2]["text"] == "".join(session.answer("the light"))
     assert [sample["prompt"] for sample in samples[-2:]] == ["the light", ""]
     chat["evaluation"]["sample_prompts"] = ["the light " * 60]
-    with pytest.raises(ConfigError, match=r"sample_prompts: .* tokens, and the model's context"):
+    with pytest.raises(ConfigError, match=r"sample_prompts: .* tokens, but the model's context"):
         train(chat, resume=True)
 
 

@@ -438,9 +438,9 @@ def test_a_recipes_init_section_and_z_loss_reach_the_run(
     tokenizer = Tokenizer.from_pretrained(result.checkpoint)
     z = math.log(tokenizer.vocab_size)
     assert metrics(values)[0]["train/loss"] == pytest.approx(z + 0.5 * z * z, rel=1e-5)
-    with pytest.raises(ConfigError, match="the init section is for new weights"):
+    with pytest.raises(ConfigError, match="the init section applies to new weights"):
         train(changed(values, run={"dir": str(tmp_path / "x")}), init_from=result.checkpoint)
-    with pytest.raises(ConfigError, match="head_std is for a head of its own"):
+    with pytest.raises(ConfigError, match="head_std applies to an untied head"):
         train(changed(values, model={"tie_word_embeddings": True}))
 
 
@@ -532,7 +532,7 @@ def test_what_a_stop_saves_is_not_averaged(recipe: dict[str, Any], tmp_path: Pat
         ({"average_last": 3}, "set keep_last to 3"),
         ({"average_last": 1}, "average_last to 2 at least"),
         ({"average_last": 2, "every_steps": 0}, "set every_steps, or average_last to 0"),
-        ({"average_last": 2, "sharded": True}, "average_last reads whole checkpoints"),
+        ({"average_last": 2, "sharded": True}, "average_last reads full checkpoints"),
     ],
 )
 def test_an_average_that_can_not_be_made_is_refused(
@@ -550,7 +550,7 @@ def test_a_rate_above_the_peak_is_refused(recipe: dict[str, Any], key: str) -> N
 
 def test_clipping_after_the_warm_up_without_a_norm_is_refused(recipe: dict[str, Any]) -> None:
     values = changed(recipe, optimizer={"max_grad_norm": 0.0, "clip_after_warmup": True})
-    refused(values, ConfigError, "clip_after_warmup clips to max_grad_norm, which is 0")
+    refused(values, ConfigError, "clip_after_warmup requires a max_grad_norm above 0")
 
 
 def test_without_a_validation_split_there_is_no_validation_loss(
@@ -678,7 +678,7 @@ def test_init_from_of_another_tokenizer_or_nowhere_is_refused(
     start = changed(
         recipe, run={"dir": str(tmp_path / "x")}, data={"dir": str(tmp_path / "other-data")}
     )
-    refused(start, DataError, "prepared with another tokenizer", init_from=first.checkpoint)
+    refused(start, DataError, "prepared with a different tokenizer", init_from=first.checkpoint)
     missing = tmp_path / "no" / "where"
     refused(start, ModelError, "does not exist", init_from=missing)
 
@@ -835,8 +835,8 @@ def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         ({"pending": {"step": 8}}, "pending holds no metrics of step 8"),
         ({"pending": {"step": "8"}}, "pending holds no metrics of step 8"),
         ({"pending": {**_RECORD, "train/loss": 10**400}}, "pending holds no metrics of step 8"),
-        ({"micro_batch_rows": 99}, "micro_batch_rows is 99, and a micro-batch has 4 rows"),
-        ({"micro_batch_rows": 3}, "micro_batch_rows is 3, and a micro-batch has 4 rows"),
+        ({"micro_batch_rows": 99}, "micro_batch_rows is 99, but a micro-batch has 4 rows"),
+        ({"micro_batch_rows": 3}, "micro_batch_rows is 3, but a micro-batch has 4 rows"),
         ({"loader": {"rows_seen": 10**30}}, "rows_seen is 1000"),
         ({"skipped_steps": 9}, "9 of 8 steps were skipped"),
         ({"events": [{"step": 3, "event": None}]}, "an event has no name or no step"),
@@ -979,7 +979,7 @@ def test_a_schedule_that_can_not_be_gone_on_in_is_refused(
         recipe, run={"dir": str(tmp_path / "other")}, schedule={"resume": True, "max_steps": 12}
     )
     refused(other, ConfigError, "name that run with --init-from")
-    refused(other, ConfigError, "at step 12 .* and schedule.max_steps is 12", init_from=base)
+    refused(other, ConfigError, "at step 12 .* but schedule.max_steps is 12", init_from=base)
     longer = changed(other, schedule={"max_steps": 20})
     refused(changed(longer, optimizer={"name": "muon"}), CheckpointError, "muon", init_from=base)
     eight_bits = changed(longer, optimizer={"name": "adamw8bit"})
@@ -1099,11 +1099,11 @@ def test_longer_schedule_that_raises_the_rate_warns_with_both_rates(
     err, peak = capsys.readouterr().err, OptimizerConfig().learning_rate
     was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(4) for steps in (12, 20))
     said = (
-        f"step 5 would have had {was:.4g} by that of the checkpoint, and has {longer:.4g} now "
+        f"step 5 would have had {was:.4g} with that of the checkpoint, and has {longer:.4g} now "
         "(schedule.decay_steps 12 keeps the old schedule)\n"
     )
     assert (said in err) == warns
-    assert ("the schedule of the learning rate has changed" in err) == warns
+    assert ("the learning-rate schedule has changed" in err) == warns
     # The advised key keeps the rate.
     assert metrics(recipe)[4]["learning_rate"] == pytest.approx(longer if warns else was)
 
@@ -1256,7 +1256,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused(
 ) -> None:
     usage = type(shutil.disk_usage("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
-    refused(recipe, StorageError, r"0 MB free, and the run's checkpoints need about \d MB")
+    refused(recipe, StorageError, r"0 MB free, but the run's checkpoints need about \d MB")
 
 
 def test_checkpoints_folder_that_is_not_writable_is_refused_before_step_1(

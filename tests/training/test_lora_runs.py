@@ -123,10 +123,10 @@ def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(
     with pytest.raises(ConfigError, match="name it with --init-from"):
         train(parse_recipe({**lora_recipe(recipe), "model": recipe["model"]}))
     train(parse_recipe(lora_recipe(recipe)), init_from=base)
-    with pytest.raises(CheckpointError, match="is of a run with lora: put"):
+    with pytest.raises(CheckpointError, match="belongs to a run with lora: restore"):
         train(parse_recipe(recipe), resume=True)
     run = {**recipe["run"], "dir": str(base)}
-    with pytest.raises(CheckpointError, match="is of a run without lora: leave"):
+    with pytest.raises(CheckpointError, match="belongs to a run without lora: remove"):
         train(parse_recipe({**lora_recipe(recipe), "run": run}), resume=True)
     weights = resolve_model_folder(base) / WEIGHTS_NAME
     # Without it, a model folder like any other, and not a checkpoint that is damaged.

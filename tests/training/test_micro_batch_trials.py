@@ -128,7 +128,7 @@ def test_a_refusal_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_any_other_failure_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, lambda rows: "Failed")
-    with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(give a number"):
+    with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(set a number"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
 
 
@@ -143,8 +143,8 @@ def test_any_other_failure_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -
             },
             r"no batch\.gradient_accumulation_steps",
         ),
-        ({"global_batch_tokens": 40}, "take 32 or 48"),
-        ({"global_batch_tokens": 4}, "take 16$"),
+        ({"global_batch_tokens": 40}, "use 32 or 48"),
+        ({"global_batch_tokens": 4}, "use 16$"),
     ],
 )
 def test_auto_needs_a_batch_to_cut(batch: dict[str, Any], said: str) -> None:

@@ -282,7 +282,7 @@ ONE = {"dir": "a", "weight": 1}
         ({"dir": "d", "mix": [ONE]}, "data: give either dir, a prepared folder, or mix"),
         ({"mix": []}, "data.mix: list should have at least 1 item"),
         ({"mix": {"dir": "a"}}, "data.mix: input should be a valid list"),
-        ({"mix": ["a"]}, "data.mix.0 must be a section with keys of its own, not 'a'"),
+        ({"mix": ["a"]}, "data.mix.0 must be a section with keys, not 'a'"),
         ({"mix": [{"dir": "a"}]}, "data.mix.0.weight is missing"),
         ({"mix": [ONE, {"weight": 1}]}, "data.mix.1.dir is missing"),
         ({"mix": [{**ONE, "wieght": 1}]}, "key data.mix.0.wieght (did you mean 'weight'?)"),

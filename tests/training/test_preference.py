@@ -419,7 +419,9 @@ def test_accumulated_batches_give_the_same_run(
 @pytest.mark.parametrize(
     "efficiency, bound",
     [
-        ({"compile": True, "compile_backend": "aot_eager"}, 1e-4),
+        pytest.param(
+            {"compile": True, "compile_backend": "aot_eager"}, 1e-4, marks=pytest.mark.slow
+        ),
         ({"activation_checkpointing": "full", "vocab_multiple": 64}, 1e-4),
         ({"precision": "bf16"}, 0.03),
         ({"precision": "bf16_params", "activation_checkpointing": "selective"}, 0.05),
@@ -534,8 +536,8 @@ def test_a_prepared_folder_is_trained_on_as_files_are(
     "change, message",
     [
         ({"efficiency": {"loss_chunk_tokens": 64}}, "loss_chunk_tokens computes the cross-entropy"),
-        ({"loss": {"z_loss_coef": 1e-4}}, "z_loss_coef belongs to the cross-entropy"),
-        ({"batch": {"micro_batch_size": "auto", "global_batch_tokens": 512}}, "not preference"),
+        ({"loss": {"z_loss_coef": 1e-4}}, "z_loss_coef applies to cross-entropy only"),
+        ({"batch": {"micro_batch_size": "auto", "global_batch_tokens": 512}}, "support preference"),
     ],
 )
 def test_what_pairs_do_not_work_with_is_refused(
@@ -550,7 +552,7 @@ def test_a_run_on_pairs_needs_a_model_to_start_from(
 ) -> None:
     prepared(tmp_path / "folder", tokenizer, draw_pairs(9))
     pairs["data"] = {"dir": str(tmp_path / "folder"), "seq_len": CONTEXT}
-    with pytest.raises(ConfigError, match="preference pairs need a model that answers already"):
+    with pytest.raises(ConfigError, match="preference pairs need a model that already answers"):
         train(pairs)
 
 

@@ -363,10 +363,10 @@ def test_a_decision_falls_when_the_decay_has_to_begin() -> None:
 @pytest.mark.parametrize(
     "keys, says",
     [
-        ({"max_steps": 9, "epochs": 1.0}, "max_steps and epochs both say how long the run is"),
-        ({"decay_steps": 9}, "decay_steps is for a run of known length"),
+        ({"max_steps": 9, "epochs": 1.0}, "max_steps and epochs both set the length of the run"),
+        ({"decay_steps": 9}, "decay_steps requires a known number of steps"),
         ({"resume": True}, "set max_steps, and max_minutes to null"),
-        ({"warmup_ratio": 0.7, "decay_fraction": 0.5}, "are 1.2 of the run together"),
+        ({"warmup_ratio": 0.7, "decay_fraction": 0.5}, "together are 1.2 of the run"),
         ({"max_minutes": 0.0}, "schedule.max_minutes: .*greater than 0"),
     ],
 )
@@ -382,8 +382,17 @@ def test_a_length_that_can_not_be_is_refused_in_one_line(
 # Runs
 
 
+def _slow(*rows: tuple[str, float]) -> list[Any]:
+    """Rows that `make test-slow` runs."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
 @pytest.mark.parametrize(
-    "kind, step_seconds", [*((kind, 2.6) for kind in KINDS), ("wsd", 1.4), ("cosine", 1.4)]
+    "kind, step_seconds",
+    [
+        *[("wsd", 2.6), ("cosine", 1.4), ("inverse_sqrt", 2.6)],
+        *_slow(("cosine", 2.6), ("linear", 2.6), ("constant", 2.6), ("wsd", 1.4)),
+    ],
 )
 def test_a_run_ends_in_time_at_any_speed(
     recipe: dict[str, Any], machine: Machine, kind: str, step_seconds: float
@@ -439,7 +448,10 @@ def test_time_of_compiling_is_part_of_the_runs_time_and_is_remembered(
 @pytest.mark.parametrize(
     "kind, step_seconds",
     # The time ends a run as it does without a number of steps.
-    [*((kind, 0.001) for kind in KINDS), ("wsd", 2.6), ("cosine", 2.6)],
+    [
+        *[("wsd", 0.001), ("linear", 0.001), ("wsd", 2.6)],
+        *_slow(("cosine", 0.001), ("constant", 0.001), ("inverse_sqrt", 0.001), ("cosine", 2.6)),
+    ],
 )
 def test_a_run_ends_at_the_first_of_two_limits(
     recipe: dict[str, Any], machine: Machine, kind: str, step_seconds: float

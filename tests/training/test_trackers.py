@@ -337,7 +337,7 @@ def test_the_key_takes_the_one_of_earlier_recipes() -> None:
     assert of(tensorboard=True, trackers=["mlflow"]) == ["mlflow", "tensorboard"]
     assert of(tensorboard=False, trackers=["mlflow"]) == ["mlflow"]
     for wrong, said in (
-        ({"trackers": ["wandb", "wandb"]}, "trackers names one twice: wandb, wandb"),
+        ({"trackers": ["wandb", "wandb"]}, "trackers has a duplicate: wandb, wandb"),
         ({"trackers": ["neptune"]}, "run.trackers"),
         ({"tensorboard": "yes"}, "run.tensorboard"),
     ):

@@ -402,7 +402,7 @@ def test_values_that_fail_together_are_a_failed_trial_and_the_recipes_own_an_err
     found = tune(small(), tmp_path / "s", search=search, trials=9, trial_steps=60)
     failed = [line for line in found.trials if line["state"] == "failed"]
     assert [line["values"]["schedule.kind"] for line in failed] == ["constant", "constant"]
-    assert "min_lr_ratio is for kind cosine" in failed[0]["message"]
+    assert "min_lr_ratio applies only to kind cosine" in failed[0]["message"]
     with pytest.raises(TrainingError, match="the recipe as it is does not train: loss is nan"):
         tune(small(optimizer={"learning_rate": 1.0}), tmp_path / "t", trials=2, trial_steps=60)
 

@@ -179,9 +179,9 @@ def compile_ways(
     # Imported only here, because they import torch: the first line of `train TEXTS` comes before.
     from firstlight.methods import EfficiencyConfig
     from firstlight.parallel.engine import DistributedConfig
-    from firstlight.recipe.resolve import open_ways
+    from firstlight.recipe.resolve import open_compile_modes
 
-    return open_ways(
+    return open_compile_modes(
         EfficiencyConfig.model_validate(given_keys("efficiency", fixed)),
         DistributedConfig.model_validate(given_keys("distributed", fixed)),
         machine.compiler,

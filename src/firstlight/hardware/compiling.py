@@ -1,6 +1,6 @@
-"""The time that torch.compile takes on a machine, and the speed that it gains.
+"""The time that torch.compile takes on a machine, and the speedup that it gives.
 
-This module does not import torch, because the first line of `train TEXTS` comes before that.
+This module does not import torch, because `train TEXTS` prints its first line before that.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from firstlight.files.cache import cache_folder
 
 #: By kind of device, and by `efficiency.compile_regional`: seconds of compiling a model, further
 #: seconds for each of its layers, speed of a compiled step as a multiple, and the same for a step
-#: that takes the time of launching its kernels.
+#: that is bound by launching its kernels.
 #:
 #: Measured: on 2 cores of a CPU, 15 s, and 1.4 and 1.18 times the speed for widths of 64 and 192;
-#: on an H100, 28 s and 2.07 times the speed for a whole GPT-2 124M. The other figures for GPUs are
+#: on an H100, 28 s and 2.07 times the speed for a full GPT-2 124M. The other figures for GPUs are
 #: estimates from the numbers of kernels.
 _USUAL = {
     "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (8.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
-#: On a CPU, a compiled step is faster by _CPU_WIDTH / (_CPU_WIDTH + width): products, between which
-#: there is less to gain, take most of the time of a wide model.
+#: On a CPU, a compiled step is faster by _CPU_WIDTH / (_CPU_WIDTH + width): in a wide model, matrix
+#: products take most of the time, and compiling speeds up only the operations between them.
 _CPU_WIDTH = 40.0
-#: Compiling for a GPU takes this multiple on a machine with at most this number of cores.
+#: On a machine with at most this number of cores, compiling for a GPU takes this multiple.
 _SLOW_HOST, _FEW_CORES = 3.0, 4
-#: Compiling takes at least this multiple beside other programs.
+#: Compiling takes at least this multiple while other programs use the cores.
 _BUSY = 4.0
 #: Multiple of its time that compiling has to save, because time and gain are estimates.
 _MARGIN = 1.2
@@ -42,13 +42,13 @@ _TIMES_NAME = "compile_times.json"
 
 @dataclass(frozen=True)
 class Compiling:
-    """A way to compile the training step of a model, or `NOT_COMPILED`.
+    """A mode of compiling the training step of a model, or `NOT_COMPILED`.
 
     Attributes:
         compiles, regional: the values of `efficiency.compile` and `efficiency.compile_regional`.
         seconds: expected seconds of compiling.
-        gain: expected speed of a step as a multiple of that without torch.compile.
-        launch_gain: the same for a step that takes the time of launching its kernels.
+        gain: expected speed of a step as a multiple of the speed without torch.compile.
+        launch_gain: the same for a step that is bound by launching its kernels.
     """
 
     compiles: bool
@@ -58,22 +58,24 @@ class Compiling:
     launch_gain: float = 1.0
 
     def left_of(self, seconds: float) -> float:
-        """Seconds of a time that are left for steps: at least a tenth, so that models can be
-        compared even where compiling takes all of it."""
+        """Return the seconds of a time that are left for steps: at least a tenth, so that models
+        can be compared even if compiling takes all of it."""
         return max(seconds - self.seconds, 0.1 * seconds, 0.0)
 
 
 NOT_COMPILED = Compiling(False)
 
 
-def best_way(ways: Iterable[Compiling], seconds: Callable[[Compiling], float]) -> Compiling:
-    """The way to compile with which a run takes the least time.
+def best_compile_mode(
+    modes: Iterable[Compiling], seconds: Callable[[Compiling], float]
+) -> Compiling:
+    """Return the compilation mode with which a run takes the least time.
 
     Args:
-        ways: the ways among which to choose, mostly with `NOT_COMPILED`.
-        seconds: function from a way to the seconds of the run, without those of compiling.
+        modes: the modes to choose from, usually including `NOT_COMPILED`.
+        seconds: function that maps a mode to the seconds of the run, without those of compiling.
     """
-    return min(ways, key=lambda way: seconds(way) + _MARGIN * way.seconds)
+    return min(modes, key=lambda mode: seconds(mode) + _MARGIN * mode.seconds)
 
 
 @functools.cache
@@ -87,7 +89,7 @@ class Compiler:
 
     Attributes:
         kind: "cpu" or "cuda", the kind of the device that is compiled for.
-        device: name of a device of this machine, whose time is remembered; "" for another one.
+        device: name of a device of this machine, whose times are stored; "" for another device.
         cores: number of cores of the machine.
     """
 
@@ -95,8 +97,8 @@ class Compiler:
     device: str
     cores: int
 
-    def ways(self, size: tuple[int, int], *, is_busy: bool = False) -> list[Compiling]:
-        """The ways to compile a model; not compiling is not among them.
+    def modes(self, size: tuple[int, int], *, is_busy: bool = False) -> list[Compiling]:
+        """Return the modes of compiling a model; not compiling is not among them.
 
         Args:
             size: hidden size and number of layers of the model.
@@ -112,12 +114,12 @@ class Compiler:
         return found
 
     def remember(self, size: tuple[int, int], seconds: float, *, regional: bool) -> None:
-        """Keep the time that compiling a model took, with nothing in inductor's cache, as a
-        multiple of the usual time. The least multiple counts: other programs, which may have begun
-        after the run, only make compiling slower."""
+        """Store the time that compiling a model took, with nothing in inductor's cache, as a
+        multiple of the usual time. The smallest multiple is kept, because other programs, which may
+        have started after the run, can only make compiling slower."""
         multiple, times = seconds / self._usual(regional, size), self._times()
         times[self._key] = min(multiple, times.get(self._key, multiple))
-        with contextlib.suppress(StorageError):  # a cache that can't be written ends no run
+        with contextlib.suppress(StorageError):  # an unwritable cache must not end a run
             make_folder(cache_folder())
             write_json(cache_folder() / _TIMES_NAME, times)
 
@@ -131,7 +133,7 @@ class Compiler:
         return f"{self.device}, {self.cores} cores, torch {_torch_version()}"
 
     def _times(self) -> dict[str, float]:
-        """The remembered multiples; {} if there are none, or if the file is damaged."""
+        """Return the stored multiples; {} if there are none, or if the file is damaged."""
         if not self.device:
             return {}
         try:

@@ -1,5 +1,5 @@
-"""Finds the machine's device, and refuses a GPU that the installed torch has no code for; its
-number formats, peak rates and memory.
+"""Detects the machine's device, its number formats, peak rates and memory, and rejects a GPU that
+the installed torch does not support.
 
 Peak rates are never guessed: they are measured on every CPU, and on a GPU that is not in the table.
 """
@@ -36,10 +36,10 @@ class Hardware:
 
     Attributes:
         device: torch's device.
-        name: the maker's name of the device.
+        name: the manufacturer's name of the device.
         memory_bytes: memory of the device (of the machine, for CPUs).
         bf16: True if bf16 matrix products run in hardware.
-        capability: CUDA's compute capability; None where there is no CUDA.
+        capability: CUDA's compute capability; None without CUDA.
     """
 
     device: torch.device
@@ -50,13 +50,13 @@ class Hardware:
 
 
 def find_hardware(device: str = "auto") -> Hardware:
-    """Detect the device to run on: a CUDA GPU if there is one, else the CPU.
+    """Detect the device to run on: a CUDA GPU if there is one, otherwise the CPU.
 
     Args:
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
 
     Raises:
-        ConfigError: the device is unknown or not present, or the installed torch has no code for
+        ConfigError: the device is unknown or not present, or the installed torch does not support
             it.
     """
     if device == "auto":
@@ -69,7 +69,7 @@ def find_hardware(device: str = "auto") -> Hardware:
         if not torch.cuda.is_available() or (chosen.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device '{device}' is not present on this machine")
         with warnings.catch_warnings():
-            # torch's own words about a GPU that it has no code for are two paragraphs.
+            # torch's warning about a GPU that it does not support is two paragraphs long.
             warnings.filterwarnings("ignore", r"\s*Found GPU.* capability", UserWarning)
             properties = torch.cuda.get_device_properties(chosen)
         _require_code(properties)
@@ -90,11 +90,11 @@ def find_hardware(device: str = "auto") -> Hardware:
 
 
 def _require_code(properties: Any) -> None:
-    """Refuse a CUDA GPU that the installed torch has no code for: it would fail at the first
+    """Reject a CUDA GPU that the installed torch does not support: it would fail at the first
     operator, with "no kernel image is available".
 
     Raises:
-        ConfigError: names the index that has a torch for this GPU.
+        ConfigError: the GPU is not supported; the message names the index with a torch for it.
     """
     capability, built_for = (properties.major, properties.minor), []
     for arch in torch.cuda.get_arch_list():
@@ -116,7 +116,7 @@ def _require_code(properties: Any) -> None:
 
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:
-    """Facts of this machine that are part of every result."""
+    """Return the facts about this machine that are part of every result."""
     return {
         "name": hardware.name,
         "device": str(hardware.device),
@@ -136,7 +136,7 @@ _WORTHWHILE = 1.2
 
 @functools.cache
 def bf16_is_faster(device: torch.device) -> bool:
-    """True if matrix products in bf16 are faster than in fp32 on a device that supports them.
+    """Return True if a device multiplies bf16 matrices faster than fp32 matrices.
 
     On CPUs this is measured: one CPU that has the instructions (avx512_bf16, but no AMX) ran bf16
     at half of fp32's rate.
@@ -174,10 +174,10 @@ def _cpu_name() -> str:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Matrix-product FLOP/s that `device` can reach with `dtype`: the base of MFU.
+    """Return the matrix-product FLOP/s that `device` can reach with `dtype`: the base of MFU.
 
-    bf16 on a GPU in the table: the data sheet's figure. Everything else is measured here, as
-    the best of several large products, which takes a fraction of a second.
+    For bf16 on a GPU in the table, this is the data sheet's figure. Everything else is measured
+    here, as the best of several large products, which takes a fraction of a second.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         properties = torch.cuda.get_device_properties(device)
@@ -188,12 +188,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measured_matmul_flops(device, dtype)
 
 
-#: Seconds after the first try in which further tries may begin.
+#: Seconds after the first try during which further tries may begin.
 _MEASURING_SECONDS = 1.0
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate (FLOP/s) of a square matrix product over a few tries."""
+    """Measure the best rate (FLOP/s) of a square matrix product over a few tries."""
     size = 1024 if device.type == "cpu" else 8192
     a = torch.full((size, size), 0.5, device=device, dtype=dtype)
     best, begun = 0.0, time.perf_counter()
@@ -211,12 +211,12 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
-    """A pool of threads that each run torch's operators on one core.
+    """Create a pool of threads that each run torch's operators on one core.
 
-    Otherwise each thread that runs an operator in parallel would get OpenMP threads of its own,
-    which stay with it. Once a process has more of these than cores, GNU's OpenMP lets all threads
-    that wait for work sleep at once. Training steps of small models took 1.7 times as long after
-    their first checkpoint was written by such a thread.
+    Otherwise each thread that runs an operator in parallel would get its own OpenMP threads, which
+    it keeps. Once a process has more of these than cores, GNU's OpenMP makes all threads that wait
+    for work sleep immediately. Training steps of small models took 1.7 times as long after their
+    first checkpoint was written by such a thread.
 
     Args:
         workers: number of threads.
@@ -224,11 +224,11 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """
 
     def use_one_core(threads: int) -> None:
-        # The first call in a thread takes the process's number, which the next line replaces.
+        # The first call in a thread reads the process's number, which the next line replaces.
         torch.get_num_threads()
         torch.set_num_threads(1)
-        # The line above also sets the number for threads that begin later: another thread puts it
-        # back, so that this thread keeps 1.
+        # The line above also sets the number for threads that start later: another thread restores
+        # it, so that only this thread keeps 1.
         restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
         restoring.start()
         restoring.join()
@@ -245,7 +245,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on `device` of numbers, or of a tensor, in the host's memory.
+    """Copy numbers, or a tensor, from the host's memory to `device`.
 
     The copy to a CUDA GPU is from page-locked memory, so that the host does not wait for it.
     """
@@ -256,13 +256,13 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error says that there was not enough memory, on any device."""
+    """Return True if an error means that there was not enough memory, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or lacks_memory(error)
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Bytes that this process could still take on a GPU, or on a CPU: the least of the machine's
-    available memory, the control group's limit and the process's limit (`ulimit -v`)."""
+    """Return the bytes that this process could still take on a GPU, or on a CPU: the minimum of the
+    machine's available memory, the control group's limit and the process's limit (`ulimit -v`)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available
@@ -279,15 +279,15 @@ def free_memory_bytes(device: torch.device) -> int:
     return free
 
 
-#: Seconds over which the driver averages a GPU's utilization: asking again sooner says nothing new.
+#: Seconds over which the driver averages a GPU's utilization: more frequent readings are useless.
 _UTILIZATION_SECONDS = 0.2
 
 
 class GpuMonitor:
-    """What a GPU reports beside the allocated tensors, for the record of a run.
+    """Reads what a GPU reports besides the allocated tensors, for the record of a run.
 
     Args:
-        device: the device of the run; any but a CUDA GPU reports nothing.
+        device: the device of the run; only a CUDA GPU reports anything.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -296,13 +296,13 @@ class GpuMonitor:
         self._read_at = -math.inf
 
     def read(self) -> dict[str, float]:
-        """The current values, without waiting for the GPU; {} without a CUDA GPU.
+        """Return the current values, without waiting for the GPU; {} without a CUDA GPU.
 
         Returns:
             - "reserved_bytes": peak of the memory that torch's allocator has reserved;
-            - "device_used_bytes": memory of the GPU that is in use by all processes, contexts
-              included, and "gpu_utilization": fraction of the driver's last sample period in which
-              a kernel ran. Both are from NVML, and left out where it can't be asked.
+            - "device_used_bytes": memory of the GPU that is in use by all processes, including
+              contexts, and "gpu_utilization": fraction of the driver's last sample period in which
+              a kernel ran. Both are from NVML, and omitted if it is not available.
         """
         if self._device.type != "cuda":
             return {}
@@ -317,13 +317,13 @@ class GpuMonitor:
                 "device_used_bytes": torch.cuda.device_memory_used(self._device),
                 "gpu_utilization": torch.cuda.utilization(self._device) / 100,
             }
-        except Exception:  # noqa: BLE001  (no nvidia-ml-py, no right to ask, a part of a GPU: MIG)
+        except Exception:  # noqa: BLE001  (no nvidia-ml-py, no permission, or a MIG partition)
             return {}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory so far in bytes: allocated tensors on a GPU; on a CPU, resident memory of the
-    process since `reset_peak`."""
+    """Return the peak memory so far in bytes: allocated tensors on a GPU; on a CPU, resident memory
+    of the process since `reset_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes()

@@ -2,8 +2,8 @@
 processors.
 
 The thread library and the allocator read the variables when they are loaded, so the command line
-and `import firstlight` set them before torch is imported. Variables that the user has set stay as
-they are.
+and `import firstlight` set them before torch is imported. Variables that the user has set are not
+changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 
 #: Number of times that a waiting thread of GNU's OpenMP looks for work before it sleeps. With the
 #: library's default, a second program on the same cores makes every parallel region wait for a time
-#: slice: steps 70 times slower were seen. With a much smaller number, threads of a virtual machine
-#: sleep between any two operators, and its host takes long to wake them: with 1000, steps on free
-#: cores were up to 2 times slower.
+#: slice, which made steps up to 70 times slower. With a much smaller number, threads of a virtual
+#: machine sleep between any two operators, and its host takes long to wake them: with 1000, steps
+#: on free cores were up to 2 times slower.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
-#: The same for generation. A token is some hundred parallel regions of a few microseconds, and
-#: threads that sleep between them take as long to wake: 27 ms a token were seen, not 14 to 20.
+#: The same for generation. A token takes some hundred parallel regions of a few microseconds, and
+#: threads that sleep between them take as long to wake: 27 ms per token instead of 14 to 20.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
 #: The same if other programs keep the cores busy. A spinning thread then uses up its time slice,
@@ -34,19 +34,20 @@ _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
 #: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory that is kept between steps
-#: (methods/memory.py) has few page faults left. And with alignment to pages, glibc can't reuse
-#: the memory of a freed tensor for the next tensor of its size, so the heap grew from step to step.
-#: TORCH_CPP_LOG_LEVEL: without it, torch reports a broken connection with a page of addresses.
+#: (methods/memory.py) has few page faults left. Furthermore, with alignment to pages, glibc can't
+#: reuse the memory of a freed tensor for the next tensor of its size, so the heap grew in each
+#: step. TORCH_CPP_LOG_LEVEL: without it, torch reports a broken connection with a page of
+#: addresses.
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 #: Environment variable with the value of GOMP_SPINCOUNT that `import firstlight` has set; "" if
-#: torch was imported before. Commands have set their own value, and are without it.
+#: torch was imported before. Commands set their own value, and do not have this variable.
 _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 
-#: Environment variables with options of torch's allocator for GPUs; the second is the older name.
+#: Environment variables with options of torch's allocator for GPUs; the second name is the older.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
-#: Freed GPU memory of one size serves a tensor of another; see `takes_expandable_segments`.
+#: Lets freed GPU memory hold tensors of any size; see `takes_expandable_segments`.
 EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 #: Held by the outermost of nested `sharing_cores`.
@@ -54,7 +55,7 @@ _SHARING = threading.Lock()
 
 
 def require_fork() -> None:
-    """Refuse a system without `os.fork`, which also lacks other modules that firstlight needs.
+    """Reject a system without `os.fork`, which also lacks other modules that firstlight needs.
 
     Raises:
         ImportError: this is Windows.
@@ -80,13 +81,13 @@ def set_at_import() -> None:
 
 
 def takes_expandable_segments(root: Path = Path("/")) -> bool:
-    """True if torch's allocator can use segments that grow, so that freed GPU memory of one size
-    serves a tensor of another.
+    """Return True if torch's allocator can use expandable segments, in which freed GPU memory of
+    one size can hold a tensor of another size.
 
     They are virtual memory of NVIDIA's driver for Linux. WSL2, which has another driver, failed at
     the first tensor (pytorch issue 192330), as did Jetson boards (unsloth-zoo pull request 1235);
-    parts of a GPU (MIG) failed where memory ran out (vllm pull request 42467), and virtual GPUs
-    such as "NVIDIA A40-48C" at the first tensor (xgboost issue 12217).
+    MIG partitions failed when memory ran out (vllm pull request 42467), and virtual GPUs such as
+    "NVIDIA A40-48C" at the first tensor (xgboost issue 12217).
 
     Args:
         root: the folder that has /dev and /proc.
@@ -114,11 +115,11 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Context, or decorator of a function, in which torch's threads wait as those of a command if
-    other programs keep the cores busy when it is entered.
+    """Context, or decorator of a function, in which torch's threads wait as in a command if other
+    programs keep the cores busy when it is entered.
 
-    A program may have imported torch, and with it `GOMP_SPINCOUNT`, at another time. Does nothing
-    in a command, and if the user has set that variable.
+    A program may have imported torch, which reads `GOMP_SPINCOUNT`, when the cores were free. Does
+    nothing in a command, or if the user has set that variable.
     """
     if not _is_from_import() or not _SHARING.acquire(blocking=False):
         yield
@@ -146,15 +147,15 @@ def _set_spin(spin: Mapping[str, str]) -> None:
 
 
 def _is_from_import() -> bool:
-    """True if GOMP_SPINCOUNT is as `import firstlight` has left it."""
+    """Return True if GOMP_SPINCOUNT still has the value that `import firstlight` set."""
     return os.environ.get(_BY_IMPORT) == os.environ.get("GOMP_SPINCOUNT", "")
 
 
 def _exceed_cores() -> None:
-    """Start so many threads of GNU's OpenMP that it has one more than there are cores. They sleep,
-    and end with the thread that calls this function.
+    """Start enough threads of GNU's OpenMP to have one more than there are cores. They sleep, and
+    end with the thread that calls this function.
 
-    Until then, OpenMP's waiting threads look for work only 100 times (_NO_SPIN), also if torch was
+    Until then, OpenMP's waiting threads look for work only 100 times (_NO_SPIN), even if torch was
     imported long ago: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     import ctypes
@@ -168,17 +169,17 @@ def _exceed_cores() -> None:
 
 
 def for_training() -> dict[str, str]:
-    """The variables for training and evaluating."""
+    """Return the variables for training and evaluating."""
     return TRAINING | (_NO_SPIN if cores_are_busy() else SHORT_SPIN)
 
 
 def for_generation() -> dict[str, str]:
-    """The variables for generating text."""
+    """Return the variables for generating text."""
     return _NO_SPIN if cores_are_busy() else _LONG_SPIN
 
 
 def cores_are_busy() -> bool:
-    """True if other programs use more than a quarter of the cores right now; false if unknown."""
+    """Return True if other programs use more than a quarter of the cores now; False if unknown."""
     try:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)
     except (OSError, ValueError, IndexError):
@@ -186,15 +187,15 @@ def cores_are_busy() -> bool:
 
 
 def usable_cpus() -> int:
-    """Number of processors for this process: a container may allow fewer than there are."""
+    """Return the number of processors for this process: a container may allow fewer than exist."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _running() -> int:
-    """Number of other threads that run or wait for a core, on Linux. The load average would count
-    threads that ended a minute ago."""
+    """Return the number of other threads that run or wait for a core, on Linux. The load average
+    would count threads that ended a minute ago."""
     time.sleep(0.004)
     fields = Path("/proc/loadavg").read_text(encoding="ascii").split()
     return int(fields[3].partition("/")[0]) - 1

@@ -2,8 +2,8 @@
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
-A measurement is a module with a function `measure` from a request to a result, both JSON objects.
-With - as REQUEST, the request is read from stdin.
+A measurement is a module with a function `measure` that maps a request to a result, both JSON
+objects. With - as REQUEST, the request is read from stdin.
 
 `ask` starts a new Python process, `ask_ranks` the processes of a distributed run. `ForkServer`
 forks a process that has already imported everything, because importing torch takes longer than a
@@ -32,17 +32,17 @@ from typing import Any
 from firstlight.errors import FirstlightError
 from firstlight.hardware.environment import EXPANDABLE_SEGMENTS, TRAINING
 
-#: The request of a process that reads it from stdin.
+#: The value of REQUEST for a process that reads its request from stdin.
 _FROM_STDIN = "-"
 
 
 def training_environment() -> dict[str, str]:
-    """The environment variables of `firstlight train`; those that this process has stay as set."""
+    """Return the environment variables of `firstlight train`; those already set are kept."""
     return TRAINING | os.environ
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment variables of this process without those that firstlight has set."""
+    """Return the environment variables of this process without those that firstlight has set."""
     own = TRAINING | EXPANDABLE_SEGMENTS
     return {k: v for k, v in os.environ.items() if own.get(k) != v}
 
@@ -55,7 +55,8 @@ def ask(
 ) -> dict[str, Any]:
     """Measure in a new process.
 
-    If this call ends early, such as by Ctrl+C, the process and those that it started are killed.
+    If this call ends early, for example by Ctrl+C, the process and those that it started are
+    killed.
 
     Args:
         module: name of a module with the function `measure`.
@@ -92,8 +93,8 @@ def ask_ranks(
     Returns:
         The result of rank 0, or the error of a rank that failed.
     """
-    # Imported only here: torch takes long to import. The store is open before the ranks start, so
-    # that no other program can take its port.
+    # Imported here, because torch takes long to import. The store is open before the ranks start,
+    # so that no other program can take its port.
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -115,7 +116,8 @@ def _ask_all(
     environments: Sequence[Mapping[str, str]],
     seconds: float | None,
 ) -> list[dict[str, Any]]:
-    """The results of processes that run at the same time, one in each environment; see `ask`."""
+    """Run processes at the same time, one in each environment, and return their results; see
+    `ask`."""
     with started(module, environments) as processes:
         return results_of(processes, request, seconds)
 
@@ -139,7 +141,7 @@ def started(
                     stderr=subprocess.PIPE,
                     encoding="utf-8",
                     errors="replace",
-                    # A process group of its own, which includes torch.compile's workers.
+                    # A separate process group, which includes torch.compile's workers.
                     start_new_session=True,
                 )
                 processes.append(process)
@@ -147,18 +149,18 @@ def started(
     finally:
         for process in processes:
             with process:  # waits for it and closes its pipes
-                # Kills the workers, too: they would slow the next run.
+                # Kills the workers as well, which would slow down the next run.
                 end_group(process.pid)
 
 
 def results_of(
     processes: Sequence[subprocess.Popen[str]], request: Mapping[str, Any], seconds: float | None
 ) -> list[dict[str, Any]]:
-    """The results of started processes that all get the same request; see `ask`."""
+    """Return the results of started processes that all get the same request; see `ask`."""
     end = None if seconds is None else time.monotonic() + seconds
     for process in processes:
         assert process.stdin is not None
-        # A process that has failed reads nothing.
+        # A process that has failed does not read.
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(request))
         process.stdin = None
@@ -175,12 +177,12 @@ def results_of(
 
 
 def error_of(kind: str, message: str) -> dict[str, Any]:
-    """The result of a measurement that failed."""
+    """Return the result of a measurement that failed."""
     return {"error": {"type": kind, "message": message}}
 
 
 def _result(code: int, out: str, err: str) -> dict[str, Any]:
-    """The result of a process from its exit code, stdout and stderr; see `ask`."""
+    """Return the result of a process from its exit code, stdout and stderr; see `ask`."""
     if code:
         return error_of("Failed" if code > 0 else "Killed", last_words(code, err))
     try:
@@ -191,7 +193,8 @@ def _result(code: int, out: str, err: str) -> dict[str, Any]:
 
 
 def last_words(code: int, err: str) -> str:
-    """The reason why a process failed, in one line: the signal that killed it, or its last line.
+    """Return the reason why a process failed, in one line: the signal that killed it, or its last
+    line.
 
     Args:
         code: exit code as of `subprocess`: negative for a signal.
@@ -206,10 +209,10 @@ def last_words(code: int, err: str) -> str:
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) -> None:
-    """Measure, and write the result as the last line on stdout; a FirstlightError is a result, too.
+    """Measure, and write the result as the last line on stdout; a FirstlightError is also a result.
 
     Args:
-        measure: function from the request to the result.
+        measure: function that maps the request to the result.
         request: JSON object as text.
     """
     # If memory runs out, Linux kills this process and not the one that reports the error.
@@ -219,7 +222,7 @@ def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) ->
         result = measure(json.loads(request))
     except FirstlightError as error:
         result = error_of(type(error).__name__, str(error))
-    # The last line: stdout is closed for output that libraries still buffer.
+    # The last line: stdout is closed to output that libraries still buffer.
     os.write(1, (json.dumps(result) + "\n").encode())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -282,7 +285,7 @@ class ForkServer:
             return _result(code, *said)
 
     def _line(self, seconds: float | None) -> bytes:
-        """The server's next line, without its end.
+        """Return the server's next line, without its end.
 
         Raises:
             TimeoutError: there is no line after `seconds`.
@@ -306,8 +309,8 @@ class ForkServer:
 def signals_waiting() -> Iterator[None]:
     """Delay signals with a Python handler (SIGINT, SIGTERM, SIGHUP) until the end of the block.
 
-    An exception of such a handler while a process is started would leave a process that nobody
-    knows and ends.
+    An exception of such a handler while a process is started would leave a process that is never
+    ended.
     """
     arrived: list[int] = []
     handlers = {}
@@ -332,7 +335,7 @@ def end_group(group: int) -> None:
 
 def _serve(measure: Any) -> None:
     """Write a line once everything is imported. Then fork a process for each line of stdin; write
-    its process id, and its exit code at its end."""
+    its process id when it starts and its exit code when it ends."""
     # Imported before forking, which saves time in each fork. Not torch's compiler (_inductor):
     # importing it starts threads, and a process with threads can't be forked safely.
     importlib.import_module("torch._dynamo")
@@ -348,15 +351,15 @@ def _serve(measure: Any) -> None:
 
 
 def _child(measure: Any, job: dict[str, Any]) -> None:
-    """Measure as a job says, and end the process.
+    """Run the measurement of a job, and end the process.
 
     Args:
-        measure: function from the request to the result.
+        measure: function that maps the request to the result.
         job: "request", and "out" and "err", paths of files for stdout and stderr.
     """
     code = 1
     try:
-        # A process group of its own, which includes torch.compile's workers.
+        # A separate process group, which includes torch.compile's workers.
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(job["out"], os.O_WRONLY | os.O_CREAT), 1)

@@ -1,12 +1,13 @@
-"""Rates and memory of GPUs by name, from the makers' data sheets.
+"""Rates and memory of GPUs by name, from the manufacturers' data sheets.
 
-Rates are dense (without sparsity) and for accumulation in fp32, which on GeForce cards has half of
-the advertised rate. Memory is what the driver reports, which is up to a tenth less than the name
-says where error correction takes a part. This machine's GPU is found in `device.py`.
+Rates are dense (without sparsity) and for accumulation in fp32, which on GeForce cards is half of
+the advertised rate. Memory is the size that the driver reports, which is up to a tenth less than in
+the name if error correction takes a part. This machine's GPU is detected in `device.py`.
 
 Apple's GPUs share their memory with the CPU. Apple states bandwidths and, for M1 and M2, fp32 rates
-(apple.com/newsroom, support.apple.com/specs); those of M3 and M4 are cores x 256 x clock. fp16 has
-fp32's rate there. Each row is the variant with the most GPU cores that is sold with that memory.
+(apple.com/newsroom, support.apple.com/specs); those of M3 and M4 are cores x 256 x clock. Their
+fp16 rate is the fp32 rate. Each row is the variant with the most GPU cores that is sold with that
+memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MIB = 2**20
 
 
 #: The rate of matrix products in fp8 as a multiple of bf16's, on all GPUs of the table that have
-#: units for it (data sheets; on GeForce cards with accumulation in fp32).
+#: fp8 units (data sheets; on GeForce cards with accumulation in fp32).
 FP8_SPEEDUP = 2.0
 
 
@@ -30,14 +31,14 @@ class GPU:
     """One kind of GPU.
 
     Attributes:
-        name: the maker's name without the brand.
+        name: the manufacturer's name without the brand.
         memory_bytes: total memory as the driver reports it.
         bandwidth: memory bandwidth, bytes per second.
         fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 if not in hardware. Kepler (K80)
             computes in neither fp16 nor bf16, Pascal (P100) in fp16 at twice fp32's rate, Turing
             (T4) in fp16 on matrix units; bf16 begins with capability (8, 0).
         link: bandwidth to other GPUs of the machine, bytes per second in one direction.
-        capability: CUDA's compute capability; (0, 0) where there is no CUDA.
+        capability: CUDA's compute capability; (0, 0) without CUDA.
     """
 
     name: str
@@ -52,39 +53,39 @@ class GPU:
 
     @property
     def is_apple(self) -> bool:
-        """True if torch's device for it is mps."""
+        """True if torch uses the device mps for it."""
         return re.match(r"M[1-9]\b", self.name) is not None
 
     @property
     def usable_share(self) -> float:
-        """The fraction of the memory that a run may take: 0.98, because screens, other programs and
-        libraries that load late take a part. On Apple's GPUs, Metal gives a process two thirds of
-        the memory, three quarters from 36 GB on (recommendedMaxWorkingSetSize)."""
+        """Fraction of the memory that a run may take: 0.98, because screens, other programs and
+        libraries that are loaded late take a part. On Apple's GPUs, Metal gives a process two
+        thirds of the memory, three quarters from 36 GB on (recommendedMaxWorkingSetSize)."""
         if not self.is_apple:
             return 0.98
         return 0.66 if self.memory_bytes < 36 * 2**30 else 0.75
 
     def peak_flops(self, precision: str) -> float:
-        """FLOP/s of matrix products in a recipe's `efficiency.precision`; fp32's rate if the format
-        is not in hardware."""
+        """Return the FLOP/s of matrix products in a recipe's `efficiency.precision`; the rate of
+        fp32 if the hardware does not support the format."""
         rates = {
             "tf32": self.tf32,
             "fp16": self.fp16,
             "bf16": self.bf16,
             "bf16_params": self.bf16,
-            # Attention, the head and small layers stay in bf16, with which the MFU is compared.
+            # Attention, the head and small layers stay in bf16, which is the base of the MFU.
             "fp8": self.bf16,
         }
         return rates.get(precision, 0.0) or self.fp32
 
 
-#: Capabilities of the data-centre GPUs from the A100 on.
+#: Compute capabilities of the data-centre GPUs since the A100.
 _WIDE_PACKETS = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
 
 def matrix_packet_bytes(capability: tuple[int, int]) -> int:
-    """The number of bytes of which the rows of a matrix are best a multiple, so that a GPU's matrix
-    units read them at full speed: 128 on an A100 and its successors, 16 on other GPUs (NVIDIA,
+    """Return the bytes of which a matrix's row length should be a multiple, so that a GPU's matrix
+    units read rows at full speed: 128 on an A100 and its successors, 16 on other GPUs (NVIDIA,
     "Matrix Multiplication Background User's Guide", table 1)."""
     return 128 if capability in _WIDE_PACKETS else 16
 
@@ -204,24 +205,24 @@ _APPLE_ROWS: tuple[_Row, ...] = tuple(
 
 GPUS: dict[str, GPU] = {row[0]: _gpu(row) for row in (*_ROWS, *_APPLE_ROWS)}
 
-#: Words of a driver's or a seller's name that do not tell GPUs apart.
+#: Words in the names of drivers and sellers that do not distinguish GPUs.
 _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words with which a name means another device (a laptop's GPU, a MIG partition) than without them.
+#: Words that make a name mean another device (a laptop's GPU, a MIG partition).
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
 def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
-    """A GPU of the table, by its name as users or drivers write it.
+    """Return a GPU of the table, by its name as users or drivers write it.
 
     Args:
         name: such as "RTX 4090", "NVIDIA GeForce RTX 4090", "a100-80gb", "h100".
-        memory_bytes: the device's memory, if known: tells apart GPUs sold with several sizes.
+        memory_bytes: the device's memory, if known: distinguishes GPUs sold with several sizes.
 
     Raises:
-        ConfigError: there is no such GPU (the message has the nearest names), or several.
+        ConfigError: there is no such GPU (the message has the nearest names), or there are several.
     """
     wanted = _words(name)
     matches = [gpu for gpu in GPUS.values() if _words(gpu.name) == wanted]
@@ -241,7 +242,7 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
         return matches[0]
     if matches:
         names = " or ".join(f"'{gpu.name}'" for gpu in matches)
-        raise ConfigError(f"GPU '{name}' is sold with several sizes of memory: say {names}")
+        raise ConfigError(f"GPU '{name}' is sold with several sizes of memory: use {names}")
     raise ConfigError(f"GPU '{name}' is not in the table: {_nearest(name)}")
 
 
@@ -261,7 +262,8 @@ def _without_memory(words: frozenset[str]) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Advice with the four nearest names: most words in common first, then most similar text."""
+    """Return advice with the four nearest names: those with most words in common come first, then
+    those with the most similar text."""
     wanted = _without_memory(_words(name))
 
     def likeness(gpu: str) -> tuple[int, float]:

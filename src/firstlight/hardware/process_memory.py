@@ -1,6 +1,6 @@
 """Memory of this process: resident memory, as the kernel counts it, and the bytes that the C
-library's allocator has handed out, if it counts them (glibc 2.33 or later; `AllocatedPeak`):
-tensors and buffers of libraries, without code and without freed memory that it keeps.
+library's allocator has handed out, if it counts them (glibc 2.33 or later; `AllocatedPeak`). The
+latter are tensors and buffers of libraries, without code and without freed memory that it keeps.
 
 Pages of a memory-mapped file count once they are touched. The numbers are read from
 /proc/self/status, because `ru_maxrss` starts from the parent's peak on Linux. If the peak can't be
@@ -29,19 +29,19 @@ _STATUS = Path("/proc/self/status")
 
 
 def reset_peak() -> None:
-    """Set the peak of resident memory (VmHWM) to the present size (proc(5), clear_refs, Linux
+    """Set the peak of resident memory (VmHWM) to the current size (proc(5), clear_refs, Linux
     4.0)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def resident_bytes() -> int:
-    """Resident bytes now; without /proc, the process's peak so far."""
+    """Return the resident bytes now; without /proc, the process's peak so far."""
     return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Peak of the resident bytes since `reset_peak`."""
+    """Return the peak of the resident bytes since `reset_peak`."""
     return _status_bytes("VmHWM")
 
 
@@ -54,21 +54,21 @@ def _status_bytes(field: str) -> int:
 
 
 def begin_peak() -> int:
-    """Reset the peak of resident memory; returns the resident bytes, the level for `peaks`."""
+    """Reset the peak of resident memory; return the resident bytes, the level for `peaks`."""
     gc.collect()
     reset_peak()
     return resident_bytes()
 
 
 def peaks(device: torch.device, level: int) -> tuple[int, int]:
-    """(peak above `level`, whole peak) of the process's resident memory since `begin_peak`, in
-    bytes; on a GPU both are the peak of torch's allocator."""
+    """Return (peak above `level`, total peak) of the process's resident memory since `begin_peak`,
+    in bytes; on a GPU both are the peak of torch's allocator."""
     import torch
 
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         return peak, peak
-    # The kernel counts in batches, so the peak may be lower than the resident memory before.
+    # The kernel counts in batches, so the peak may be lower than the previous resident memory.
     peak = max(peak_resident_bytes(), level)
     return peak - level, peak
 
@@ -97,7 +97,7 @@ _MOST_SHARE = 0.05
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
     try:
         function = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError, TypeError):  # another C library; Windows has no None
+    except (AttributeError, OSError, TypeError):  # another C library; CDLL(None) fails on Windows
         return None
     function.restype = _Mallinfo2
     found: Callable[[], _Mallinfo2] = function
@@ -105,8 +105,8 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated_bytes() -> int | None:
-    """Bytes that are allocated now, in the heap and as separate mappings; None if the C library
-    does not count them."""
+    """Return the bytes that are allocated now, in the heap and as separate mappings; None if the C
+    library does not count them."""
     function = _mallinfo2()
     if function is None:
         return None
@@ -115,8 +115,8 @@ def allocated_bytes() -> int | None:
 
 
 class AllocatedPeak:
-    """Peak of the allocated bytes above a level, sampled by a thread. A context manager; the thread
-    ends at its end.
+    """Peak of the allocated bytes above a level, sampled by a thread. A context manager that stops
+    the thread on exit.
 
     The level is the allocated bytes that the caller does not count. It rises during a run, because
     libraries allocate buffers and compile kernels, so it is measured again (`find_level`) whenever
@@ -145,8 +145,8 @@ class AllocatedPeak:
         return self._thread is not None and not self._end.is_set()
 
     def start(self, counted_bytes: int) -> None:
-        """Start the thread; the level is the bytes allocated now without the `counted_bytes`. Does
-        nothing if the C library does not count, or if the thread was started before."""
+        """Start the thread; the level is the bytes allocated now minus the `counted_bytes`. Does
+        nothing if the C library does not count, or if the thread is already started."""
         level = allocated_bytes()
         if level is None or self._thread is not None:
             return
@@ -155,10 +155,10 @@ class AllocatedPeak:
         self._thread.start()
 
     def find_level(self, counted_bytes: int) -> None:
-        """Measure the level again: the bytes allocated now without the `counted_bytes`."""
+        """Measure the level again: the bytes allocated now minus the `counted_bytes`."""
         level = (allocated_bytes() or 0) - counted_bytes
-        # The level may have risen before or after the peak since the last call: the higher level
-        # is subtracted, so that the peak is not overstated.
+        # The level may have risen before or after the peak since the last call. The higher level is
+        # subtracted, so that the peak is not overstated.
         self._most = max(self._most, self._peak - max(level, self._level))
         self._peak, self._level = 0, level
 
@@ -168,7 +168,7 @@ class AllocatedPeak:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The largest sampled value in bytes; None if the C library does not count, and before
+        """Largest sampled value in bytes; None if the C library does not count, and before
         `start`."""
         if self._thread is None:
             return None

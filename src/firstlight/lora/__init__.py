@@ -1,1 +1,1 @@
-"""Low-rank adapters: small trainable matrices beside a frozen model, in PEFT's file format."""
+"""Low-rank adapters: small trainable matrices added to a frozen model, in PEFT's file format."""

@@ -48,8 +48,8 @@ from firstlight.weights.stored import (
     read_header,
 )
 
-#: Most entries of rank_pattern and alpha_pattern together (the deepest models have 900 linear
-#: layers), and most characters of one.
+#: Maximum number of entries of rank_pattern and alpha_pattern together (the deepest models have 900
+#: linear layers), and maximum number of characters of an entry.
 _MOST_PATTERNS = 3000
 _MOST_PATTERN_CHARS = 500
 #: Seconds of CPU time in which all patterns must have been matched with all layer names. Those of
@@ -59,13 +59,13 @@ _MOST_MATCH_SECONDS = 2.0
 
 @functools.lru_cache(maxsize=2 * _MOST_PATTERNS)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression of an entry of `rank_pattern` or `alpha_pattern`. It matches the end
-    of a layer's name after a dot, or the whole name."""
+    """Compile an entry of `rank_pattern` or `alpha_pattern`. It matches the end of a layer's name
+    after a dot, or the whole name."""
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Refuse patterns that may take long to match, by their number, length and repetitions.
+    """Reject patterns that may take long to match, by their number, length and repetitions.
 
     Args:
         path: the settings' file, for error messages.
@@ -95,7 +95,7 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
-    """Refuse patterns that together take long on the layer names, although each match is quick.
+    """Reject patterns that together take long on the layer names, although each match is quick.
 
     Args:
         path: the settings' file, for error messages.
@@ -117,7 +117,7 @@ def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]
 
 
 def short(value: object) -> str:
-    """A value for messages, cut at 100 characters."""
+    """Format a value for messages, cut at 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
@@ -127,7 +127,7 @@ ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
 _T = TypeVar("_T", int, float)
 
-#: Settings without effect on an adapter whose tensors exist, and which are ignored. Any other
+#: Ignored settings: they have no effect on an adapter whose tensors exist. Any other
 #: setting that is not a field of `PeftConfig` must be off (null, false, empty or 0).
 _WITHOUT_EFFECT = {
     "auto_mapping",
@@ -167,26 +167,26 @@ class PeftConfig(BaseModel):
     init_lora_weights: bool | str | None = True
 
     def scaling(self, layer: str) -> float:
-        """The factor of a layer's product B A: alpha / r, or alpha / sqrt(r) with `use_rslora`
-        (rank-stabilised LoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
+        """Return the factor of a layer's product B A: alpha / r, or alpha / sqrt(r) with
+        `use_rslora` (rank-stabilised LoRA, Kalajdzievski 2023, arXiv 2312.03732)."""
         alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
         rank = self.rank(layer)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def rank(self, layer: str) -> int:
-        """The rank r of a layer's B A."""
+        """Return the rank r of a layer's B A."""
         return _by_pattern(self.rank_pattern, layer, self.r)
 
 
 def _by_pattern(patterns: Mapping[str, _T] | None, layer: str, otherwise: _T) -> _T:
-    """The value of the first pattern that matches the end of a layer's name, as in PEFT;
+    """Return the value of the first pattern that matches the end of a layer's name, as in PEFT;
     `otherwise` if none matches."""
     given = (patterns or {}).items()
     return next((value for pattern, value in given if compiled(pattern).match(layer)), otherwise)
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """The settings in an adapter's folder.
+    """Read the settings in an adapter's folder.
 
     Raises:
         ModelError: the file is missing or damaged, or a setting is not supported.
@@ -220,19 +220,19 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Most adapters in a chain in which each is the base model of the one before.
+#: Maximum length of a chain of adapters in which each is the base model of the previous one.
 _LONGEST_CHAIN = 16
 
 
 def is_adapter(folder: Path) -> bool:
-    """True if a folder holds an adapter and no model of its own."""
+    """Return True if a folder contains an adapter but no model."""
     has_weights = any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
     return (folder / ADAPTER_CONFIG_NAME).is_file() and not has_weights
 
 
 def adapter_chain(folder: Path) -> list[Path]:
-    """An adapter's folder, its base's folder, and so on while the base is an adapter, too; the last
-    is a model folder. [folder] for a model folder.
+    """Return an adapter's folder, its base's folder, and so on while the base is an adapter, too;
+    the last is a model folder. [folder] for a model folder.
 
     The base is `base_model_name_or_path`: a path relative to the adapter's folder, a path, or a
     hub id (downloaded).
@@ -258,8 +258,8 @@ def adapter_chain(folder: Path) -> list[Path]:
 
 
 def config_folder(folder: Path) -> Path:
-    """The folder whose config.json describes a folder's model: for an adapter without one, that of
-    its base.
+    """Return the folder whose config.json describes a folder's model: for an adapter without one,
+    that of its base.
 
     Raises:
         ModelError: see `adapter_chain`.
@@ -284,13 +284,14 @@ def _base_of(folder: Path) -> Path:
         )
     except (ModelError, OSError) as error:  # such as a name that is too long
         raise ModelError(
-            f"{path} names a base model that is not there: {error}; correct base_model_name_or_path"
+            f"{path} names a base model that can't be loaded: {error}; correct "
+            "base_model_name_or_path"
         ) from error
 
 
 def _adapted_layer(name: str) -> str | None:
-    """The layer to which a tensor of an adapter's file belongs; None if the tensor is not one of an
-    adapter."""
+    """Return the layer to which a tensor of an adapter's file belongs; None if the tensor is not
+    one of an adapter."""
     for suffix in SUFFIXES.values():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}")
@@ -298,8 +299,8 @@ def _adapted_layer(name: str) -> str | None:
 
 
 def adapter_settings(folder: Path) -> str:
-    """The settings on which an adapter's output depends, as JSON text: two adapters with the same
-    tensors and this text compute the same.
+    """Return the settings on which an adapter's output depends, as JSON text: two adapters with the
+    same tensors and this text compute the same.
 
     Raises:
         ModelError: see `read_peft_config`.
@@ -330,7 +331,7 @@ def load_adapter(model: Model, folder: Path) -> None:
     _require_base_copies(model, others, path)
     adapted = dict.fromkeys(layer for name in stored if (layer := _adapted_layer(name)) is not None)
     if not adapted:
-        raise ModelError(f"{path} holds no adapter")
+        raise ModelError(f"{path} contains no adapter")
     layers = linear_layers(model)
     known = [layer for layer in adapted if layer in layers]
     patterns = [*(config.rank_pattern or {}), *(config.alpha_pattern or {})]
@@ -338,7 +339,7 @@ def load_adapter(model: Model, folder: Path) -> None:
     for layer in adapted:
         if layer not in layers:
             raise ModelError(
-                f"{path} adapts {layer}, which is no linear layer of the base model"
+                f"{path} adapts {layer}, which is not a linear layer of the base model"
                 f"{nearest(layer, layers)}"
             )
         _require_rank(layer, layers[layer], config, stored, path)
@@ -357,8 +358,8 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Require that a layer's rank in the settings is that of its tensor A in the file, before
-    memory is allocated by the settings.
+    """Check that a layer's rank in the settings is that of its tensor A in the file, before memory
+    is allocated according to the settings.
 
     Raises:
         ModelError: A is missing, or has another shape.
@@ -394,14 +395,14 @@ def _require_base_copies(model: Model, copies: Mapping[str, StoredTensor], path:
         rows = model.config.vocab_size
         if own is None or not torch.equal(own[:rows].cpu(), _read(stored).to(own.dtype)):
             raise ModelError(
-                f"{path} has tensor {name}, which is no adapter and not the base model's: an "
+                f"{path} has tensor {name}, which is neither an adapter nor the base model's: an "
                 "adapter that changes other weights is not supported; merge it with PEFT "
                 "(merge_and_unload), and use the merged model"
             )
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
-    """The text files that belong to `adapter_tensors`, by name.
+    """Return the text files that belong to `adapter_tensors`, by name.
 
     Args:
         model: a model with adapters.
@@ -441,7 +442,7 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """A message about adapters of the model that PEFT can't load: one line, or none."""
+    """Return a message about adapters of the model that PEFT can't load: one line, or none."""
     names = [name for name, _ in lora_layers(model)]
     lost = [name for name in names if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
     if not lost or not model.config.expert_count:
@@ -454,8 +455,8 @@ def peft_notes(model: Model) -> list[str]:
 
 
 def base_name(given: str | Path, folder: Path) -> str:
-    """The base model's name for `adapter_files`: the absolute path of a folder or GGUF file; a hub
-    id unchanged.
+    """Return the base model's name for `adapter_files`: the absolute path of a folder or GGUF file;
+    a hub id unchanged.
 
     Args:
         given: folder, GGUF file or hub id as given by the user.

@@ -116,7 +116,7 @@ class LoraLinear(nn.Module):
         self.lora_A.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         y: Tensor = self.base_layer(x)
         inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
         inner = F.linear(inner, self.lora_A.to(x.dtype))
@@ -126,12 +126,13 @@ class LoraLinear(nn.Module):
         scale = self.lora_magnitude_vector / self._norm()
         scaled = y * scale
         if self.base_layer.bias is not None:
-            # y has the bias already, which is not scaled.
+            # y already includes the bias, which is not scaled.
             scaled = scaled + (1 - scale) * self.base_layer.bias
         return scaled.to(y.dtype)
 
     def merged_weight(self) -> Tensor:
-        """The weight [out, in] of the plain layer that computes the same, in at least fp32."""
+        """Return the weight [out, in] of the plain layer that computes the same, in at least
+        fp32."""
         with torch.no_grad():
             weight = self._changed()
             if self.lora_magnitude_vector is not None:
@@ -139,7 +140,7 @@ class LoraLinear(nn.Module):
         return weight
 
     def _norm(self) -> Tensor:
-        # In fp32 also under autocast: m started as a norm in fp32, and m / |W| must start at 1.
+        # In fp32 even under autocast: m started as a norm in fp32, and m / |W| must start at 1.
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
         # Rows of zeros, which pad a vocabulary, have m = 0 and |W| = 0: 0 / 0 would be NaN.
@@ -150,7 +151,7 @@ class LoraLinear(nn.Module):
 
 
 def weight_of(layer: LinearLayer | NF4Linear) -> Tensor:
-    """A linear layer's weight as [out, in], in at least fp32."""
+    """Return a linear layer's weight as [out, in], in at least fp32."""
     if isinstance(layer, NF4Linear):
         return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
@@ -172,7 +173,7 @@ def add_lora(
         config: the recipe's `lora` section.
         generator: a generator on the CPU, from which each A is drawn.
         frozen_dtype: dtype of the frozen linear layers' weights, except the head's; None leaves
-            them as they are. Under autocast to this dtype the results are the same, and these
+            them unchanged. Under autocast to this dtype the results are the same, and these
             weights take half the memory of fp32.
 
     Raises:
@@ -197,7 +198,7 @@ def add_lora(
 
 
 def wrap(model: Model, name: str, rank: int, scaling: float, config: LoraConfig) -> LoraLinear:
-    """Replace a linear layer by a `LoraLinear` that computes the same as before.
+    """Replace a linear layer with a `LoraLinear` that computes the same as before.
 
     Args:
         model: the model; changed in place.
@@ -213,14 +214,14 @@ def wrap(model: Model, name: str, rank: int, scaling: float, config: LoraConfig)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The adapted layers and their names in the plain model."""
+    """Yield the adapted layers and their names in the plain model."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             yield name, module
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name; {} for a model without adapters."""
+    """Return the adapters' parameters by name; {} for a model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, layer in lora_layers(model)
@@ -233,7 +234,7 @@ def merge_lora(model: Model) -> None:
     whose weights have the base's dtype; 4-bit weights are dequantised; and all parameters are
     trainable.
 
-    An adapted head is untied from the embedding, also in `model.config`.
+    An adapted head is untied from the embedding, including in `model.config`.
     """
     is_head_adapted = isinstance(model.lm_head, LoraLinear)
     for name, module in list(model.named_modules()):
@@ -247,7 +248,8 @@ def merge_lora(model: Model) -> None:
 
 
 def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
-    """A plain linear layer with the weight [out, in] and the base layer's class, dtype and bias."""
+    """Return a plain linear layer with the weight [out, in] and the base layer's class, dtype and
+    bias."""
     is_conv1d = isinstance(base, Conv1D) or (isinstance(base, NF4Linear) and base.is_conv1d)
     dtype = base.dtype if isinstance(base, NF4Linear) else base.weight.dtype
     with torch.device("meta"):
@@ -263,8 +265,8 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 
 
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
-    """The linear layers by name, without the routers of experts: adapting a router could change
-    the output much, and PEFT's files have no routers among their layers."""
+    """Return the linear layers by name, without the routers of experts: adapting a router could
+    change the output much, and PEFT's files have no routers among their layers."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -273,7 +275,7 @@ def linear_layers(model: Model) -> dict[str, LinearLayer]:
 
 
 def _target_names(model: Model, config: LoraConfig, layers: dict[str, LinearLayer]) -> list[str]:
-    """The names of the layers that a config's targets match, in the model's order.
+    """Return the names of the layers that a config's targets match, in the model's order.
 
     Raises:
         ConfigError: a target matches no layer.
@@ -334,7 +336,7 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
     """
     places = dict(_places(model))
     for name in sorted(places.keys() ^ tensors.keys()):
-        problem = "lacks" if name in places else "has, beside the model's adapters,"
+        problem = "lacks" if name in places else "has, besides the model's adapters,"
         raise ModelError(f"{where} {problem} tensor {name}")
     with torch.no_grad():
         for name, place in places.items():
@@ -347,13 +349,13 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
 
 
 def adapter_tensors(model: Model) -> dict[str, Tensor]:
-    """The tensors of `adapter_model.safetensors` by name, on the CPU and contiguous: A [r, in],
-    B [out, r] and, for DoRA, magnitudes [out] of each adapted layer."""
+    """Return the tensors of `adapter_model.safetensors` by name, on the CPU and contiguous: A [r,
+    in], B [out, r] and, for DoRA, magnitudes [out] of each adapted layer."""
     return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' parameters by their names in PEFT's file, without the rows that pad the
+    """Yield the adapters' parameters by their names in PEFT's file, without the rows that pad the
     vocabulary."""
     for name, parameter in lora_parameters(model).items():
         layer, _, kind = name.rpartition(".")

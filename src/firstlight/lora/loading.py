@@ -64,7 +64,7 @@ class LoadedModel:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The model's own settings of a `SamplingConfig`; see `sampling_settings`."""
+        """The model's settings for a `SamplingConfig`; see `sampling_settings`."""
         return sampling_settings(self.generation)
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class LoadedModel:
         return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
     def require_unchanged(self) -> None:
-        """Refuse weights whose mapped file has changed. To be called before each use of the model.
+        """Raise an error if a mapped weight file has changed. Call this before using the model.
 
         Raises:
             ModelError: a mapped file was changed in place.
@@ -103,8 +103,8 @@ def load_model(
         device: the parameters' device.
         dtype: the parameters' dtype; None is the file's.
         mode: the loading mode, see `firstlight.weights.loading`.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
-        config: config with which the model is built; None is that of the folder.
+        vocab_multiple: multiple to which the embedding's rows are padded.
+        config: config with which the model is built; None uses the folder's config.
 
     Raises:
         ModelError: a file is missing or damaged; the family is unknown; a tensor is missing, extra
@@ -135,11 +135,11 @@ def load_model(
 
 
 def base_identity(folder: Path) -> str:
-    """SHA-256, in hexadecimal, over a model's weights and config; for an adapter, over its own and
-    its base's.
+    """Return the SHA-256, in hexadecimal, of a model's weights and config; for an adapter, of the
+    adapter's and its base's.
 
-    The checkpoints of a run with `lora` do not hold the base. By this hash a resumed run notices
-    that its base has changed. All weights are read, which takes about a second for each GB.
+    The checkpoints of a run with `lora` do not contain the base. With this hash, a resumed run
+    notices that its base has changed. All weights are read, which takes about a second per GB.
 
     Raises:
         ModelError: a file is missing or damaged.

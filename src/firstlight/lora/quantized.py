@@ -2,7 +2,7 @@
 
 A block of 64 numbers is stored as a scale, its largest absolute value, and for each number the
 nearest of 16 quantiles of a normal distribution. The scales of the blocks are quantised to 8 bits
-in turn. This takes 0.516 bytes a weight. bitsandbytes quantises and dequantises, on CPUs and CUDA
+in turn. This takes 0.516 bytes per weight. bitsandbytes quantises and dequantises, on CPUs and CUDA
 GPUs.
 """
 
@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_nf4(device: torch.device) -> None:
-    """Refuse 4-bit weights on a device without kernels for them.
+    """Check that a device has kernels for 4-bit weights.
 
     Raises:
         MissingDependencyError: bitsandbytes is not installed.
@@ -38,7 +38,7 @@ def require_nf4(device: torch.device) -> None:
     """
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"lora.quantize nf4 runs on CPUs and CUDA GPUs, and the device is {device}: set "
+            f"lora.quantize nf4 runs on CPUs and CUDA GPUs, but the device is {device}: set "
             "lora.quantize to none"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -46,10 +46,10 @@ def require_nf4(device: torch.device) -> None:
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer with a weight in 4 bits.
+    """A frozen linear layer with a 4-bit weight.
 
     Args:
-        layer: the layer to quantise; its bias is kept as it is.
+        layer: the layer to quantise; its bias is kept unchanged.
 
     Attributes:
         packed: codes of the weight [out, in] row by row, two in a byte; uint8.
@@ -85,14 +85,14 @@ class NF4Linear(nn.Module):
         self.register_buffer("statistics", statistics.float().view(torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         x = x.to(product_dtype(x))
         shape = (self.out_features, self.in_features)
         y: Tensor = _nf4_linear(x, self.packed, self.scales, self.statistics, *shape)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The dequantised weight [out, in] in `dtype`."""
+        """Return the dequantised weight [out, in] in `dtype`."""
         shape = (self.out_features, self.in_features)
         return dequantized(self.packed, self.scales, self.statistics, shape, dtype)
 
@@ -100,7 +100,7 @@ class NF4Linear(nn.Module):
 def dequantized(
     packed: Tensor, scales: Tensor, statistics: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The weight in `dtype`, dequantised from the buffers of an `NF4Linear`.
+    """Return the weight in `dtype`, dequantised from the buffers of an `NF4Linear`.
 
     Args:
         packed, scales, statistics: see `NF4Linear`.
@@ -117,7 +117,7 @@ def dequantized(
     largest = torch.ops.bitsandbytes.dequantize_blockwise(
         scales, nested, table, _NESTED_BLOCK_SIZE, torch.float32
     )
-    # As one row: the CPU kernel takes wrong scales for rows that are not a multiple of the block
+    # As one row: the CPU kernel uses wrong scales for rows that are not a multiple of the block
     # size.
     row = [shape[0] * shape[1]]
     made = dtype if dtype in _DTYPES else torch.float32
@@ -128,8 +128,8 @@ def dequantized(
 
 
 # A custom operator, whose backward pass dequantises the weight again. With plain operators autograd
-# would keep the dequantised weight, and with it all the memory that 4 bits save. torch.compile does
-# not look into a custom operator.
+# would keep the dequantised weight, which would lose all the memory that 4 bits save. torch.compile
+# does not trace into a custom operator.
 @torch.library.custom_op("firstlight::nf4_linear", mutates_args=())
 def _nf4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, statistics: Tensor, rows: int, columns: int

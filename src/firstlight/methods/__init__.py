@@ -1,6 +1,6 @@
 """Methods that change how a step is computed, not its result, and the z-loss, which is part of the
 training loss. Each method is one key of the recipe, and is applied to a plain model from outside.
-`loss_function` makes the loss function of a training step from such a model."""
+`loss_function` creates the loss function of a training step from such a model."""
 
 from __future__ import annotations
 
@@ -83,21 +83,21 @@ def apply_methods(
     documents: bool = False,
     z_loss_coef: float = 0.0,
 ) -> None:
-    """Put attention, loss, activation checkpointing and fp8 layers into the model. Its outputs stay
-    the same, also in evaluation and generation.
+    """Install attention, loss, activation checkpointing and fp8 layers in the model. Its outputs
+    stay the same, including those of evaluation and generation.
 
     Args:
         model: a plain model; changed in place.
         config: the recipe's section.
         hardware: the device that computes.
-        documents: True for rows that are masked by document.
+        documents: True if rows are masked by document.
         z_loss_coef: the recipe's `loss.z_loss_coef`.
 
     Raises:
-        ConfigError: a method can't work with this model or hardware.
+        ConfigError: a method does not support this model or hardware.
     """
     dtype = resolve_precision(config, hardware)
-    # The length of the rows is not known here; it is at most `max_position_embeddings`.
+    # The length of the rows is not known here, but is at most `max_position_embeddings`.
     longest = model.config.max_position_embeddings
     backend = resolve_attention(
         config,
@@ -129,8 +129,8 @@ def loss_function(
     forward: Callable[..., Tensor] | None = None,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """The function by which training computes the summed loss [], with the precision, compilation
-    and offloading of activations of `config`.
+    """Return the function that computes the summed loss [] in training, with the precision,
+    compilation and activation offloading of `config`.
 
     Args:
         model: the model, with the methods that `config` applies to it.
@@ -138,8 +138,8 @@ def loss_function(
         hardware: the device that computes.
         forward: replacement of the model's forward pass, such as an engine's (`Engine.share`);
             None is the model itself.
-        objective: maps a function for logits to the loss function; None is the cross-entropy, which
-            the model computes itself.
+        objective: function that maps a function for logits to the loss function; None is the
+            cross-entropy, which the model computes itself.
 
     Raises:
         ConfigError: `config.compile` is true and there is no compiler.
@@ -156,7 +156,7 @@ def loss_function(
         if recorded:
             keep_results(model)
         with contextlib.ExitStack() as stack:
-            # Parameters in bf16 need no casts: autocast would only cost time.
+            # Parameters in bf16 need no casts, and autocast would only cost time.
             if config.precision != "bf16_params":
                 stack.enter_context(autocast(hardware.device, dtype))
             if config.activation_offload:
@@ -174,7 +174,7 @@ def plain_loss(
     hardware: Hardware,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """The loss function of evaluation: in the same precision, but not compiled, because compiling
-    would take longer than it saves."""
+    """Return the loss function of evaluation: in the same precision, but not compiled, because
+    compiling would take longer than it saves."""
     plain = config.model_copy(update={"compile": False})
     return loss_function(model, plain, hardware, objective=objective)

@@ -1,4 +1,4 @@
-"""Choice of the attention backend, and its installation in a plain model from outside.
+"""Selection of the attention backend, and its installation in a plain model from outside.
 
 Shape letters as in `models/ops.py`.
 """
@@ -32,11 +32,11 @@ from firstlight.models.ops import (
     soft_capped,
 )
 
-#: Smallest head size and largest number of tokens with which blockwise was faster than torch's
+#: Minimum head size and maximum number of tokens with which blockwise was faster than torch's
 #: kernel for CPUs; `takes_blockwise` has the measurements.
 BLOCKWISE_HEAD_SIZE, _BLOCKWISE_TOKENS = 64, 1024
 
-#: Backends that train on CUDA alone.
+#: Backends that train only on CUDA.
 GPU_BACKENDS = ("efficient", "cudnn", "flex")
 
 _BACKENDS = {
@@ -57,7 +57,8 @@ def resolve_attention(
     documents: bool,
     compiles: bool,
 ) -> str:
-    """The attention backend. "auto" becomes "sdpa", torch's own choice of a kernel, except for:
+    """Return the attention backend. "auto" becomes "sdpa", for which torch selects a kernel, except
+    for:
 
     - models that torch's fused kernels can't compute (`able_backends`): "flex" on CUDA if it can
       compute them, there are no sinks, and `compiles`; otherwise "blockwise";
@@ -71,18 +72,18 @@ def resolve_attention(
         dtype: dtype of the matrix products.
         model: config of the model.
         seq_len: tokens of a row.
-        documents: True for rows that are masked by document.
-        compiles: True where torch.compile can be used on the device.
+        documents: True if rows are masked by document.
+        compiles: True if torch.compile can be used on the device.
     """
     if config.attention != "auto":
         return config.attention
     able = able_backends(model)
-    # All layers of a family have the same dropout and sinks: layer 0 stands for all.
+    # All layers of a family have the same dropout and sinks, so layer 0 stands for all.
     spec = model.attention_spec(0)
     dropout = spec.dropout
     if able is not None:
-        # With flex, sinks are computed from the kernel's log-sum-exp, whose backward pass was not
-        # run on a GPU yet.
+        # With flex, sinks are computed from the kernel's log-sum-exp, whose backward pass has not
+        # been run on a GPU yet.
         takes_flex = "flex" in able and not spec.sinks
         return "flex" if takes_flex and device == "cuda" and compiles else "blockwise"
     if documents and device == "cuda":
@@ -91,8 +92,8 @@ def resolve_attention(
 
 
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
-    """True if "auto" is blockwise on a CPU: in bf16 with heads of 64 and more, up to 1,024 tokens;
-    and with dropout, which torch's fused kernel for CPUs lacks, in bf16 or with such heads.
+    """Return True if "auto" is blockwise on a CPU: in bf16 with heads of 64 or more, up to 1,024
+    tokens; and with dropout, which torch's fused kernel for CPUs lacks, in bf16 or with such heads.
 
     Measured time as a multiple of torch's: in bf16 within these limits 0.7 to 0.9, compiled or not;
     with 2,048 tokens 1.0 to 1.2, with heads of 32 up to 1.3. With dropout 0.5 to 0.9, in fp32 with
@@ -105,8 +106,8 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
 
 
 def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
-    """The backends that can compute a model's attention, which is the same in all layers of a
-    family; None if all backends can."""
+    """Return the backends that can compute a model's attention, which is the same in all layers of
+    a family; None if all backends can."""
     spec = model.attention_spec(0)
     if spec.sinks:
         return ("blockwise", "plain", "flex")
@@ -116,12 +117,13 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
 
 
 def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
-    """The reason why a backend can't compute a model, as the end of a sentence; "" if it can.
+    """Return the reason why a backend can't compute a model, as the end of a sentence; "" if it
+    can.
 
     Args:
         model: config of the model.
         backend: value of `EfficiencyConfig.attention`.
-        device: type of the device; the sentence advises backends of this device.
+        device: type of the device; the sentence recommends backends for this device.
     """
     able = able_backends(model)
     if able is None or backend in ("auto", *able):
@@ -130,12 +132,12 @@ def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
     spec = model.attention_spec(0)
     what = "compute the attention sinks" if spec.sinks else "cap the scores"
     if spec.value_dim is not None:
-        what = "take values of another size than keys, which are those"
+        what = "handle different sizes of key and value heads"
     return f"can't {what} of {model.model_type} models: use {', '.join(able)} or auto"
 
 
 def choose_attention(model: Model, backend: str) -> None:
-    """Let the model's layers attend by a backend of `EfficiencyConfig.attention`.
+    """Make the model's layers use an attention backend of `EfficiencyConfig.attention`.
 
     Raises:
         ConfigError: the backend does not compute the model's attention.
@@ -146,7 +148,8 @@ def choose_attention(model: Model, backend: str) -> None:
     attend, make_mask = _backends()[backend]
     spec = model.config.attention_spec(0)
     if backend == "flex" and (spec.softcap is not None or spec.sinks):
-        # By default a purely causal mask is left to fused kernels, which have no cap and no sinks.
+        # By default, fused kernels handle a purely causal mask, but they support no cap and no
+        # sinks.
         make_mask = functools.partial(flex_mask, always=True)
     model.make_mask = make_mask
     for module in model.modules():
@@ -179,8 +182,8 @@ def _by_kernel(
         return attention(q_BHTD, k_BKSD, v_BKSD, options)
 
 
-#: Settings to restore, one for each `varying_lengths` that is entered. The setting is the process's
-#: and several threads may generate: whichever of them ends last restores the first.
+#: Settings to restore, one for each active `varying_lengths`. The setting applies to the process,
+#: in which several threads may generate: the last one to end restores the first setting.
 _BEFORE: list[bool] = []
 _CHANGING = threading.Lock()
 
@@ -189,9 +192,9 @@ _CHANGING = threading.Lock()
 def varying_lengths() -> Iterator[None]:
     """Context, or decorator of a function, for texts whose lengths change from call to call.
 
-    Inside, torch chooses among all kernels but cuDNN's, which it prefers on Hopper and Blackwell.
-    cuDNN plans each new shape on the host for tens of milliseconds, and decoding has a new shape at
-    each token. Training has rows of one length and plans once.
+    Inside, torch chooses among all kernels except cuDNN's, which it prefers on Hopper and
+    Blackwell. cuDNN takes tens of milliseconds on the host to plan each new shape, and decoding has
+    a new shape for each token. Training has rows of one length and plans once.
     """
     cuda: Any = torch.backends.cuda
     with _CHANGING:
@@ -212,22 +215,23 @@ def flex_mask(
     *,
     always: bool = False,
 ) -> Any:
-    """The block mask for `flex_attention`: the same mask as `dense_mask`, but blocks of 128 x 128
-    without a visible key are skipped, and no T x S mask is kept. For a purely causal mask, or with
-    a cache, the result of `dense_mask`.
+    """Create the block mask for `flex_attention`: the same mask as `dense_mask`, but blocks of
+    128 x 128 without a visible key are skipped, and no T x S mask is stored. For a purely causal
+    mask, or with a cache, return the result of `dense_mask`.
 
     Args:
         positions: positions of the queries in their row, int64 [T] or [B, T].
         total: number of keys, from position 0.
-        window: number of keys that a query sees, itself included; None is all before it.
-        document_ids_BT: document of each token, int [B, T]; a query sees its own document only.
-        always: True makes a block mask for a purely causal mask, too.
+        window: number of keys that a query sees, itself included; None is all earlier keys.
+        document_ids_BT: document of each token, int [B, T]; a query sees only its own document.
+        always: True creates a block mask even for a purely causal mask.
     """
-    # No block mask: torch's fused kernels know causality, and with a cache there are no documents.
+    # No block mask: torch's fused kernels handle causality, and with a cache there are no
+    # documents.
     plain = document_ids_BT is None and window is None and not always
     if plain or positions.dim() == 2 or len(positions) != total:
         return dense_mask(positions, total, window, document_ids_BT)
-    # Imported here since it loads torch's compiler, which other backends do not need.
+    # Imported here, since the import loads torch's compiler, which other backends do not need.
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -248,15 +252,15 @@ def flex_mask(
 def flex_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et al. 2024,
-    arXiv 2412.05496). Over another mask, or without one, torch's fused kernels compute it or, with
-    a cap or sinks, blockwise attention. Arguments as in `AttentionFunction`.
+    """Compute attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et
+    al. 2024, arXiv 2412.05496). With another mask, or without one, use torch's fused kernels or,
+    with a cap or sinks, blockwise attention. Arguments as in `AttentionFunction`.
     """
     mask, dropout, scale, softcap, sinks_H = options
     if mask is None or isinstance(mask, Tensor):
         other = attention if softcap is None and sinks_H is None else blockwise_attention
         return other(q_BHTD, k_BKSD, v_BKSD, options)
-    assert dropout == 0.0, "flex attention has no dropout"
+    assert dropout == 0.0, "flex attention does not support dropout"
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
     arguments = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
     if softcap is not None:
@@ -278,7 +282,7 @@ def flex_attention(
 
 @functools.cache
 def _capping(bound: float) -> Callable[..., Tensor]:
-    # One function for each bound: a new function would be compiled again.
+    # One function per bound, because a new function would be compiled again.
     def cap(score: Tensor, *_: Tensor) -> Tensor:
         return soft_capped(score, bound)
 
@@ -289,5 +293,5 @@ def _capping(bound: float) -> Callable[..., Tensor]:
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention as uncompiled
 
-    # Uncompiled, it holds all T x S scores.
+    # Without compilation, it stores all T x S scores.
     return torch.compile(uncompiled, dynamic=False)

@@ -25,12 +25,12 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 
-#: CUDA's compute capability from which on triton, in which inductor writes kernels, has code.
+#: Minimum CUDA compute capability that triton, in which inductor writes kernels, supports.
 TRITON_CAPABILITY = (7, 0)
 
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
-    """Refuse to compile on a CPU that lacks what inductor needs there.
+    """Check that a CPU machine has the software that inductor needs there.
 
     Raises:
         ConfigError: something is not installed.
@@ -41,13 +41,13 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """True if torch.compile's inductor can work for a device. CUDA needs triton, which needs a C
-    compiler and Python's headers, and a GPU that triton has code for; for a CPU see
+    """Return True if torch.compile's inductor can work for a device. CUDA needs triton, which needs
+    a C compiler and Python's headers, and a GPU that triton supports; for a CPU see
     `require_compiler`. Other devices can't compile."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
-        # Without a GPU here, this is about a planned one, whose host and capability are not known.
+        # Without a GPU here, the question is about a planned one, whose host is not known.
         if not torch.cuda.is_available():
             return True
         has_c = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
@@ -57,12 +57,12 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _missing_on_cpu() -> str:
-    """What inductor lacks on a CPU, and how to install it; "" if nothing."""
+    """Return what inductor lacks on a CPU, and how to install it; "" if nothing is missing."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
         return "Python's headers on a CPU: install python3-dev, or your system's package of them"
-    # Apple's compiler lacks OpenMP. These are the places where inductor looks for it.
+    # Apple's compiler lacks OpenMP. These are the folders where inductor looks for it.
     places = (
         os.environ.get("OMP_PREFIX"),
         os.environ.get("CONDA_PREFIX"),
@@ -80,8 +80,8 @@ def _has_python_headers() -> bool:
 
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
-    """torch.compile for a device of this machine when no other programs run; None if it can't
-    compile."""
+    """Return torch.compile for a device of this machine when no other programs run; None if it
+    can't compile."""
     if not can_compile(hardware.device):
         return None
     return Compiler(hardware.device.type, hardware.name, usable_cpus())
@@ -90,7 +90,7 @@ def find_compiler(hardware: Hardware) -> Compiler | None:
 def compiled(
     model: Model, config: EfficiencyConfig, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """The forward pass through torch.compile, with the same inputs and outputs. The names of the
+    """Compile the forward pass by torch.compile, with the same inputs and outputs. The names of the
     model's parameters do not change.
 
     With `compile_regional` the layers share one compiled function (they are alike), head and loss
@@ -101,7 +101,8 @@ def compiled(
         config: the recipe's section.
         forward: function that computes the pass: the model, or an engine around it.
     """
-    # All micro-batches of a run have one shape: code for one shape is faster than code for any.
+    # All micro-batches of a run have one shape: code for one shape is faster than code for any
+    # shape.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode
@@ -119,7 +120,7 @@ def compiled(
 
 
 def needs_compiling(config: EfficiencyConfig) -> bool:
-    """True if keys are set that need torch.compile."""
+    """Return True if keys are set that need torch.compile."""
     return (
         config.compile_regional
         or config.compile_mode != "default"
@@ -130,15 +131,16 @@ def needs_compiling(config: EfficiencyConfig) -> bool:
 def compile_time_recorder(
     config: EfficiencyConfig, hardware: Hardware, model: ModelConfig
 ) -> Callable[[float], None]:
-    """A function that keeps the seconds of compiling for later runs, made before the first step.
+    """Create, before the first step, a function that stores the seconds of compiling for later
+    runs.
 
-    It keeps nothing for a run without torch.compile, or with another backend or mode than the
-    default, and if inductor's cache had a part of the code.
+    It stores nothing for a run without torch.compile, or with a backend or mode other than the
+    default, or if inductor's cache had a part of the code.
     """
     compiler, how = find_compiler(hardware), (config.compile_backend, config.compile_mode)
     if not config.compile or compiler is None or how != ("inductor", "default"):
         return lambda _: None
-    counters = torch._dynamo.utils.counters  # of the whole process
+    counters = torch._dynamo.utils.counters  # for the whole process
     before = Counter(counters["inductor"])
 
     def record(seconds: float) -> None:
@@ -151,30 +153,30 @@ def compile_time_recorder(
 
 
 def records_cuda_graphs(config: EfficiencyConfig) -> bool:
-    """True if the training step runs as recorded CUDA graphs on a GPU."""
+    """Return True if the training step runs as recorded CUDA graphs on a GPU."""
     modes = ("reduce-overhead", "max-autotune")
     recorded = config.compile_backend == "cudagraphs" or config.compile_mode in modes
     return config.compile is True and recorded
 
 
 def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
-    """True if the training step runs as recorded CUDA graphs, whose results lie in the graphs' own
-    memory."""
+    """Return True if the training step runs as recorded CUDA graphs, whose results are in the
+    graphs' own memory."""
     return records_cuda_graphs(config) and hardware.device.type == "cuda"
 
 
 def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Hardware) -> str:
-    """The reason why a model can't be trained under the CUDA graphs of a recipe; "" if it can, or
-    if there are none."""
+    """Return the reason why a model can't be trained with the CUDA graphs of a recipe; "" if it
+    can, or if there are none."""
     if not (model.expert_count and uses_cuda_graphs(config, hardware)):
         return ""
     setting = f"efficiency.compile_mode {config.compile_mode}"
     instead = "default or max-autotune-no-cudagraphs"
     if config.compile_backend == "cudagraphs":
         setting, instead = "efficiency.compile_backend cudagraphs", "inductor"
-    # Seen with torch 2.11: the backward pass reads activations where those of an earlier step were
-    # (https://github.com/pytorch/pytorch/pull/197438).
-    return f"{setting} trains mixtures of experts wrongly on GPUs: set it to {instead}"
+    # Observed with torch 2.11: the backward pass reads activations at the addresses of an earlier
+    # step (https://github.com/pytorch/pytorch/pull/197438).
+    return f"{setting} gives wrong gradients for mixtures of experts on GPUs: set it to {instead}"
 
 
 def keep_results(model: Model) -> None:
@@ -191,7 +193,7 @@ def _compiled_in_training(
     compiled_function: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    # Every call of generation has another length, and would be compiled anew.
+    # Every call of generation has another length, and would be compiled again.
     in_training = owner.training and torch.is_grad_enabled()
     return (compiled_function if in_training else plain)(*arguments)
 
@@ -199,7 +201,7 @@ def _compiled_in_training(
 @contextlib.contextmanager
 def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
     """Context in which code is compiled. With activation_checkpointing "budget", torch's min-cut
-    partitioner chooses the activations to recompute, so that `activation_memory_budget` is kept."""
+    partitioner chooses the activations to recompute, to stay within `activation_memory_budget`."""
     if config.activation_checkpointing != "budget":
         yield
         return
@@ -211,7 +213,7 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
 
 
 def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextManager[object]:
-    """Context with higher limits of compilations. torch counts the compilations of the code of
+    """Context with higher limits on compilations. torch counts the compilations of the code of
     `forward` over all models of a process, and by default does not compile the ninth."""
     if config.compile is not True:
         return contextlib.nullcontext()
@@ -231,7 +233,7 @@ _CUBLAS_SIZES = (":4096:8", ":16:8")
 
 def require_same_bits(hardware: Hardware) -> None:
     """Prepare for `same_bits` with `deterministic`: on a CUDA GPU, give cuBLAS a workspace of a
-    fixed size. To be called before the process's first matrix product on a GPU, because torch reads
+    fixed size. Call this before the process's first matrix product on a GPU, because torch reads
     the environment variable only once.
 
     Raises:
@@ -242,10 +244,10 @@ def require_same_bits(hardware: Hardware) -> None:
     size = os.environ.setdefault(_CUBLAS, _CUBLAS_SIZES[0])
     if size not in _CUBLAS_SIZES:
         raise ConfigError(
-            f"run.deterministic needs {_CUBLAS} to be {' or '.join(_CUBLAS_SIZES)}, and it is "
+            f"run.deterministic needs {_CUBLAS} to be {' or '.join(_CUBLAS_SIZES)}, but it is "
             f"'{size}': unset it"
         )
-    # torch refuses this product in deterministic mode if cuBLAS was set up with another workspace.
+    # torch rejects this product in deterministic mode if cuBLAS was set up with another workspace.
     one = torch.ones(8, 8, device=hardware.device)
     with _deterministic():
         try:
@@ -254,7 +256,7 @@ def require_same_bits(hardware: Hardware) -> None:
             if _CUBLAS not in str(error):
                 raise
             raise ConfigError(
-                "run.deterministic has to be known before this process's first matrix product on "
+                "run.deterministic must be set before this process's first matrix product on "
                 f"a GPU: set {_CUBLAS}={_CUBLAS_SIZES[0]} in its environment"
             ) from None
 
@@ -264,11 +266,11 @@ def same_bits(
     config: EfficiencyConfig, hardware: Hardware, *, deterministic: bool = False
 ) -> Iterator[None]:
     """Context whose computations give the same bits every time: on a CPU always; on a CUDA GPU with
-    `deterministic`, for which `require_same_bits` must have been called.
+    `deterministic`, which requires an earlier call of `require_same_bits`.
 
     Without this context, sums have no fixed order: on a CPU, in compiled code (the gradient of the
-    embedding); on a GPU, in the backward passes of attention and of a compiled embedding. And
-    inductor chooses kernels for a GPU by measuring them.
+    embedding); on a GPU, in the backward passes of attention and of a compiled embedding.
+    Furthermore, inductor chooses kernels for a GPU by measuring them.
     """
     kind = hardware.device.type
     if (kind == "cpu" and config.compile is True) or (kind == "cuda" and deterministic):

@@ -41,7 +41,7 @@ from firstlight.models.ops import (
 
 _aten = torch.ops.aten
 
-#: Operators whose results "selective" keeps, because they take longest to compute again
+#: Operators whose results "selective" keeps, because they take longest to recompute
 #: (Korthikanti et al. 2022; torchtitan).
 _KEPT = {
     _aten.mm.default,
@@ -58,7 +58,7 @@ _KEPT = {
     torch.ops.firstlight.nf4_linear.default,
 }
 
-#: Position of the probability of dropout among the arguments of attention on a GPU.
+#: Index of the dropout probability among the arguments of attention on a GPU.
 _DROPOUT_AT = {
     _aten._scaled_dot_product_flash_attention.default: 3,
     _aten._scaled_dot_product_efficient_attention.default: 5,
@@ -69,8 +69,8 @@ _DROPOUT_AT = {
 _OFFLOADED_ELEMENTS = 1024
 
 
-#: Arguments with which the tensors that selective checkpointing keeps are not offloaded: an option
-#: from torch 2.14 on; earlier versions never offload them.
+#: Arguments that keep the tensors saved by selective checkpointing from being offloaded. torch has
+#: this option since version 2.14; earlier versions never offload these tensors.
 _CHOICE: dict[str, Any] = (
     {"respect_saved_tensors_hooks": False}
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -79,7 +79,7 @@ _CHOICE: dict[str, Any] = (
 
 
 def checkpoint_layers(model: Model, selective: bool) -> None:
-    """Let the backward pass compute every layer's activations again (Chen et al. 2016, arXiv
+    """Make the backward pass recompute every layer's activations (Chen et al. 2016, arXiv
     1604.06174).
 
     The random state is restored for the recomputation, so that dropout repeats itself: gradients
@@ -99,7 +99,8 @@ def _recomputed(
     # Evaluation and generation keep no activations that could be freed.
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*arguments)
-    # Reentrant checkpoints give no gradients if no input requires one, as after frozen layers.
+    # Reentrant checkpoints give no gradients if no input requires one, for example after frozen
+    # layers.
     if not selective:
         return checkpoint(forward, *arguments, use_reentrant=False)
     contexts = functools.partial(create_selective_checkpoint_contexts, keeps_result)
@@ -107,10 +108,10 @@ def _recomputed(
 
 
 def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """The policy of selective checkpointing: whether an operator's result is kept.
+    """Decide whether selective checkpointing keeps an operator's result.
 
-    Attention that drops weights is computed again. If its result were kept, it would draw no random
-    numbers in the recomputation, and the dropouts after it would draw others than before.
+    Attention that drops weights is recomputed. If its result were kept, it would draw no random
+    numbers in the recomputation, and the dropouts after it would draw other numbers than before.
     """
     place = _DROPOUT_AT.get(operator, len(arguments))
     drops = bool(named.get("dropout_p")) or (place < len(arguments) and bool(arguments[place]))
@@ -119,11 +120,12 @@ def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> Che
 
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """A context in which activations of a forward pass are kept in the CPU's memory, page-locked if
+    """Context in which activations of a forward pass are kept in the CPU's memory, page-locked if
     there is a GPU, until the backward pass needs them. Parameters and buffers are not moved. A GPU
-    makes the copies beside the computation, see `_Copies`.
+    copies them in parallel with the computation, see `_Copies`.
     """
-    # By storage, because autograd also saves views of parameters, such as a transposed weight.
+    # Compared by storage, because autograd also saves views of parameters, such as a transposed
+    # weight.
     weights = (*model.parameters(), *model.buffers())
     parameters = {weight.untyped_storage().data_ptr() for weight in weights}
 
@@ -144,7 +146,7 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-#: Number of activations whose copies run beside the computation, in each direction.
+#: Number of activations whose copies run in parallel with the computation, in each direction.
 COPIES_BESIDE = 2
 
 #: A tensor on the GPU, and the event at the end of its copy.
@@ -158,8 +160,8 @@ class _Activation:
     Attributes:
         kept: the values.
         device: the GPU.
-        before: function that returns the activation that was taken before this one, and that the
-            backward pass needs after it; None if it is freed.
+        before: function that returns the activation saved before this one, which the backward pass
+            needs after this one; None if it is freed.
         back: the copy on the GPU, from its start until the backward pass takes it.
         is_back: True if the backward pass has taken the copy.
     """
@@ -175,27 +177,27 @@ class _Copies:
     """Copies of activations from a GPU to page-locked memory and back, on a separate stream.
 
     All tensors on the GPU are allocated by the stream of the computation, which waits for the end
-    of a tensor's copy before the tensor is dropped: memory reused later is therefore written after
-    the copy. (With `Tensor.record_stream`, memory would not be free again before the host sees the
-    end of a copy, and a host that runs ahead would take more for each layer.)
+    of a tensor's copy before the tensor is dropped: memory is reused only after the copy. (With
+    `Tensor.record_stream`, memory would not become free before the host sees the end of a copy, and
+    a host that runs ahead would take more memory for each layer.)
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        #: In the order of the copies.
+        #: Copies to the host in their order.
         self._leaving: deque[_Copy] = deque()
         self._arriving: deque[_Copy] = deque()
         self._last: Callable[[], _Activation | None] = lambda: None
 
     def take(self, tensor: Tensor) -> _Activation:
         """Start the copy of an activation to page-locked memory."""
-        # Where values have gaps, as in a view of one product for q, k and v, torch would copy them
-        # through pageable memory, for which the host waits. A GPU first makes them dense.
+        # If values have gaps, as in a view of one product for q, k and v, torch would copy them
+        # through pageable memory, for which the host waits. The GPU makes them dense first.
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         tensor = tensor.detach() if dense else tensor.detach().contiguous()
         kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        # Without the graph, which a failed pass leaves here until the next one.
+        # Detached, because a failed pass would otherwise keep its graph here until the next pass.
         self._leaving.append((tensor, self._copy(kept, tensor)))
         self._drop(self._leaving, COPIES_BESIDE)
         activation = _Activation(kept, self._device, self._last)
@@ -203,7 +205,7 @@ class _Copies:
         return activation
 
     def bring_back(self, activation: _Activation) -> Tensor:
-        """The activation on the GPU. Also starts the copies of those that are needed next."""
+        """Return the activation on the GPU, and start the copies of those that are needed next."""
         self._drop(self._leaving, 0)
         activation.is_back = False
         following: _Activation | None = activation
@@ -218,14 +220,15 @@ class _Copies:
         assert activation.back is not None
         tensor, event = activation.back
         activation.back, activation.is_back = None, True
-        # After the pass's last activation, the next pass would find those of this one.
+        # All copies are dropped after the pass's last activation, or the next pass would find them.
         beside = COPIES_BESIDE if activation.before() else 0
         torch.cuda.current_stream(self._device).wait_event(event)
         self._drop(self._arriving, beside)
         return tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        """Start a copy behind all that the computation has started; return the event at its end."""
+        """Start a copy after all work that the computation has queued; return the event at its
+        end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -233,14 +236,14 @@ class _Copies:
         return event
 
     def _drop(self, copies: deque[_Copy], most: int) -> None:
-        """Drop the first tensors, so that at most `most` stay."""
+        """Drop the first tensors, so that at most `most` remain."""
         while len(copies) > most:
             torch.cuda.current_stream(self._device).wait_event(copies[0][1])
             copies.popleft()
 
 
 #: The copies of each GPU. They outlive a backward pass, since they may hold a tensor whose copy has
-#: been started, and that no operation has used.
+#: started but which no operation has used yet.
 _copies = functools.cache(_Copies)
 
 
@@ -252,24 +255,24 @@ _TOP_PAD = -2
 _MMAP_THRESHOLD = -3
 
 
-#: Largest allocation, in bytes, that is kept when freed: of a plain and of a sharded model.
+#: Largest allocation, in bytes, that is kept when freed: for a plain and for a sharded model.
 _LIMIT, _LIMIT_SHARDED = 1 << 30, 4 << 20
 
 
 def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
-    """On a CPU with glibc: let the process keep the memory that it frees, instead of returning it
-    and taking it again, page by page, in every step.
+    """On a CPU with glibc, make the process keep the memory that it frees, instead of returning it
+    and getting it again, page by page, in every step.
 
-    A step makes and frees the same large tensors as the step before. By default glibc maps each
-    from the system and unmaps it again, which took a third of a step's time. The setting holds for
-    the rest of the process; returns True if it could be made.
+    A step allocates and frees the same large tensors as the previous step. By default glibc maps
+    each from the system and unmaps it again, which took a third of a step's time. The setting lasts
+    for the rest of the process. Returns True if it could be made.
 
     Args:
         hardware: hardware of the process.
-        sharded: True gives larger tensors back, for a model that is sharded over processes. The
-            gathered layers and gradients have many sizes and lie between the activations. Kept,
-            they leave holes that no other tensor fits into: a GiB of holes was measured beside 0.8
-            GiB in use, so that fsdp took more memory than ddp.
+        sharded: True returns larger tensors, for a model that is sharded over processes. The
+            gathered layers and gradients have many sizes and lie between the activations. If they
+            were kept, they would leave holes that no other tensor fits into: 1 GiB of holes was
+            measured next to 0.8 GiB in use, so that fsdp took more memory than ddp.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return False
@@ -277,7 +280,7 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     if mallopt is None:  # another C library
         return False
     limit = _LIMIT_SHARDED if sharded else _LIMIT
-    # An old glibc takes no more than 32 MiB. Set first, because the other settings alone would make
+    # An old glibc accepts at most 32 MiB. Set first, because the other settings alone would make
     # steps slower.
     if not (mallopt(_MMAP_THRESHOLD, limit) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False
@@ -286,10 +289,10 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 
 
 def give_back_unused(hardware: Hardware) -> None:
-    """On a CPU with glibc: return the free pages of the heap to the system.
+    """On a CPU with glibc, return the free pages of the heap to the system.
 
-    To be called when a run has been set up and compiled: the memory that this took is scattered
-    over the heap, and would stay resident in addition to the memory of the steps.
+    Call this when a run has been set up and compiled: the memory that this took is scattered over
+    the heap, and would stay resident in addition to the memory of the steps.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return
@@ -302,7 +305,7 @@ def give_back_unused(hardware: Hardware) -> None:
 
 
 def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> None:
-    """Let the model compute its loss for `chunk_tokens` tokens at a time, so that all logits are
+    """Make the model compute its loss for `chunk_tokens` tokens at a time, so that all logits are
     never in memory at once.
 
     The gradients of a chunk are computed right after its logits, in the forward pass, so that no
@@ -319,15 +322,15 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
     """
     if type(model.lm_head) is not nn.Linear:
         raise ConfigError(
-            "efficiency.loss_chunk_tokens needs a plain head, and lora.targets changes it: leave "
-            "lm_head out of lora.targets, or set efficiency.loss_chunk_tokens to 0"
+            "efficiency.loss_chunk_tokens needs a plain head, but lora.targets changes it: remove "
+            "lm_head from lora.targets, or set efficiency.loss_chunk_tokens to 0"
         )
     model.head_loss = chunked_head_loss(chunk_tokens, z_loss_coef)
 
 
 def chunked_head_loss(chunk_tokens: int, z_loss_coef: float = 0.0) -> HeadLoss:
-    """A `HeadLoss` that has the logits of at most `chunk_tokens` tokens in memory; `z_loss_coef` as
-    in `head_loss`."""
+    """Return a `HeadLoss` that has the logits of at most `chunk_tokens` tokens in memory;
+    `z_loss_coef` as in `head_loss`."""
     return functools.partial(_chunked_head_loss, chunk_tokens, z_loss_coef)
 
 
@@ -342,7 +345,7 @@ def _chunked_head_loss(
 ) -> Tensor:
     assert isinstance(head, nn.Linear)
     x_NC, labels_N = x_BTC.flatten(0, 1), labels_BT.flatten()
-    if not torch.is_grad_enabled():  # the operator would compute gradients that nobody needs
+    if not torch.is_grad_enabled():  # the operator would compute unused gradients
         loss = torch.zeros((), device=x_NC.device)
         for start in range(0, len(x_NC), chunk_tokens):
             part = slice(start, start + chunk_tokens)
@@ -376,7 +379,7 @@ def _linear_cross_entropy(
     z_loss_coef: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and its gradients, with matrix products in `dtype`.
+    """Compute the summed loss and its gradients, with matrix products in `dtype`.
 
     Args:
         learns: True if the weight needs a gradient.
@@ -388,7 +391,7 @@ def _linear_cross_entropy(
     weight = weight_VC.to(dtype)  # rounded once for all chunks
     grad_x_NC = torch.empty_like(x_NC)
     wide = torch.promote_types(dtype, torch.float32)
-    # Summed in fp32: a chunk's gradient would be lost in bf16's rounding of the sum.
+    # Summed in fp32: rounding the sum to bf16 would lose the gradient of a chunk.
     grad_weight_VC = weight_VC.new_zeros(weight_VC.shape if learns else 0, dtype=wide)
     loss = torch.zeros((), dtype=wide, device=x_NC.device)
     for start in range(0, len(x_NC), chunk_tokens):
@@ -400,14 +403,14 @@ def _linear_cross_entropy(
             # The derivative of c tanh(z / c) for z.
             slope_nV = 1 - logits_nV.square()
             logits_nV.mul_(softcap)
-        # Rows that pad the vocabulary get probability 0, and with it no gradient.
+        # Rows that pad the vocabulary get probability 0, and therefore no gradient.
         logits_nV[:, vocab_size:] = float("-inf")
         grad_nV = torch.log_softmax(logits_nV, -1, dtype=loss.dtype)
         valid_n = labels_n != IGNORE_INDEX
         target_n1 = labels_n.where(valid_n, 0)[:, None]
         loss -= grad_nV.gather(1, target_n1)[:, 0].where(valid_n, 0).sum()
         if z_loss_coef:
-            # log p = logit - z: one entry of a row tells z, without a copy of the logits in fp32.
+            # log p = logit - z: one entry of a row gives z, without a copy of the logits in fp32.
             z_n1 = logits_nV.gather(1, target_n1) - grad_nV.gather(1, target_n1)
             loss += z_loss_coef * z_n1[:, 0].square().where(valid_n, 0).sum()
         # The gradient of -log p(label) for the logits is p - 1 at the label, p elsewhere.
@@ -439,7 +442,7 @@ def _(x_NC: Tensor, weight_VC: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.weight_dtype, ctx.learns = inputs[1].dtype, inputs[6]
-    # Otherwise autograd would make zeros as large as the weight for the outputs that nobody uses.
+    # Otherwise autograd would create zeros as large as the weight for the unused outputs.
     ctx.set_materialize_grads(False)
 
 
@@ -448,7 +451,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None, None]:
     grad_x_NC, grad_weight_VC = ctx.saved_tensors
     return (
-        # In the loss's precision: rounded, 1/tokens would scale all gradients but the head's.
+        # In the loss's precision: a rounded 1/tokens would rescale all gradients except the head's.
         (grad_x_NC.to(grad_loss.dtype) * grad_loss).to(grad_x_NC.dtype),
         (grad_weight_VC * grad_loss).to(ctx.weight_dtype) if ctx.learns else None,
         *(None,) * 7,

@@ -23,19 +23,20 @@ from firstlight.models.gpt2 import Conv1D
 from firstlight.models.llama import RMSNorm
 from firstlight.models.ops import product_dtype
 
-#: CUDA's compute capability from which there are fp8 matrix units.
+#: Minimum CUDA compute capability with fp8 matrix units.
 FP8_CAPABILITY = (8, 9)
 
-#: Bounds of docs/methods.md by precision: greatest difference of a loss from that of a more precise
-#: run, in nats, and greatest `weights_distance`. Sums in another order have those of fp32.
+#: Bounds of docs/methods.md by precision: largest difference of a loss from that of a more precise
+#: run, in nats, and largest `weights_distance`. Sums in another order have fp32's bounds.
 BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
 
 
 def weights_distance(
     found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
 ) -> float:
-    """The L2 distance of trained weights from exact ones, as a share of the distance that training
-    moved the exact ones. Each argument has the same tensors [...] of a model, on the CPU."""
+    """Return the L2 distance of trained weights from exact ones, as a fraction of the distance by
+    which training moved the exact ones. Each argument has the same tensors [...] of a model, on the
+    CPU."""
     apart = moved = 0.0
     for one, other, before in zip(found, exact, start, strict=True):
         apart += float((one.double() - other.double()).square().sum())
@@ -43,12 +44,13 @@ def weights_distance(
     return math.sqrt(apart / moved)
 
 
-#: CUDA's compute capability from which there are fp16 matrix units.
+#: Minimum CUDA compute capability with fp16 matrix units.
 FP16_CAPABILITY = (7, 0)
 
 
 def has_only_fp16_units(hardware: Hardware) -> bool:
-    """True for a CUDA GPU with matrix units for fp16 and none for bf16, such as a V100 or a T4.
+    """Return True for a CUDA GPU that has matrix units for fp16 but not for bf16, such as V100 or
+    T4.
 
     The GTX 16 series has capability 7.5 and no matrix units.
     """
@@ -58,8 +60,8 @@ def has_only_fp16_units(hardware: Hardware) -> bool:
 
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
-    """The dtype of matrix products; "auto" is bf16 where this hardware multiplies it faster than
-    fp32, else fp32."""
+    """Return the dtype of matrix products; "auto" is bf16 if this hardware multiplies it faster
+    than fp32, otherwise fp32."""
     if config.precision == "auto":
         worth_it = hardware.bf16 and bf16_is_faster(hardware.device)
         return torch.bfloat16 if worth_it else torch.float32
@@ -67,26 +69,26 @@ def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dty
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of matrix products in a precision of `EfficiencyConfig`, "auto" excepted."""
+    """Return the dtype of matrix products in a precision of `EfficiencyConfig`, except "auto"."""
     return {
         "fp32": torch.float32,
-        # tf32 is a way to multiply fp32 tensors, not a dtype.
+        # tf32 is a mode of multiplying fp32 tensors, not a dtype.
         "tf32": torch.float32,
         "fp16": torch.float16,
     }.get(precision, torch.bfloat16)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """A context in which matrix products run in `dtype`; does nothing for fp32."""
+    """Context in which matrix products run in `dtype`; does nothing for fp32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     # Without torch's cache of rounded weights: a forward pass multiplies with each weight once, and
-    # with activation checkpointing only the cache would hold them all, 2 bytes a parameter.
+    # with activation checkpointing only the cache would hold all of them, 2 bytes per parameter.
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def keep_bf16_residual(model: Model) -> None:
-    """Let the residual stream of a plain model have autocast's dtype instead of fp32: it is rounded
+    """Make the residual stream of a plain model use autocast's dtype instead of fp32: it is rounded
     before the first layer, and norms, which compute in fp32, return that dtype."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
@@ -100,14 +102,14 @@ def keep_bf16_residual(model: Model) -> None:
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     # Autocast would give CUDA's kernel an fp32 copy of x, and keep that for the backward pass. The
-    # kernel computes in fp32 in any case; it takes only a weight of the dtype of x.
+    # kernel computes in fp32 in any case, but requires a weight of x's dtype.
     dtype = product_dtype(x)
     weight, bias = (None if p is None else p.to(dtype) for p in (norm.weight, norm.bias))
     with torch.autocast(x.device.type, enabled=False):
         return F.layer_norm(x.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
 
 
-#: Bytes of a number in a matrix product, by `EfficiencyConfig.products`; 2 for the others.
+#: Bytes per number in a matrix product, by `EfficiencyConfig.products`; 2 for all others.
 _PRODUCT_BYTES = {"fp32": 4, "tf32": 4, "fp8": 1}
 
 
@@ -118,8 +120,8 @@ def packet_note(
     *,
     above: int = 1,
 ) -> str | None:
-    """A note about the widths of a model that a GPU's matrix units do not read at full speed (see
-    `matrix_packet_bytes`), with what they cost; None if there are none.
+    """Return a note about the widths of a model that a GPU's matrix units do not read at full speed
+    (see `matrix_packet_bytes`), with their cost; None if there are none.
 
     Args:
         config: config of the model.
@@ -154,8 +156,8 @@ def packet_note(
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
     """Context in which fp32 matrix products have `config.matmul_precision`; with the precision
-    "tf32" they use TF32 where the hardware has it (inputs with 10 bits of mantissa). torch's global
-    setting is restored at the end."""
+    "tf32" they use TF32 if the hardware supports it (inputs with 10 bits of mantissa). torch's
+    global setting is restored at the end."""
     chosen = "high" if config.precision == "tf32" else config.matmul_precision
     if chosen is None:
         yield
@@ -168,18 +170,18 @@ def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-#: Fewest weights of a layer that is multiplied in fp8. The casts and scales of smaller layers take
-#: longer than fp8 saves.
+#: Minimum number of weights of a layer that is multiplied in fp8. The casts and scales of smaller
+#: layers take longer than fp8 saves.
 FP8_LAYER_WEIGHTS = 4_000_000
 
 NO_FP8_LAYERS = (
-    "efficiency.precision fp8 is for linear layers of at least 4 million weights, in multiples of "
-    "16, and this model has none: use bf16"
+    "efficiency.precision fp8 needs linear layers of at least 4 million weights, in multiples of "
+    "16, but this model has none: use bf16"
 )
 
 
 def require_fp8(hardware: Hardware, model: nn.Module) -> None:
-    """Refuse fp8 if it can't work.
+    """Check that fp8 can be used.
 
     Raises:
         ConfigError: there are no fp8 matrix units, no torchao, or no layers that can be converted.
@@ -188,7 +190,7 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
             "efficiency.precision fp8 needs a GPU with fp8 matrix units (compute capability 8.9 "
-            f"or higher), and this is {hardware.name}: use bf16"
+            f"or higher), but this is {hardware.name}: use bf16"
         )
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
@@ -199,14 +201,14 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
 
 
 def convert_to_fp8(model: nn.Module) -> None:
-    """Let the matrix products of `fp8_layers` run in fp8, with one scale for each tensor (torchao;
+    """Make the matrix products of `fp8_layers` run in fp8, with one scale for each tensor (torchao;
     Micikevicius et al. 2022, arXiv 2209.05433)."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
     layers = fp8_layers(model)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in layers)
-    # torchao has a module for weights [out, in] alone, whose settings GPT-2's layers take.
+    # torchao only has a module for weights [out, in]; GPT-2's layers use its settings.
     settings = Float8Linear(1, 1, bias=False, device="meta", config=Float8LinearConfig())
     for layer in layers.values():
         if isinstance(layer, Conv1D):
@@ -224,9 +226,9 @@ def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
 
 
 def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """The layers that precision "fp8" multiplies in fp8, by name: large ones, whose sizes are the
-    multiples of 16 that fp8 matrix units need. The head is left out, because its errors would reach
-    the loss directly, and so are routers."""
+    """Return the layers that precision "fp8" multiplies in fp8, by name: large ones, whose sizes
+    are the multiples of 16 that fp8 matrix units need. The head is excluded, because its errors
+    would directly affect the loss, and so are routers."""
     # With LoRA, the head's linear layer is called `lm_head.base_layer`.
     return {
         name: module

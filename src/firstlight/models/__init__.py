@@ -1,8 +1,8 @@
 """Model families: config classes, models (plain `nn.Module`s), and the table of all families,
 `FAMILIES`.
 
-The families that share `LlamaConfig` are in `llama_families.py`, their model classes in
-`llama_variants.py` where `Llama` itself does not do.
+The families that share `LlamaConfig` are in `llama_families.py`. Those that need more than `Llama`
+itself have a model class in `llama_variants.py`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Family:
     spec: FamilySpec
 
 
-#: Config class and model class; for the families of `LlamaConfig` in `VARIANTS`, that class.
+#: Config classes and their model classes. `VARIANTS` replaces the model class of some families.
 _CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
     (GPT2Config, GPT2),
     (LlamaConfig, Llama),
@@ -102,12 +102,13 @@ FAMILIES: dict[str, Family] = {
     for name, spec in config.families.items()
 }
 
-#: `model_type` of a recipe that does not give it.
+#: Default `model_type` of a recipe.
 DEFAULT_FAMILY = LlamaConfig.default_type()
 
 
 def families_with(has: Callable[[Family], object]) -> str:
-    """Names of the families for which `has` is true, as in a sentence: "llama, qwen2 and phi3"."""
+    """Return the names of the families for which `has` is true as a phrase: "llama, qwen2 and
+    phi3"."""
     *others, last = (name for name, family in FAMILIES.items() if has(family))
     return f"{', '.join(others)} and {last}"
 
@@ -117,20 +118,23 @@ def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
 
     Args:
         config: the model's config.
-        vocab_multiple: the rows of embedding and head are padded to a multiple of this number.
+        vocab_multiple: multiple to which the rows of the embedding and the head are padded.
     """
     rows = padded_vocab_size(config.vocab_size, vocab_multiple)
     return FAMILIES[config.model_type].model(config, rows)  # type: ignore[arg-type]
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `vocab_size`."""
+    """Return the smallest multiple of `multiple` that is at least `vocab_size`."""
     return -(-vocab_size // multiple) * multiple
 
 
 def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create the model of a config on the CPU with allocated parameters that have no values yet, so
-    that torch's default initialisation takes no time. The caller initialises or loads them.
+    """Create the model of a config on the CPU with parameters that are allocated but not
+    initialised.
+
+    This saves the time of torch's default initialisation. The caller initialises or loads the
+    values.
 
     Arguments as in `build_model`.
     """
@@ -142,9 +146,11 @@ def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
 
 @torch.no_grad()
 def allocate(model: Model, device: torch.device) -> None:
-    """Allocate the parameters of a model that is on the meta device. Values are not set, except for
-    the rows beyond the vocabulary, which are zero: random values there would reach the
-    gradients."""
+    """Allocate the parameters of a model that is on the meta device.
+
+    Values are not set, except for the rows beyond the vocabulary, which are zero: random values
+    there would reach the gradients.
+    """
     model.to_empty(device=device)
     model.finish_loading()
     for weight in (model.embedding.weight, model.lm_head.weight):

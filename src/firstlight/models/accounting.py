@@ -1,5 +1,5 @@
-"""Counts of parameters, FLOPs and bytes, from the modules of a model. For a model on the meta
-device (`meta_model`) nothing is allocated.
+"""Counts of parameters, FLOPs and bytes, from the modules of a model. Nothing is allocated for a
+model on the meta device (`meta_model`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from firstlight.models.qwen3_next import GatedDeltaNet
 @dataclass(frozen=True)
 class ParameterCount:
     """Numbers of parameters by part of the model. A tied head counts once, under `embedding`;
-    `experts` has routed experts, and `mlp` the shared ones.
+    `experts` counts routed experts, and `mlp` includes shared experts.
 
     Attributes:
         idle: parameters of the routed experts that are not used for a token.
@@ -54,14 +54,16 @@ class ParameterCount:
 _PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 
-#: The last models of `meta_model` by class and values of their config.
+#: The most recent models of `meta_model`, by the class and values of their config.
 _meta_models: dict[tuple[type, str], Model] = {}
 _META_MODELS = 4
 
 
 def meta_model(config: ModelConfig) -> Model:
-    """The model on the meta device, without memory for its parameters. Callers share it, and must
-    not change it: a run or a plan asks for the same model many times."""
+    """Return the model on the meta device, without memory for its parameters.
+
+    A run or a plan asks for the same model many times, so callers share it and must not change it.
+    """
     key = (type(config), config.model_dump_json())
     if key not in _meta_models:
         with torch.device("meta"):
@@ -73,11 +75,11 @@ def meta_model(config: ModelConfig) -> Model:
 
 
 def matrix_shapes(config: ModelConfig, vocab_multiple: int = 1) -> list[tuple[int, int]]:
-    """The shapes of all weights that activations are multiplied with, those of each expert apart.
+    """Return the shapes of all weights that multiply activations, with one entry per expert.
 
     Args:
         config: config of the model.
-        vocab_multiple: number of which the embedding's rows are a multiple.
+        vocab_multiple: multiple to which the embedding's rows are padded.
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
@@ -97,15 +99,15 @@ def count_parameters(model: Model) -> ParameterCount:
     """Count a model's parameters by part."""
     counts = dict.fromkeys(_PARTS, 0)
     for name, parameter in model.named_parameters():
-        counts[_part_of(model, name)] += parameter.numel()
+        counts[_part_for(model, name)] += parameter.numel()
     idle = round(counts["experts"] * (1 - _visited_share(model.config)))
     return ParameterCount(**counts, idle=idle)
 
 
-def _part_of(model: Model, name: str) -> str:
-    """The part of the parameter `name`: one of `_PARTS`."""
+def _part_for(model: Model, name: str) -> str:
+    """Return the part of the parameter `name`: one of `_PARTS`."""
     parts = name.split(".")
-    # All modules on the path, from the outermost to the owner of the parameter.
+    # All modules on the path, from the outermost to the parameter's owner.
     modules = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts) - 1)]
     if parts[0] == "lm_head":
         return "head"
@@ -122,28 +124,28 @@ def _part_of(model: Model, name: str) -> str:
 
 
 def is_multiplied(model: Model, name: str) -> bool:
-    """True if the parameter `name` is a matrix that is multiplied; False for vectors and for the
-    embedding, which is only looked up."""
+    """Return True if the parameter `name` is a matrix that is multiplied; False for vectors and for
+    the embedding, which is only looked up."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return not isinstance(owner, Embedding) and model.get_parameter(name).dim() >= 2
 
 
 def _visited_share(config: ModelConfig) -> float:
-    """Fraction of a layer's routed experts that are used for a token; 1 for dense models."""
+    """Return the fraction of a layer's routed experts that a token uses; 1 for dense models."""
     return config.visited_experts / config.expert_count if config.expert_count else 1.0
 
 
 def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
-    """FLOPs per token of a forward and backward pass, without recomputation.
+    """Return the FLOPs per token of a forward and backward pass, without recomputation.
 
     - Matrices: 6 for each weight that is multiplied for a token, 2 forward and 4 backward. The head
-      counts, also if it is tied; the embedding's look-up does not. Of the routed experts, only
-      those of the token count.
+      counts even if it is tied; looking up the embedding does not. Only the routed experts chosen
+      for the token count.
     - Attention: 12 * heads * head_dim in each layer for each token that a token sees. Because
       attention is causal, this is half of the sequence on average, or less with a sliding window
-      (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, counts the whole sequence).
-    - Layers with linear attention: 18 for each element of the state, which every token decays,
-      reads for the update, writes, and reads for its output.
+      (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, counts the full sequence).
+    - Layers with linear attention: 18 for each element of the state. Each token decays the element,
+      reads it for the update, writes it, and reads it for the output.
 
     Args:
         model: the model.
@@ -174,18 +176,18 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes per token in the key-value cache, over all layers; layers with a state have none."""
+    """Return the bytes per token in the key-value cache, over all layers with keys and values."""
     layers = config.num_hidden_layers - len(config.state_shapes)
     return layers * config.cached_numbers * dtype.itemsize
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Bytes of the fp32 states of one sequence, over all layers with linear attention; they do not
-    depend on its length."""
+    """Return the bytes of the fp32 states of one sequence, over all layers with linear attention;
+    they do not depend on the sequence's length."""
     shapes = (shape for layer in config.state_shapes.values() for shape in layer)
     return sum(4 * math.prod(shape) for shape in shapes)
 
 
 def is_inside_a_layer(name: str) -> bool:
-    """True if the parameter `name` belongs to a layer: part of its name is the layer's number."""
+    """Return True if the parameter `name` belongs to a layer, whose number is part of the name."""
     return any(part.isdigit() for part in name.split("."))

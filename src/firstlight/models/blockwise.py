@@ -2,9 +2,9 @@
 
 The plain formula (Vaswani et al. 2017, arXiv 1706.03762) is computed for a block of queries and the
 keys that they see, so that the scores fit in the cache of a CPU core. The backward pass computes
-the scores again, by the formulas of FlashAttention (Dao et al. 2022, arXiv 2205.14135). A block has
-all keys of its queries, so that no running softmax is needed. On CPUs, in bf16 and up to 1,024
-tokens, it is faster than torch's fused kernel.
+the scores again, by the formulas of FlashAttention (Dao et al. 2022, arXiv 2205.14135). A block
+contains all keys that its queries see, so no running softmax is needed. On CPUs, in bf16 and up to
+1,024 tokens, this is faster than torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from firstlight.models.ops import (
     product_dtype,
 )
 
-#: Queries of a block; scores and least number of query heads that are computed at a time (AMD EPYC,
-#: bf16, 256 to 8,192 tokens: half or twice of any of the three took up to 20 % longer).
+#: Queries per block; number of scores, and minimum number of query heads, computed at a time. On an
+#: AMD EPYC in bf16 with 256 to 8,192 tokens, halving or doubling any of them cost up to 20 %.
 QUERIES = 128
 SCORES = 2**21
 _LEAST_HEADS = 4
@@ -36,15 +36,15 @@ _LEAST_HEADS = 4
 def blockwise_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Causal attention in blocks of queries, [B, H, T, value head size], in autocast's dtype or the
-    values'.
+    """Compute causal attention in blocks of queries, [B, H, T, value head size], in autocast's
+    dtype or the values'.
 
-    Arguments as in `ops.AttentionFunction`; value heads may have another size than query and key
+    Arguments as in `ops.AttentionFunction`; value heads may differ in size from query and key
     heads. With dropout, the mask of kept weights is drawn for all T x S weights and stored for the
     backward pass, with one byte per weight.
     """
     mask, dropout, scale, softcap, sinks_H = options
-    # Autocast does not know this operator, so the inputs are rounded before it.
+    # Autocast does not know this operator, so its inputs are rounded here.
     dtype = product_dtype(v_BKSD)
     q_BHTD, k_BKSD, v_BKSD = (x.to(dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
     kept_BHTS = None
@@ -59,7 +59,7 @@ def blockwise_attention(
     return result
 
 
-#: Arguments of the operator; its backward operator has the same, after the result's gradient.
+#: Arguments of the operator; its backward operator takes the same, after the result's gradient.
 _ARGUMENTS = (
     "Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, Tensor? mask, Tensor? kept_BHTS, float growth, "
     "float softcap=0.0, Tensor? sinks_H=None, float? scale=None"
@@ -68,7 +68,7 @@ _FORWARD = f"({_ARGUMENTS}) -> Tensor"
 _BACKWARD = f"(Tensor grad_BHTD, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-# A custom operator: code that torch.compile generates for the blocks takes several times as long,
+# A custom operator: code that torch.compile generates for the blocks takes several times as long
 # and stores most of the scores for the backward pass.
 @torch.library.custom_op("firstlight::blockwise_attention", mutates_args=(), schema=_FORWARD)
 def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> Tensor:
@@ -90,8 +90,8 @@ def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
 def _empty_gradients(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for the gradients of queries, keys, values and sinks."""
-    # torch leaves out trailing arguments that have their default.
+    """Create empty tensors for the gradients of queries, keys, values and sinks."""
+    # torch omits trailing arguments that have their default.
     sinks_H = others[4] if len(others) > 4 else None
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
     return grad_q, grad_k, grad_v, _sums_like(sinks_H, q_BHTD)
@@ -151,7 +151,7 @@ class _Lost:
     def hide_(self, scores_BHtS: Tensor, start: int, end: int, seen: int) -> None:
         """Mask the scores of keys that the block's queries do not see, in place."""
         if self.mask is None:
-            # Only among the last keys are some that not all queries of the block see.
+            # Only the last keys can be hidden from some of the block's queries.
             near = scores_BHtS[..., seen - (end - start) :]
             near.masked_fill_(~causal_mask(end - start, end - start, near.device), -math.inf)
         else:
@@ -164,8 +164,8 @@ class _Lost:
 
 
 class _Part:
-    """Attention of some rows of a batch, or of some heads of one row, which are computed together:
-    N key-value heads over all rows, with G query heads for each.
+    """Attention of some rows of a batch, or of some heads of one row, computed together: N
+    key-value heads over all rows, with G query heads for each.
 
     Scores are computed in fp32, as in fused kernels: bf16 would change a score of 10 by up to 0.03,
     and its weight by up to 3 %. torch has no CPU product of bf16 factors with an fp32 result.
@@ -191,9 +191,9 @@ class _Part:
         of_queries = self._scale
         of_keys = 1.0
         self._of_scores = 1.0
-        # In fp32 the result has the bits of transformers, where the scale is applied at another
-        # point: with value heads of another size by torch's math kernel, as its square root to both
-        # queries and keys; with sinks or a soft cap by the family's class, to the scores.
+        # In fp32 the result must match transformers bit for bit. transformers applies the scale at
+        # another point: with value heads of another size, torch's math kernel applies its square
+        # root to queries and keys; with sinks or a soft cap, the family's class scales the scores.
         if q_BHTD.dtype.itemsize >= 4 and new > 1:
             if v_BKSD.shape[-1] != size:
                 of_queries = of_keys = math.sqrt(self._scale)
@@ -212,23 +212,23 @@ class _Part:
         self._blocks = list(blocks_of(new, k_BKSD.shape[-2]))
 
     def _grouped(self, x_BHTD: Tensor) -> Tensor:
-        """[B, H, T, D] as contiguous [N, G, T, D]."""
+        """Return [B, H, T, D] as contiguous [N, G, T, D]."""
         rows, kept, groups = self._shape
         return x_BHTD.reshape(rows * kept, groups, *x_BHTD.shape[-2:]).contiguous()
 
     def _by_heads(self, x_NXD: Tensor) -> Tensor:
-        """[N, G * t, X] of a block of t queries as [B, H, t, X]."""
+        """Return [N, G * t, X] of a block of t queries as [B, H, t, X]."""
         rows, kept, groups = self._shape
         return x_NXD.view(rows, kept * groups, -1, x_NXD.shape[-1])
 
     def _weights(
         self, start: int, end: int, seen: int, slopes: list[Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention weights of a block (see `blocks_of`) of t queries before dropout, [N, G * t,
-        seen], and the sink's weight for each query, [N, G * t, 1] (None without sinks).
+        """Return the attention weights before dropout of a block (see `blocks_of`) of t queries,
+        [N, G * t, seen], and the sink's weight for each query, [N, G * t, 1] (None without sinks).
 
         With a soft cap c, the cap's derivative for each score s, 1 - tanh(s / c)^2, is appended to
-        `slopes`, if it is a list.
+        `slopes`, if that is a list.
         """
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
@@ -247,12 +247,12 @@ class _Part:
         del scores
         if self._sinks is None:
             return weights.to(self._keys.dtype), None
-        # The sinks are one more column of the softmax, which is cut off: it has no value.
+        # The sinks become an extra column of the softmax, which is cut off because it has no value.
         taken = weights[..., -1:].clone()
         return weights[..., :-1].to(self._keys.dtype), taken
 
     def _with_sinks(self, scores_NXS: Tensor, sinks_H: Tensor) -> Tensor:
-        """The scores [N, G * t, S] with the sinks as one more column, [N, G * t, S + 1]."""
+        """Append the sinks to the scores [N, G * t, S] as one more column, [N, G * t, S + 1]."""
         rows, kept, groups = self._shape
         sinks = sinks_H.to(scores_NXS.dtype).view(1, kept, groups, 1)
         # X = G * t: the rows of each key-value head are ordered by query head, then by query.
@@ -277,7 +277,7 @@ class _Part:
         grad = self._grouped(grad_BHTD)
         of_queries = grad.new_empty(self._queries.shape)
         found = (of_queries, torch.empty_like(self._keys), torch.empty_like(self._values))
-        # The last block sees all keys: it comes first and writes the gradients, without zeroing.
+        # The last block sees all keys: it runs first and writes the gradients without zeroing them.
         for block in reversed(self._blocks):
             self._add_gradients(block, grad, found)
         for result, one in zip(grads, found, strict=True):
@@ -292,7 +292,7 @@ class _Part:
         is_first = block == self._blocks[-1]
         grad = grads[:, :, start:end].flatten(1, 2)
         slopes: list[Tensor] = []
-        # Computed again: storing them in the forward pass would take all T x S weights.
+        # Recomputed: storing them in the forward pass would take all T x S weights.
         weights, taken = self._weights(start, end, seen, slopes)
         grad_weights = torch.bmm(grad, self._values[:, :seen].transpose(1, 2))
         self._lost.drop_(self._by_heads(grad_weights), start, end, seen)
@@ -312,7 +312,8 @@ class _Part:
         _add_product(grad_v[:, :seen], weights, grad, is_first)
         of_queries = torch.bmm(grad_scores, self._keys[:, :seen]).mul_(self._scale)
         grad_q[:, :, start:end] = of_queries.view_as(grad_q[:, :, start:end])
-        # The rest of the scale is applied to the queries: the keys' gradient is a sum over blocks.
+        # The rest of the scale goes to the queries, because the keys' gradient is a sum over
+        # blocks.
         queries = self._queries[:, :, start:end].flatten(1, 2)
         queries = (queries * self._rest if self._rest != 1 else queries).to(weights.dtype)
         _add_product(grad_k[:, :seen], grad_scores, queries, is_first)
@@ -327,8 +328,8 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -
 
 
 def at_a_time(heads: int, kept: int, new: int, total: int) -> tuple[int, int]:
-    """Numbers of rows of a batch, and of key-value heads of each row, that are computed together,
-    for `heads` query heads, `kept` key-value heads, `new` queries and `total` keys."""
+    """Return how many rows of a batch, and how many key-value heads of each row, are computed
+    together for `heads` query heads, `kept` key-value heads, `new` queries and `total` keys."""
     groups = heads // kept
     scores = groups * min(QUERIES, new) * total
     count = max(SCORES // max(scores, 1), _LEAST_HEADS // groups, 1)
@@ -346,8 +347,8 @@ def _parts(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], _Part]]:
-    """The parts of a batch, each with its rows and query heads, slices of [B, H], and its rows and
-    key-value heads, slices of [B, K]."""
+    """Yield the parts of a batch, each with its rows and query heads, slices of [B, H], and its
+    rows and key-value heads, slices of [B, K]."""
     (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
     groups = heads // kept
     rows, some = at_a_time(heads, kept, new, total)
@@ -358,13 +359,13 @@ def _parts(
             lost = _lost(mask, kept_BHTS, growth, own)
             sinks = None if sinks_H is None else sinks_H[own[1]]
             tensors = q_BHTD[own], k_BKSD[shared], v_BKSD[shared]
-            # The generator keeps no reference, so that the caller can free the part.
+            # The generator keeps no reference, so the caller can free the part.
             yield own, shared, _Part(*tensors, lost, softcap, sinks, scale)
 
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """Blocks of queries: first query, end (exclusive), and number of keys that the block's queries
-    see."""
+    """Yield blocks of queries: the first query, the end (exclusive), and the number of keys that
+    the block's queries see."""
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
         yield start, end, total - new + end
@@ -380,13 +381,14 @@ def _lost(
 
 
 def _like_projected(x_BHTD: Tensor, size: int | None = None) -> Tensor:
-    """An empty tensor [B, H, T, size] whose memory is ordered as [B, T, H, size], as projections
-    produce and read it; `size` is D by default."""
+    """Create an empty tensor [B, H, T, size] whose memory is ordered as [B, T, H, size], the order
+    in which projections write and read it; `size` is D by default."""
     B, H, T, D = x_BHTD.shape
     return x_BHTD.new_empty(B, T, H, D if size is None else size).transpose(1, 2)
 
 
 def _sums_like(sinks_H: Tensor | None, q_BHTD: Tensor) -> Tensor:
-    """An empty tensor for the gradient of sinks, in fp32 at least, [H]; [0] without sinks."""
+    """Create an empty tensor for the gradient of sinks, in at least fp32, [H]; [0] without
+    sinks."""
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
     return q_BHTD.new_empty(0 if sinks_H is None else len(sinks_H), dtype=dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """The interface of caches to models, for a forward pass over `new` tokens (T) of each sequence.
+    """Interface of caches for a forward pass over `new` tokens (T) of each sequence.
 
     Shape letters as in `models/ops.py`.
     """
@@ -25,15 +25,16 @@ class Cache(Protocol):
         """Capacity of each sequence, in tokens."""
 
     def positions(self, new: int) -> Tensor:
-        """Positions of the new tokens in their sequence, int64 [T], or [B, T] if sequences have
-        different lengths."""
+        """Return the positions of the new tokens in their sequence, int64 [T], or [B, T] if
+        sequences have different lengths."""
 
     def total(self, new: int) -> int:
-        """Number of cache positions that attention reads, including the new tokens' (S)."""
+        """Return the number of cache positions that attention reads, including the new tokens
+        (S)."""
 
     def text_length(self, new: int) -> int | Tensor:
-        """Tokens of the sequences including the new ones: one number for all sequences, or int64
-        [B]. The rotary frequencies of the kinds "dynamic" and "longrope" depend on it."""
+        """Return the length of the sequences in tokens, including the new ones: one number for all
+        sequences, or int64 [B]. The rotary frequencies "dynamic" and "longrope" depend on it."""
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values [B, K, T, D] of the new tokens.
@@ -43,11 +44,11 @@ class Cache(Protocol):
         """
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
-        """State of a layer with linear attention after the tokens so far, [B, ...] each, in fp32 at
-        least; zeros before the first token."""
+        """Return the state of a layer with linear attention after the tokens so far: tensors
+        [B, ...] in at least fp32, zeros before the first token."""
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
-        """Replace a layer's state by the state after the new tokens, of the same shapes."""
+        """Replace a layer's state with the state after the new tokens, of the same shapes."""
 
     def advance(self, new: int) -> None:
         """Add `new` to the length; called after every layer has stored the new tokens."""
@@ -63,15 +64,15 @@ class KVCache:
         max_tokens: capacity of each sequence, for its prompt and new tokens together.
         dtype, device: dtype and device of the keys and values.
         value_dim: size of a value head; None is `head_dim`.
-        states: layer (counted from 0) -> shapes, without the batch dimension, of the states that it
-            keeps in place of keys and values.
+        states: layer (counted from 0) -> shapes, without the batch dimension, of the states that
+            the layer keeps in place of keys and values.
 
     Attributes:
         keys, values: one tensor [B, K, max_tokens, D] for each layer; K is 0 in layers with states.
             With one tensor for all layers, a compiled step would copy all of it to write one layer.
-        states: tensors [B, ...] of each layer, in fp32 at least; () for layers with attention.
+        states: tensors [B, ...] of each layer, in at least fp32; () for layers with attention.
         length: tokens stored so far.
-        least_length: length that each sequence is known to reach, for rotary frequencies that
+        least_length: minimum length that each sequence will reach, for rotary frequencies that
             depend on the length.
     """
 
@@ -99,7 +100,7 @@ class KVCache:
             ]
             for size in (head_dim, head_dim if value_dim is None else value_dim)
         )
-        # A state is a sum over all tokens so far: in bf16, late tokens would be rounded away.
+        # A state is a sum over all tokens so far: bf16 would round late tokens away.
         wide = torch.promote_types(dtype, torch.float32)
         self.states = [
             tuple(
@@ -126,11 +127,12 @@ class KVCache:
         return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
-        """Positions of the next `new` tokens, int64 [T]."""
+        """Return the positions of the next `new` tokens, int64 [T]."""
         return torch.arange(self.length, self.length + new, device=self.keys[0].device)
 
     def total(self, new: int) -> int:
-        """Number of tokens that attention reads: the stored tokens and the next `new` tokens."""
+        """Return the number of tokens that attention reads: the stored and the next `new`
+        tokens."""
         return self.length + new
 
     def text_length(self, new: int) -> int:
@@ -162,10 +164,10 @@ class KVCache:
         self.length += new
 
     def sequence(self, row: int, count: int = 1) -> KVCache:
-        """An empty cache of one sequence, or of `count`, that shares the memory of the rows of this
-        cache from `row` on.
+        """Return an empty cache of `count` sequences that shares the memory of this cache's rows,
+        starting at `row`.
 
-        A prompt that is computed with it needs no copy into the row.
+        A prompt computed with it does not need to be copied into the row.
         """
         view, end = copy.copy(self), row + count
         view.keys, view.values = (
@@ -184,17 +186,17 @@ class KVCache:
                 one[target] = one[source]
 
     def reorder(self, rows_B: Tensor) -> None:
-        """Replace row b by row `rows_B[b]`, for each b; int64 [B]."""
+        """Replace row b with row `rows_B[b]`, int64 [B], for each b."""
         for tensor in self.tensors:
-            # Indexing makes a copy first, so that rows may be swapped.
+            # Indexing makes a copy first, so rows can be swapped.
             tensor.copy_(tensor[rows_B])
 
     def begin_with(self, other: KVCache, rows_B: Tensor) -> None:
-        """Copy row `rows_B[b]` of another cache to row b of this empty cache; int64 [B]."""
+        """Copy row `rows_B[b]`, int64 [B], of another cache to row b of this empty cache."""
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
-            # Several rows may begin with the same prompt, which was computed once.
+            # Several rows may begin with the same prompt, which is computed only once.
             layer[:, :, : other.length] = computed[rows_B, :, : other.length]
         for own, states in zip(self.states, other.states, strict=True):
             for one, computed in zip(own, states, strict=True):
@@ -202,13 +204,14 @@ class KVCache:
         self.length = other.length
 
     def ragged(self, lengths: Tensor, reach: int) -> RaggedCache:
-        """The first `len(lengths)` sequences with a length of their own each: see `RaggedCache`."""
+        """Return the first `len(lengths)` sequences, each with its own length: see
+        `RaggedCache`."""
         return RaggedCache(self.keys, self.values, lengths, reach, states=self.states)
 
 
 class RaggedCache:
-    """The first `len(lengths)` sequences of a `KVCache` as one batch, each with its own length. The
-    memory is that of the `KVCache`.
+    """The first `len(lengths)` sequences of a `KVCache` as one batch, each with its own length. It
+    shares the memory of the `KVCache`.
 
     Positions of a row beyond its length have no effect, because the model masks them.
 
@@ -239,12 +242,12 @@ class RaggedCache:
         return self.keys[0].shape[2]
 
     def positions(self, new: int) -> Tensor:
-        """Positions of the next `new` tokens of each sequence, int64 [B, T]."""
+        """Return the positions of the next `new` tokens of each sequence, int64 [B, T]."""
         return self.lengths[:, None] + torch.arange(new, device=self.lengths.device)
 
     def total(self, new: int) -> int:
-        """Number of cache positions that attention reads; the mask hides those beyond each
-        sequence's length."""
+        """Return the number of cache positions that attention reads; the mask hides those beyond
+        each sequence's length."""
         return self.reach
 
     def text_length(self, new: int) -> Tensor:
@@ -257,8 +260,8 @@ class RaggedCache:
         rows_B1 = torch.arange(count, device=k_BKTD.device)[:, None]
         cache_positions_BT = self.positions(k_BKTD.shape[2])
         keys, values = self.keys[layer], self.values[layer]
-        # Index tensors on both sides of the heads' dimension move B and T in front of it: hence
-        # `transpose`. Assigning by index tensors does not cast, unlike to a slice: hence `to`.
+        # With index tensors on both sides of the heads' dimension, B and T come first: hence
+        # `transpose`. Unlike assigning to a slice, assigning by index does not cast: hence `to`.
         keys[rows_B1, :, cache_positions_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
         values[rows_B1, :, cache_positions_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
         return keys[:count, :, : self.reach], values[:count, :, : self.reach]

@@ -48,8 +48,8 @@ from firstlight.models.rope import (
     apply_rope_from_neighbours,
 )
 
-#: Epsilon of the norms of the query and KV latents; `rms_norm_eps` has no effect on it, as in
-#: Hugging Face's classes.
+#: Epsilon of the norms of the query and KV latents. As in Hugging Face's classes, `rms_norm_eps`
+#: does not affect it.
 _LATENT_EPS = 1e-6
 
 _JSON_NAMES = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
@@ -144,8 +144,8 @@ class DeepseekConfig(DecoderConfig):
     kv_lora_rank: int = Field(64, gt=0)
     """rank of the latent vector from which keys and values are computed."""
     q_lora_rank: int | None = Field(None, gt=0)
-    """rank of the latent vector from which queries are computed; null computes queries directly by
-    one full matrix."""
+    """rank of the latent vector from which queries are computed; null computes queries directly
+    with one full matrix."""
     qk_nope_head_dim: int = Field(32, gt=0)
     """dimensions of each query and key head without rotary positions (RoPE)."""
     qk_rope_head_dim: int = Field(16, gt=0)
@@ -157,7 +157,7 @@ class DeepseekConfig(DecoderConfig):
     """true rotates the pairs of dimensions (2i, 2i + 1), false (i, i + R/2), where R is
     qk_rope_head_dim (deepseek_v3)."""
     first_k_dense_replace: int = Field(1, ge=0)
-    """number of layers, from the first on, that have a dense MLP in place of experts."""
+    """number of layers at the beginning that have a dense MLP in place of experts."""
     num_experts: int = Field(8, gt=0, le=10_000)
     """routed experts of a layer, not counting the shared experts."""
     num_experts_per_tok: int = Field(2, gt=0)
@@ -171,7 +171,7 @@ class DeepseekConfig(DecoderConfig):
     topk_group: int = Field(1, gt=0)
     """groups selected for each token; its experts are chosen from these groups."""
     routed_scaling_factor: float = Field(1.0, gt=0)
-    """factor on the routing weights of each token's experts."""
+    """factor of the routing weights of each token's experts."""
     norm_topk_prob: bool = True
     """normalise each token's routing weights to sum to 1, before routed_scaling_factor
     (deepseek_v3)."""
@@ -203,14 +203,13 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
-    # Overrides `DecoderConfig._check_visited`: with groups, a token has fewer experts to choose
-    # from.
+    # Overrides `DecoderConfig._check_visited`: with groups, a token can choose from fewer experts.
     @model_validator(mode="after")
     def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
             raise ValueError(
                 f"num_experts {self.num_experts} must be a multiple of n_group {self.n_group}, and "
-                f"topk_group {self.topk_group} at most that"
+                f"topk_group {self.topk_group} must be at most n_group"
             )
         group = self.num_experts // self.n_group
         if self.num_experts_per_tok > group * self.topk_group:
@@ -219,7 +218,7 @@ class DeepseekConfig(DecoderConfig):
                 f"{group * self.topk_group} experts of topk_group {self.topk_group}"
             )
         if self.model_type == "deepseek_v3" and group < 2:
-            raise ValueError("a group must have two experts: deepseek_v3 compares their two best")
+            raise ValueError("a group needs two experts or more: deepseek_v3 compares its best two")
         if self.first_k_dense_replace >= self.num_hidden_layers:
             raise ValueError(
                 f"first_k_dense_replace {self.first_k_dense_replace} leaves no layer with experts"
@@ -237,14 +236,15 @@ class DeepseekConfig(DecoderConfig):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
-        """True if a layer (counted from 0) has experts in place of an MLP."""
+        """Return True if a layer (counted from 0) has experts in place of an MLP."""
         return layer >= self.first_k_dense_replace
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """See `FamilyConfig.attention_spec`."""
         scale, rope = self.head_dim**-0.5, self.rope_scaling
         if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
-            # YaRN multiplies query and key by mscale, so that the score gets its square.
+            # YaRN multiplies both query and key by mscale, so the score is multiplied by its
+            # square.
             scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
         return AttentionSpec(scale=scale, value_dim=self.v_head_dim)
 
@@ -272,7 +272,7 @@ class DeepseekConfig(DecoderConfig):
         return cls(**{**values, "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model."""
+        """Return the Hugging Face `config.json` of this model."""
         content = super().to_hf() | {"head_dim": self.qk_rope_head_dim, "moe_layer_freq": 1}
         if self.model_type == "deepseek_v3":
             more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -310,7 +310,7 @@ class DeepseekAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, H * sum(self.expanded_sizes), bias=False)
         self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
-        # transformers rotates by complex numbers in fp32 in V2 only.
+        # In transformers, only V2 rotates by complex numbers in fp32.
         self.rotates_complex = config.family.rope.polar
         self.rotate = apply_rope
         if config.rope_interleave:
@@ -321,7 +321,8 @@ class DeepseekAttention(SelfAttention):
         self.attend = attention if has_one_size else blockwise_attention
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
-        """Multi-head latent attention; arguments and result as in `LlamaAttention.forward`."""
+        """Compute multi-head latent attention; arguments and result as in
+        `LlamaAttention.forward`."""
         if self.is_compressed:
             q_BTC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTC)))
         else:
@@ -339,7 +340,7 @@ class DeepseekAttention(SelfAttention):
             latent_B1SL, k_B1SR = cache.update(self.layer, latent_B1SL, k_B1SR)
         kv_BSHD = self.kv_b_proj(latent_B1SL[:, 0]).unflatten(-1, (self.heads, -1))
         k_nope, v_BHSD = kv_BSHD.transpose(1, 2).split(self.expanded_sizes, dim=-1)
-        # torch's kernel for fp32 on GPUs reads 16 bytes at once, and fails if values begin between.
+        # torch's kernel for fp32 on GPUs reads 16 bytes at once, and fails on unaligned values.
         if self.expanded_sizes[0] * v_BHSD.element_size() % 16:
             v_BHSD = v_BHSD.contiguous()
         # All heads share one rotated key.
@@ -382,7 +383,7 @@ class DeepseekRouter(Router):
         return self
 
     def forward(self, x_NC: Tensor) -> Tensor:
-        """Logits [N, E], computed in fp32 also under autocast, as in transformers."""
+        """Return the logits [N, E], computed in fp32 even under autocast, as in transformers."""
         with torch.autocast(x_NC.device.type, enabled=False):
             return F.linear(x_NC.float(), self.weight.float())
 
@@ -400,13 +401,14 @@ class DeepseekMLP(RoutedMLP):
         self.shared_experts = LlamaMLP(config.model_copy(update=shared))
 
     def scores(self, logits_NE: Tensor) -> Tensor:
-        """The experts' scores [N, E], fp32, from the router's logits [N, E]: sigmoids in V3, a
-        softmax in V2."""
+        """Return the experts' scores [N, E], fp32, for the router's logits [N, E]: sigmoids in V3,
+        a softmax in V2."""
         return logits_NE.sigmoid() if self.gate.has_bias else logits_NE.softmax(-1)
 
     def chosen(self, scores_NE: Tensor) -> Tensor:
-        """Numbers of each token's experts, int64 [N, K], from the scores [N, E]: the K experts with
-        the greatest scores (in V3 with the bias added) in the token's best `topk_group` groups."""
+        """Return the numbers of each token's experts, int64 [N, K], for the scores [N, E]: the K
+        experts with the greatest scores (plus the bias in V3) in the token's best `topk_group`
+        groups."""
         config = self.config
         # The choice has no gradient. The bias changes which experts are chosen, but not the weights
         # of their outputs.
@@ -435,7 +437,7 @@ class DeepseekMLP(RoutedMLP):
         return logits_NE, weights_NK * self.config.routed_scaling_factor, experts_NK
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output, [B, T, C], and the router's logits, [N, E]."""
+        """Return the layer's output, [B, T, C], and the router's logits, [N, E]."""
         y_BTC, logits_NE = super().forward(x_BTC)
         return y_BTC + self.shared_experts(x_BTC), logits_NE
 
@@ -462,8 +464,8 @@ class Deepseek(Llama):
                 module.e_score_correction_bias.zero_()
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty cache. `KVCache.keys` hold the KV latents [B, 1, S, L], `KVCache.values` the
-        rotated keys [B, 1, S, R], which all heads share."""
+        """Create an empty cache. `KVCache.keys` hold the KV latents [B, 1, S, L], `KVCache.values`
+        the rotated keys [B, 1, S, R], which all heads share."""
         config = self.config
         return KVCache(
             config.num_hidden_layers,

@@ -1,9 +1,9 @@
-"""Model families: the facts about each that loading, conversion, parallelism and planning need.
+"""Model families: the facts that loading, conversion, parallelism and planning need about each.
 
 Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
 Llama-like family is one entry of `llama_families.py`; a family with its own architecture has a
-module with a config class, derived from `FamilyConfig`, and a model class. `FAMILIES` of
-`firstlight.models` has all.
+module with a config class, derived from `FamilyConfig`, and a model class. `FAMILIES` in
+`firstlight.models` lists them all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ExpertNames:
     """Names of a layer's experts in a family's files.
 
     Attributes:
-        module: name of the module of a layer that has router and experts.
+        module: name of the layer's module that contains the router and the experts.
         matrices: "gate", "up" and "down" -> name of the matrix in an expert.
         size: key of config.json for the inner width of an expert.
     """
@@ -60,11 +60,12 @@ class ExpertNames:
 
     @property
     def router(self) -> str:
-        """Name of the router's weight, relative to the layer."""
+        """The name of the router's weight, relative to the layer."""
         return f"{self.module}.gate.weight"
 
     def matrix(self, word: str, expert: int) -> str:
-        """Name of the weight "gate", "up" or "down" of an expert, relative to the layer."""
+        """Return the name of the weight "gate", "up" or "down" of an expert, relative to the
+        layer."""
         return f"{self.module}.experts.{expert}.{self.matrices[word]}.weight"
 
 
@@ -91,25 +92,27 @@ class GGUFSpec:
             Hugging Face rotates (i, i + R/2): rows of queries and keys are then reordered.
         rope_kinds: kinds of rotary scaling that llama.cpp supports.
         fixed: key of config.json -> the only values that llama.cpp supports. If config.json lacks
-            the key, the family's default is checked; without a default, the first value is meant.
+            the key, the family's default is checked, or the first value is assumed if there is
+            none.
         numbers: our key of a float -> GGUF's key.
         counts: our key of an integer -> GGUF's key.
-        optional: keys of `numbers` and `counts` that may be None: a missing number, a count of 0.
+        optional: keys of `numbers` and `counts` that may be None, which GGUF files express as a
+            missing number or a count of 0.
         layer: kind of a layer's tensors: "llama", "named" (the tensors of `block`), "latent"
             (multi-head latent attention), "sinks" (attention sinks) or "delta" (gated delta rule).
         block: GGUF's name -> the family's name of a layer's modules, for layers with biases
             everywhere and one matrix for queries, keys and values; {} for the other kinds.
         head: "written" if llama.cpp needs a tensor of a tied head; "tied" if it always uses the
             embedding as the head; "" if both work.
-        has_windows: True if llama.cpp supports layers with a window beside layers without.
+        has_windows: True if llama.cpp supports models that mix layers with and without a window.
         needs_window: True if llama.cpp requires a window.
-        has_window_base: True if llama.cpp supports another rotary base in layers with a window.
+        has_window_base: True if llama.cpp supports a separate rotary base in layers with a window.
         exact_heads: True if llama.cpp requires heads times head_dim to be hidden_size.
-        gating: function of the router's logits, in layers with latent attention.
+        gating: function applied to the router's logits, in layers with latent attention.
         inner_eps: epsilon of norms inside attention, where llama.cpp uses rms_norm_eps; None if the
-            model uses rms_norm_eps, too.
-        wide_scale_layers: number of layers at which llama.cpp takes hidden_size / heads for
-            query_pre_attn_scalar, not head_dim; 0 for none.
+            model also uses rms_norm_eps there.
+        wide_scale_layers: number of layers of the model for which llama.cpp uses
+            hidden_size / heads instead of head_dim as query_pre_attn_scalar; 0 if there is none.
     """
 
     architecture: str
@@ -151,14 +154,14 @@ class RopeSpec:
     """Rotary positions (RoPE) of a family.
 
     Attributes:
-        kinds: kinds of scaling that the family supports beside "default"; () is all.
+        kinds: kinds of scaling that the family supports in addition to "default"; () means all.
         other_kinds: alternative name of a kind in config.json -> kind.
         polar: True if transformers rotates by complex numbers, see `rope_tables`.
         partial_factor: rotated fraction of each head, if config.json does not give it.
         original_positions: default of original_max_position_embeddings if config.json has this key
             at its top level; 0 if the key is one of the rotary settings.
         nested: True if config.json has separate rotary settings for each kind of layer.
-        local_theta_key: older key of config.json for the base in layers with a window; "" is none.
+        local_theta_key: older key of config.json for the base in layers with a window; "" if none.
         default: rotary settings, under config.json's names, if config.json has none.
     """
 
@@ -181,8 +184,8 @@ class FamilySpec:
         gguf: form in GGUF files.
         own_keys: config keys of this family that other families of the config class lack.
         json_names: our name of a key -> config.json's name, if the two differ.
-        hf_defaults: defaults of Hugging Face's config class, which config.json may leave out, if
-            they differ from the defaults in recipes: see `hf_values`.
+        hf_defaults: defaults of Hugging Face's config class that differ from the defaults in
+            recipes; config.json may omit these keys. See `hf_values`.
         qkv_bias: True if queries, keys and values always have biases.
         output_bias: False if the attention's output projection never has a bias.
         qk_norm: "head" if queries and keys are normalised in each head, "width" if over all heads
@@ -193,13 +196,13 @@ class FamilySpec:
         activation: config.json's name of the MLP's activation.
         activation_key: config.json's key of the activation.
         gated: True if the MLP has a gate, as SwiGLU and GeGLU have.
-        fused: True if one matrix holds queries, keys and values, and one matrix gate and up
-            projection; "mlp" if only gate and up projection share one.
+        fused: True if queries, keys and values share one matrix, and gate and up projection
+            another; "mlp" if only gate and up projection share one.
         rope: rotary positions.
         full_attention_every: n if all layers but every n-th have the window; 0 for no pattern.
         no_rope_every: n if every n-th layer has no rotary positions; only these layers have the
             window, if there is one. 0 for no pattern.
-        period_key: older key of config.json for `full_attention_every`; "" is none.
+        period_key: older key of config.json for `full_attention_every`; "" if none.
         divides_width: True if hidden_size must be a multiple of the heads even with head_dim.
         derived_keys: keys that config.json does not have because they follow from other keys.
         indivisible: reason why tensor parallelism can't shard the layers; "" if it can.
@@ -207,9 +210,9 @@ class FamilySpec:
         experts: names of the experts in the files; None for dense models and stacked experts.
         has_buffers: True if the files have tensors that are buffers of the model.
         has_mxfp4: True if experts may be stored in MXFP4.
-        left_out: prefixes of the names of tensors in the files that the model does not use.
+        left_out: prefixes of the names of tensors in the files that the model ignores.
         tokenizer_split: key in `SPLIT_PATTERNS` of the pattern by which transformers splits text
-            for every tokenizer of the family; None is the tokenizer's own.
+            for every tokenizer of the family; None uses the tokenizer's pattern.
     """
 
     architecture: str
@@ -252,7 +255,7 @@ def hf_values(
     experts: tuple[int, int] | None = None,
     **values: Any,
 ) -> dict[str, Any]:
-    """Default values of a config class of Hugging Face.
+    """Return the default values of a config class of Hugging Face.
 
     Args:
         rms_norm_eps: value of this key.
@@ -290,7 +293,7 @@ class FamilyConfig(Section):
 
     @classmethod
     def default_type(cls) -> str:
-        """`model_type` of a config that does not give it."""
+        """Return the `model_type` of a config that does not specify it."""
         return str(cls.model_fields["model_type"].default)
 
     @property
@@ -332,8 +335,8 @@ class FamilyConfig(Section):
 
     @property
     def long_from(self) -> int | None:
-        """Tokens from which on a sequence has other rotary frequencies, so that keys cached for its
-        shorter beginning can't be used; None if the frequencies never change."""
+        """Sequence length in tokens at which the rotary frequencies change, so that keys cached for
+        a shorter prefix can't be reused; None if the frequencies never change."""
         return rope_changes_at(getattr(self, "rope_scaling", None))
 
     @property
@@ -352,21 +355,22 @@ class FamilyConfig(Section):
             raise ValueError(f"{name} {value} must be a multiple of {of} {divisor}")
 
     def has_experts(self, layer: int) -> bool:
-        """True if a layer (counted from 0) has experts in place of an MLP."""
+        """Return True if a layer (counted from 0) has experts in place of an MLP."""
         return self.expert_count > 0
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Settings of attention in a layer (counted from 0)."""
+        """Return the settings of attention in a layer (counted from 0)."""
         return AttentionSpec()
 
 
-#: A message lists the families without a key if they are at most this many, else those with it.
+#: Maximum number of families listed as lacking a key; with more, the message lists those that have
+#: it.
 _MOST_WITHOUT = 3
 
 
 def not_a_key(name: str, model_type: str) -> str:
-    """Error message that a family lacks a key, with the families that have it; "" if no family has
-    a key of this name."""
+    """Return the error message for a key that a family lacks, which names the families that have
+    it; "" if no family has a key of this name."""
     classes: list[type[FamilyConfig]] = [FamilyConfig]
     for kind in classes:  # the loop appends to this list, so that it reaches all subclasses
         classes += kind.__subclasses__()
@@ -380,4 +384,4 @@ def not_a_key(name: str, model_type: str) -> str:
     lacks = specs.keys() - has
     few = f"all but {', '.join(sorted(lacks))}"
     families = few if len(lacks) <= _MOST_WITHOUT else ", ".join(sorted(has))
-    return f"{name} is not a key of {model_type} models (of {families})" if has else ""
+    return f"{name} is not a key of {model_type} models (it is a key of {families})" if has else ""

@@ -2,7 +2,7 @@
 
 Parameter names, and the [in, out] layout of the projections, are those of Hugging Face's
 `GPT2LMHeadModel`, so that import and export do not change tensors. Recipes have the key names that
-all families share (`hidden_size`); config.json has GPT-2's own (`n_embd`).
+all families share (`hidden_size`); config.json uses GPT-2's names (`n_embd`).
 
 Shape letters as in `models/ops.py`, and F, the inner width of the MLP.
 """
@@ -44,7 +44,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-#: Keys that were added after the first versions. They are left out of the section if they have
+#: Keys that were added after the first versions. They are omitted from the section if they have
 #: their default, so that the hash of a base model, which runs with `lora` store, does not change.
 _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
@@ -104,16 +104,16 @@ class GPT2Config(FamilyConfig):
     num_attention_heads: int = Field(12, gt=0)
     """attention heads, each of size hidden_size / num_attention_heads."""
     max_position_embeddings: int = Field(1024, gt=0)
-    """greatest length of a sequence, in tokens."""
+    """maximum length of a sequence, in tokens."""
     activation_function: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
-    """"gelu_new" (tanh form, GPT-2's own), "gelu" (exact, nanoGPT's) or "relu"."""
+    """"gelu_new" (tanh approximation, as in GPT-2), "gelu" (exact, as in nanoGPT) or "relu"."""
     qkv_bias: bool = True
     """biases on queries, keys and values: true in OpenAI's models, false in those of
     LLMs-from-scratch."""
     scale_attn_weights: bool = True
     """divide attention scores by the square root of the head size."""
     scale_attn_by_inverse_layer_idx: bool = False
-    """divide attention scores also by the layer's number, counted from 1 (as Stanford's Mistral
+    """also divide attention scores by the layer's number, counted from 1 (as Stanford's Mistral
     does)."""
     layer_norm_epsilon: float = Field(1e-5, gt=0)
     """term added to the variance in LayerNorm."""
@@ -131,7 +131,7 @@ class GPT2Config(FamilyConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        # A hidden_size of another type is refused by its own field.
+        # A hidden_size of a wrong type is rejected by its own field.
         if isinstance(values, dict) and isinstance(values.get("hidden_size", 768), int):
             inner = values.get("intermediate_size") or 4 * values.get("hidden_size", 768)
             return {**values, "intermediate_size": inner}
@@ -170,7 +170,7 @@ class GPT2Config(FamilyConfig):
             for ours, theirs in cls.hf_names.items()
             if config.get(theirs) is not None
         }
-        # Defaults of transformers' config class, which config.json may leave out.
+        # Defaults of transformers' config class, which config.json may omit.
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
         # OpenAI's config.json does not have this key, and its model has the biases.
@@ -178,7 +178,7 @@ class GPT2Config(FamilyConfig):
         return cls(**{**defaults, **known})
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model.
+        """Return the Hugging Face `config.json` of this model.
 
         `qkv_bias` is written only if it is false. transformers does not know the key, and uses
         zeros for the missing biases.
@@ -249,7 +249,7 @@ class GPT2Attention(SelfAttention):
         self.attend = attention
 
     def forward(self, x_BTC: Tensor, mask: Any, cache: Cache | None) -> Tensor:
-        """Attention, [B, T, C] to [B, T, C].
+        """Compute attention, [B, T, C] to [B, T, C].
 
         Args:
             x_BTC: the layer's input, normalised.
@@ -333,8 +333,8 @@ class GPT2(LanguageModel):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last layer's output [B, T, C], and an empty list, because there are no routers: see
-        `LanguageModel.decode`."""
+        """Return the last layer's output [B, T, C], and an empty list, because there are no
+        routers: see `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
         mask = self.make_mask(cache_positions, total, None, document_ids)
         x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)

@@ -2,9 +2,9 @@
 
 - LayerNorm in place of RMSNorm, and biases on all projections of the layers;
 - one matrix for queries, keys and values, whose rows are interleaved by head;
-- rotary positions for a part of each head only;
+- rotary positions for only a part of each head;
 - an MLP with GELU and no gate;
-- attention and MLP in parallel, each with a norm of its own.
+- attention and MLP in parallel, each with its own norm.
 
 Parameter names are those of Hugging Face's `GPTNeoXForCausalLM`. Shape letters as in `llama.py`.
 """
@@ -84,11 +84,11 @@ class GPTNeoXConfig(DecoderConfig):
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
-        """Default inner width of the MLP."""
+        """Return the default inner width of the MLP."""
         return 4 * hidden_size
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model."""
+        """Return the Hugging Face `config.json` of this model."""
         return super().to_hf() | {"hidden_act": self.hidden_act}
 
 
@@ -103,7 +103,7 @@ class GPTNeoXAttention(LlamaAttention):
         self.dense = nn.Linear(C, C, bias=bias)
 
     def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, T, H, D] of the layer's input."""
+        """Return queries, keys and values [B, T, H, D] of the layer's input."""
         qkv_BTH3D = self.query_key_value(x_BTC).unflatten(-1, (-1, 3, self.head_dim))
         q_BTHD, k_BTHD, v_BTHD = qkv_BTH3D.unbind(-2)
         return q_BTHD, k_BTHD, v_BTHD
@@ -143,7 +143,7 @@ class GPTNeoXBlock(nn.Module):
     def forward(
         self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, None]:
-        """One layer; arguments and result as in `LlamaBlock.forward`."""
+        """Compute one layer; arguments and result as in `LlamaBlock.forward`."""
         y_BTC = self.attention(self.input_layernorm(x_BTC), ropes, masks[0], cache)
         if self.is_parallel:
             # Added in the order of transformers, on which sums in bf16 depend.

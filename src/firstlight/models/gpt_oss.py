@@ -94,7 +94,7 @@ class GptOssConfig(DecoderConfig):
         return AttentionSpec(super().attention_spec(layer).window, sinks=True)
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model."""
+        """Return the Hugging Face `config.json` of this model."""
         content = super().to_hf() | {"output_router_logits": False}
         content["num_local_experts"] = content.pop("num_experts")
         return content
@@ -109,7 +109,7 @@ class GptOssExperts(Experts):
     """
 
     def __init__(self, config: GptOssConfig) -> None:
-        # `Experts.__init__` is skipped: its stacks have no biases and are transposed.
+        # `Experts.__init__` is skipped: its stacks have no biases and a transposed layout.
         nn.Module.__init__(self)
         E = config.num_experts
         C = config.hidden_size
@@ -122,8 +122,8 @@ class GptOssExperts(Experts):
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
         """See `Experts.visited`."""
-        # The bias of each row is looked up by a product with a one-hot matrix: GPUs would add up
-        # the gradient of indexing in no fixed order.
+        # The bias of each row is looked up with a one-hot matrix product: on GPUs, the gradient of
+        # indexing is summed in no fixed order.
         every_E = torch.arange(len(self.down_proj), device=x_MC.device)
         is_own_ME = experts_M[:, None] == every_E
 

@@ -63,18 +63,18 @@ class LanguageModel(nn.Module):
         make_mask: function that makes the masks for the layers' `attend`; efficiency methods
             replace it together with `attend`.
         norm_init: initial value of the norms' weights.
-        router_statistics: loss and visits of the routers in training, since they were last taken;
-            None for a dense model.
+        router_statistics: statistics of the routers in training since they were last read; None for
+            a dense model.
         embedding_name: name of the module with the token embedding.
         layers_name: name of the module list with the layers.
         final_modules: names of the modules after the layers: the final norm and the head.
-        head_file_name: name in the family's files of the head's weight, which is `lm_head.weight`
-            in the model.
+        head_file_name: name of the head's weight in the family's files; in the model it is always
+            `lm_head.weight`.
         residual_projections: substrings of the names of the parameters of projections that write
             into the residual stream.
         zero_vectors: suffixes of the names of vectors that begin at zero; other vectors are norms'
             weights.
-        tensor_parallel_plan: name of a module -> how tensor parallelism shards it, see
+        tensor_parallel_plan: module name -> kind of sharding in tensor parallelism, see
             `Llama.tensor_parallel_plan`; empty if it is not supported.
     """
 
@@ -147,7 +147,8 @@ class LanguageModel(nn.Module):
             is_residual = any(part in name for part in self.residual_projections)
             rows = self.config.vocab_size if id(parameter) in vocabulary else None
             own_std = vocabulary.get(id(parameter)) or (residual_std if is_residual else std)
-            # No numbers are drawn for padded rows: a seed gives the same model with any padding.
+            # Padded rows draw no random numbers, so that a seed gives the same model for any
+            # padding.
             parameter[:rows].normal_(0.0, own_std, generator=generator)
             if is_residual and init.residual_projections == "zero":
                 # Numbers were drawn nevertheless, so that the other weights are the same as with
@@ -157,8 +158,8 @@ class LanguageModel(nn.Module):
                 parameter[rows:].zero_()
 
     def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
-        """Cast the parameters, except those of modules with an attribute `keeps_precision` that is
-        true. Buffers keep their dtype. With `frozen`, trained parameters keep theirs.
+        """Cast the parameters, except in modules whose attribute `keeps_precision` is true. Buffers
+        keep their dtype. With `frozen`, trained parameters keep theirs.
 
         The parameters stay the same objects, only their data is replaced. `nn.Module.to` would
         replace fake tensors, on which the planner traces a step, by new parameters.
@@ -171,8 +172,8 @@ class LanguageModel(nn.Module):
                     parameter.data = parameter.data.to(dtype)
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """An empty cache on the model's device: keys and values, and states for layers with linear
-        attention. Arguments as in `KVCache`."""
+        """Create an empty cache on the model's device for keys and values, and for the states of
+        layers with linear attention. Arguments as in `KVCache`."""
         return KVCache(
             self.config.num_hidden_layers,
             self.config.num_key_value_heads,
@@ -187,12 +188,13 @@ class LanguageModel(nn.Module):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last layer's output [B, T, C], and a list with the router's logits [N, E] of each
-        layer with experts. Arguments as in `forward`."""
+        """Return the last layer's output [B, T, C], and a list with the router's logits [N, E] of
+        each layer with experts. Arguments as in `forward`."""
         raise NotImplementedError
 
     def finish(self, x_BTC: Tensor) -> Tensor:
-        """Apply the final norm: the head's input [B, T, C] from the last layer's output [B, T, C].
+        """Apply the final norm to the last layer's output [B, T, C] and return the head's input
+        [B, T, C].
 
         In pipeline parallelism, all stages but the last replace this method.
         """
@@ -211,7 +213,7 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: token ids, int64 [B, T].
-            labels: the token after each input token, int64 [B, T]; -100 leaves a token out of the
+            labels: the token after each input token, int64 [B, T]; -100 excludes a token from the
                 loss.
             document_ids: int [B, T], equal for neighbouring tokens of one document: tokens see
                 only their own document, and positions start at 0 in each. Not with a cache.
@@ -247,8 +249,8 @@ class LanguageModel(nn.Module):
         return loss
 
     def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The load-balancing loss [] of a pass and the number of tokens routed to each expert,
-        int64 [L, E], from the logits [N, E] of each layer with a router."""
+        """Return the load-balancing loss [] of a pass and the number of tokens routed to each
+        expert, int64 [L, E], from the logits [N, E] of each layer with a router."""
         return load_balancing_loss(router_logits, self.config.visited_experts)
 
     def _router_loss_sum(self, router_logits: list[Tensor], labels: Tensor) -> Tensor:
@@ -256,15 +258,15 @@ class LanguageModel(nn.Module):
         auxiliary, visits_LE = self.balance(router_logits)
         valid = (labels != IGNORE_INDEX).sum()
         self.router_statistics.add(auxiliary.detach() * valid, visits_LE)
-        # Times the valid labels, because the caller divides the sum by the valid labels of the
-        # global batch.
+        # Multiplied by the number of valid labels, because the caller divides the sum by the valid
+        # labels of the global batch.
         return self.config.router_loss_coefficient * auxiliary * valid  # type: ignore[no-any-return]
 
 
 def token_positions(
     input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Positions of the new tokens; arguments as in `LanguageModel.forward`.
+    """Return the positions of the new tokens; arguments as in `LanguageModel.forward`.
 
     Returns:
         - positions in each token's document, int64 [T] or [B, T];

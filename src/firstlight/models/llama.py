@@ -1,10 +1,10 @@
 """Llama (Touvron et al. 2023, arXiv 2302.13971): an embedding, pre-norm layers with grouped-query
 attention, rotary positions and a SwiGLU, a final norm and a head.
 
-The page reads from the smallest module to the model. Families whose layers differ derive from these
-classes: by a few lines in `llama_variants.py`, or in a file of their own, such as `gpt_oss.py`. The
-config is in `llama_config.py`, the facts of each family are in `llama_families.py`. Parameter names
-are those of Hugging Face's `LlamaForCausalLM`.
+The file reads from the smallest module up to the model. Families whose layers differ derive from
+these classes: small differences are in `llama_variants.py`, larger ones in separate files such as
+`gpt_oss.py`. The config is in `llama_config.py`, the facts of each family are in
+`llama_families.py`. Parameter names are those of Hugging Face's `LlamaForCausalLM`.
 
 Shape letters as in `models/ops.py`, and F, the inner width of the MLP.
 """
@@ -32,8 +32,8 @@ from firstlight.models.rope import Ropes, RotaryTables, apply_rope
 
 
 def normalized(x: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, [..., size] to [..., size], in fp32 at least: in bf16,
-    the mean of squares would keep only 8 bits."""
+    """Return x / rms(x) over the last dimension, [..., size] to [..., size], in at least fp32: in
+    bf16, the mean of squares would keep only 8 bits."""
     return F.rms_norm(at_least_fp32(x), x.shape[-1:], None, eps)
 
 
@@ -79,7 +79,7 @@ class LlamaAttention(SelfAttention):
         if self.has_qk_norm:
             self.q_norm = self.norm_class(D, config.rms_norm_eps)
             self.k_norm = self.norm_class(D, config.rms_norm_eps)
-        # A function and not a method: efficiency methods replace it by another kernel.
+        # A plain function, so that efficiency methods can replace it with another kernel.
         self.attend = attention
 
     def add_projections(self, config: DecoderConfig) -> None:
@@ -92,7 +92,8 @@ class LlamaAttention(SelfAttention):
         self.o_proj = nn.Linear(q_size, C, bias=config.output_bias)
 
     def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, H, D], keys and values [B, T, K, D] of the layer's input [B, T, C]."""
+        """Return queries [B, T, H, D], keys and values [B, T, K, D] of the layer's input [B, T,
+        C]."""
         # `view` and not `unflatten`, which causes graph breaks when the planner traces a compiled
         # step.
         heads = (*x_BTC.shape[:2], -1, self.head_dim)
@@ -102,24 +103,24 @@ class LlamaAttention(SelfAttention):
         return q_BTHD, k_BTKD, v_BTKD
 
     def normalize(self, q_BTHD: Tensor, k_BTKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys with the family's norm, of the same shapes."""
+        """Apply the family's norm to queries and keys; shapes are unchanged."""
         if not self.has_qk_norm:
             return q_BTHD, k_BTKD
         return self.q_norm(q_BTHD), self.k_norm(k_BTKD)
 
     def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
-        """Queries and keys rotated by their positions, of the same shapes."""
+        """Rotate queries and keys by their positions; shapes are unchanged."""
         assert self.rope is not None
-        # The tables are fp32: products with them would be fp32, too.
+        # The tables are in fp32 and would promote the products to fp32.
         cos, sin = (table.to(q_BHTD.dtype) for table in ropes[self.rope])
         return apply_rope(q_BHTD, cos, sin), apply_rope(k_BKTD, cos, sin)
 
     def options(self, mask: Any) -> AttentionOptions:
-        """Arguments of the attention kernel other than queries, keys and values."""
+        """Return the arguments of the attention kernel other than queries, keys and values."""
         return AttentionOptions(mask, scale=self.scale)
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
-        """Attention, [B, T, C] to [B, T, C].
+        """Compute attention, [B, T, C] to [B, T, C].
 
         Args:
             x_BTC: the layer's input, normalised if the family has a norm before attention.
@@ -192,8 +193,8 @@ class LlamaBlock(nn.Module):
     def forward(
         self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream [B, T, C] after this layer, and the router's logits [N, E] (None
-        without experts).
+        """Return the residual stream [B, T, C] after this layer, and the router's logits [N, E]
+        (None without experts).
 
         Args:
             x_BTC: the residual stream before this layer.
@@ -206,7 +207,7 @@ class LlamaBlock(nn.Module):
         return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC)), None
 
     def own_mask(self, masks: tuple[Any, Any]) -> Any:
-        """The mask of this layer."""
+        """Return the mask for this layer."""
         # torch.compile of torch 2.11 does not support a bool as an index.
         return masks[int(self.has_window)]
 
@@ -274,12 +275,13 @@ class Llama(LanguageModel):
         self.model = LlamaDecoder(self.config, rows, self.block_class)
 
     def finish_loading(self) -> None:
-        """Set what weights files do not contain: the tie of the head and the rotary frequencies."""
+        """Set up the parts that weight files do not contain: the tied head and the rotary
+        frequencies."""
         super().finish_loading()
         self.rotary.reset(self.embedding.weight.device)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """The first layer's input [B, T, C] from token ids, int64 [B, T].
+        """Return the first layer's input [B, T, C] for token ids, int64 [B, T].
 
         In pipeline parallelism, all stages but the first replace this method.
         """
@@ -288,8 +290,8 @@ class Llama(LanguageModel):
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
     ) -> tuple[Any, Any]:
-        """Masks of layers without a window and of layers with a window, each a result of
-        `make_mask`; the first again if the model has no window.
+        """Return the mask of layers without a window and the mask of layers with a window, both
+        made by `make_mask`; they are the same object if the model has no window.
 
         Args:
             cache_positions, total, positions: results of `token_positions`.

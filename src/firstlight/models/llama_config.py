@@ -15,7 +15,7 @@ from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, no
 from firstlight.models.llama_families import DENSE, LATER_KEYS, OWN_KEYS
 from firstlight.models.rope import ROPE_KINDS, RopeScaling, check_rope
 
-#: Greatest number of layers of a model.
+#: Maximum number of layers of a model.
 MOST_LAYERS = 10_000
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -46,11 +46,11 @@ class DecoderConfig(FamilyConfig):
     num_key_value_heads: int = Field(0, ge=0)
     """key and value heads; 0 is num_attention_heads."""
     head_dim: int = Field(0, ge=0)
-    """size of a head, an even number; 0 is hidden_size / num_attention_heads. If it is given,
+    """size of a head, an even number; 0 is hidden_size / num_attention_heads. If it is set,
     hidden_size need not be a multiple of num_attention_heads (except in llama, arcee, gemma2,
     gemma3_text, stablelm)."""
     max_position_embeddings: int = Field(1024, gt=0)
-    """greatest length of a sequence, in tokens."""
+    """maximum length of a sequence, in tokens."""
     rms_norm_eps: float = Field(1e-5, gt=0)
     """term added to the mean square in RMSNorm, and to the variance in LayerNorm (stablelm,
     gpt_neox)."""
@@ -69,7 +69,7 @@ class DecoderConfig(FamilyConfig):
     """number of tokens, itself included, that a token sees; null is all earlier tokens (not in
     llama, granite, olmo2, arcee, glm4, stablelm, gpt_neox)."""
     max_window_layers: int = Field(0, ge=0)
-    """number of layers, from the first on, without the window (qwen2, qwen3)."""
+    """number of layers at the beginning without the window (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
     """use the token embedding as the weight of the head."""
     initializer_range: float = Field(0.02, gt=0, le=1)
@@ -88,7 +88,7 @@ class DecoderConfig(FamilyConfig):
     """"full_attention" or "sliding_attention" (with the window) for each layer. null is the
     family's default: every second layer is full in gemma2, every fourth in olmo3, every sixth in
     gemma3_text; in smollm3, layers without rotary positions have the window; in qwen2 and qwen3,
-    layers from max_window_layers on have it."""
+    all layers after the first max_window_layers have it."""
     no_rope_layers: list[int] | None = None
     """1 for each layer with rotary positions, 0 for each layer without; null is 0 for every fourth
     layer (smollm3)."""
@@ -127,8 +127,8 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
-        """Default inner width of the MLP: with it, the three matrices of SwiGLU are as large as the
-        two of an MLP with 4 * hidden_size."""
+        """Return the default inner width of the MLP: with it, the three matrices of SwiGLU are as
+        large as the two of an MLP with 4 * hidden_size."""
         return math.ceil(hidden_size * 8 / 3 / 32) * 32
 
     @model_validator(mode="before")
@@ -138,20 +138,20 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The keys as given, with keys that are missing, null or 0 derived from other keys.
+        """Return the keys, with those that are missing, null or 0 derived from other keys.
 
         Raises:
-            ValueError: hidden_size is not a multiple of num_attention_heads, but has to be.
+            ValueError: hidden_size must be a multiple of num_attention_heads, and is not.
         """
         spec = cls.families.get(values.get("model_type", cls.default_type()), FamilySpec(""))
         hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
         if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
-            # transformers refuses a Llama model with such a hidden_size even if head_dim is given.
+            # transformers rejects a Llama model with such a hidden_size even if head_dim is given.
             if hidden % heads and (spec.divides_width or not values.get("head_dim")):
                 advice = "model_type mistral with head_dim" if spec.divides_width else "head_dim"
                 raise ValueError(
                     f"hidden_size {hidden} must be a multiple of num_attention_heads {heads} "
-                    f"(or give {advice})"
+                    f"(or set {advice})"
                 )
             values["head_dim"] = values.get("head_dim") or hidden // heads
             values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
@@ -176,12 +176,12 @@ class DecoderConfig(FamilyConfig):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(not_a_key(name, self.model_type))
         if self.max_window_layers and self.sliding_window is None:
-            raise ValueError("max_window_layers means nothing without sliding_window")
+            raise ValueError("max_window_layers has no effect without sliding_window: set both")
         for name in ("layer_types", "no_rope_layers"):
             listed = getattr(self, name)
             if listed is not None and len(listed) != self.num_hidden_layers:
                 raise ValueError(
-                    f"{name} has {len(listed)} entries, and num_hidden_layers is "
+                    f"{name} has {len(listed)} entries, but num_hidden_layers is "
                     f"{self.num_hidden_layers}"
                 )
         self._check_rope()
@@ -200,13 +200,13 @@ class DecoderConfig(FamilyConfig):
         kinds, scaling = self.family.rope.kinds, self.rope_scaling
         if scaling is not None and kinds and scaling.rope_type not in kinds:
             raise ValueError(
-                f"rope_scaling: {self.model_type} has no rope_type {scaling.rope_type} (it has "
-                f"{', '.join(kinds)})"
+                f"rope_scaling: {self.model_type} does not support rope_type {scaling.rope_type} "
+                f"(supported: {', '.join(kinds)})"
             )
         if self.rotary_dim < 2:
             raise ValueError(
                 f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
-                "leaves no two dimensions to rotate"
+                "leaves fewer than two dimensions to rotate"
             )
         check_rope(scaling, self.rotary_dim, self.rope_theta, nested=self.family.rope.nested)
 
@@ -222,19 +222,19 @@ class DecoderConfig(FamilyConfig):
 
     @property
     def qk_norm(self) -> str | None:
-        """`FamilySpec.qk_norm`, or "own" if each head has a norm with its own weight."""
+        """`FamilySpec.qk_norm`, or "own" if each head has a norm with a separate weight."""
         return "own" if self.qk_layernorm else self.family.qk_norm
 
     @property
     def indivisible(self) -> str:
         """Reason why tensor parallelism can't shard this model's layers; "" if it can."""
         if self.qk_layernorm:
-            return "each head of queries and keys has a norm of its own (qk_layernorm)"
+            return "each head of queries and keys has a separate norm (qk_layernorm)"
         return super().indivisible
 
     @property
     def rotary_dim(self) -> int:
-        """Number of rotated dimensions of each head (R): its first dimensions."""
+        """Number of rotated dimensions of each head (R), starting from its first dimension."""
         return int(self.head_dim * (self.partial_rotary_factor or 1.0))
 
     @property
@@ -254,14 +254,14 @@ class DecoderConfig(FamilyConfig):
         return AttentionSpec(window, scale=scale, softcap=self.attn_logit_softcapping, rope=rope)
 
     def has_rope(self, layer: int) -> bool:
-        """True if a layer (counted from 0) has rotary positions."""
+        """Return True if a layer (counted from 0) has rotary positions."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         every = self.family.no_rope_every
         return not every or (layer + 1) % every != 0
 
     def has_window(self, layer: int) -> bool:
-        """True if a layer (counted from 0) has the sliding window."""
+        """Return True if a layer (counted from 0) has the sliding window."""
         if self.sliding_window is None:
             return False
         if self.layer_types is not None:
@@ -284,7 +284,7 @@ class DecoderConfig(FamilyConfig):
         return cls(**{**values, "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model."""
+        """Return the Hugging Face `config.json` of this model."""
         values = self.model_dump(exclude={"rope_theta", "rope_scaling", *OWN_KEYS})
         for name in self.family.derived_keys:
             del values[name]
@@ -292,8 +292,8 @@ class DecoderConfig(FamilyConfig):
 
 
 def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
-    """Derive open keys from other keys, and remove lists that repeat the family's default, so that
-    equal models have equal configs. Values of a wrong type are ignored: their fields refuse
+    """Derive unset keys from other keys, and remove lists that repeat the family's default, so that
+    equal models have equal configs. Values of a wrong type are ignored here: their fields reject
     them."""
     own, size = spec.own_keys, values.get("head_dim")
     if isinstance(size, int) and size > 0:
@@ -343,10 +343,10 @@ class LlamaConfig(DecoderConfig):
 
 # Reading and writing config.json, in the formats of transformers 4 and 5
 
-#: Keys for which null in config.json is a value; for other keys null means the default.
+#: Keys for which null in config.json is a value; for other keys null is the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
 
-#: Settings that `_windows_from_json` and `_rope_from_json` read.
+#: Settings that only `_windows_from_json` and `_rope_from_json` read.
 _READ_APART = ("sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor")
 
 _SAME_ACTIVATION = {"swish": "silu"}
@@ -355,7 +355,7 @@ _SAME_ACTIVATION = {"swish": "silu"}
 def values_from_json(
     spec: FamilySpec, names: Sequence[str], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values of a config class' fields, from a config.json.
+    """Return the values of a config class's fields, from a config.json.
 
     Args:
         spec: facts of the family.
@@ -385,7 +385,7 @@ def values_from_json(
         if config.get(name) is not None or (name in _NULLABLE and name in config):
             values[name] = config[name]
     layers, every = values["num_hidden_layers"], config.get("no_rope_layer_interval")
-    # Checked here, because lists of this length are made before the fields are checked.
+    # Checked here, because lists of this length are created before the fields are checked.
     for key, value in (("num_hidden_layers", layers), ("no_rope_layer_interval", every or 1)):
         if type(value) is not int:
             raise ModelError(f"{key} is {value!r}, expected a whole number: correct the file")
@@ -401,8 +401,8 @@ def values_from_json(
 
 
 def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: bool) -> None:
-    """Refuse an activation or attention that is not implemented; `has_choice` is True if the config
-    class has a key for the activation."""
+    """Raise an error for an activation or attention that is not implemented; `has_choice` is True
+    if the config class has a key for the activation."""
     activation = config.get(spec.activation_key) or spec.activation
     if not has_choice and _SAME_ACTIVATION.get(activation, activation) != spec.activation:
         raise ModelError(
@@ -415,7 +415,7 @@ def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: boo
 def _windows_from_json(
     spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`sliding_window`, `max_window_layers` and `layer_types` of a config.json."""
+    """Return `sliding_window`, `max_window_layers` and `layer_types` of a config.json."""
     if "sliding_window" not in spec.own_keys:
         return {}
     window = config.get("sliding_window", spec.hf_defaults.get("sliding_window"))
@@ -452,9 +452,9 @@ def _windows_from_json(
 def _rope_from_json(
     spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and all other keys of rotary positions."""
+    """Return `rope_theta`, `rope_scaling` and all other keys of rotary positions."""
     # transformers 5 writes one object rope_parameters, transformers 4 the keys rope_theta and
-    # rope_scaling. If config.json has both forms, transformers reads the two keys.
+    # rope_scaling. If config.json has both, transformers reads the two keys.
     settings = config.get("rope_scaling") or config.get("rope_parameters") or spec.rope.default
     found: dict[str, Any] = {}
     if spec.rope.nested:
@@ -476,18 +476,19 @@ def _rope_from_json(
     rope.pop("type", None)
     kind = spec.rope.other_kinds.get(kind, kind)
     if spec.rope.nested:
-        # transformers looks for truncate at the level above the kinds of layers, where no
-        # config.json has it, so that its value has no effect.
+        # transformers looks for truncate one level above the kinds of layers, where no config.json
+        # has it, so its value has no effect.
         rope.pop("truncate", None)
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in spec.own_keys:
         found["partial_rotary_factor"] = None if part is None else float(part)
     elif part not in (None, 1.0):
         raise ModelError(
-            "partial_rotary_factor: rotary positions of a part of the head only are not supported "
-            "in this family"
+            "partial_rotary_factor: this family does not support rotating only a part of each head"
         )
-    scaling = None if kind == "default" else _scaling_of(kind, rope, spec, config, values=values)
+    scaling = (
+        None if kind == "default" else _scaling_from_json(kind, rope, spec, config, values=values)
+    )
     return {
         **found,
         "rope_theta": 10_000.0 if theta is None else float(theta),
@@ -495,7 +496,7 @@ def _rope_from_json(
     }
 
 
-def _scaling_of(
+def _scaling_from_json(
     kind: str,
     rope: Mapping[str, Any],
     spec: FamilySpec,
@@ -503,14 +504,14 @@ def _scaling_of(
     *,
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The recipe's `rope_scaling`, for a kind that is not "default".
+    """Return the recipe's `rope_scaling`, for a kind that is not "default".
 
     Raises:
         ModelError: the kind is unknown.
     """
     if kind not in ROPE_KINDS:
         raise ModelError(
-            f"rope type '{kind}' is not supported: default, {', '.join(ROPE_KINDS)} are"
+            f"rope type '{kind}' is not supported (supported: default, {', '.join(ROPE_KINDS)})"
         )
     fields = ROPE_KINDS[kind].model_fields
     # Keys of other kinds are ignored, as in transformers.
@@ -518,8 +519,8 @@ def _scaling_of(
     scaling["rope_type"] = kind
     positions = config.get("max_position_embeddings", values.get("max_position_embeddings"))
     if "original_max_position_embeddings" in fields:
-        # As in transformers, the key at config.json's top level has priority over the key among
-        # the rotary settings.
+        # As in transformers, the key at the top level of config.json takes precedence over the key
+        # among the rotary settings.
         apart = config.get("original_max_position_embeddings") or spec.rope.original_positions
         original = apart or scaling.get("original_max_position_embeddings") or positions
         scaling["original_max_position_embeddings"] = original
@@ -531,7 +532,7 @@ def _scaling_of(
 def config_json(
     spec: FamilySpec, model: DecoderConfig, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The Hugging Face `config.json` of a model.
+    """Return the Hugging Face `config.json` of a model.
 
     Args:
         spec: facts of the family.
@@ -549,7 +550,7 @@ def config_json(
             "sliding_attention" if model.has_window(i) else "full_attention" for i in layers
         ]
         if spec.full_attention_every and model.sliding_window is None:
-            # transformers always makes a mask with a window, also if no layer uses it.
+            # transformers always creates a mask with a window, even if no layer uses it.
             own["sliding_window"] = model.max_position_embeddings
     elif "layer_types" in own:
         del own["layer_types"]
@@ -574,8 +575,8 @@ def config_json(
         "attention_dropout": 0.0,
         # Some config classes of transformers have a default id, which can be beyond the vocabulary.
         "pad_token_id": None,
-        # Both forms: transformers 5 reads rope_parameters; transformers 4 and other programs read
-        # the two keys.
+        # Both forms: transformers 5 reads rope_parameters, while transformers 4 and other programs
+        # read the two keys.
         "rope_parameters": rope,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,

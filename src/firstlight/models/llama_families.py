@@ -1,6 +1,6 @@
 """The facts of the dense Llama-like families, which share `LlamaConfig`.
 
-A new family is an entry of `DENSE`. One whose layers differ from Llama's also has a class in
+A new family is an entry of `DENSE`. A family whose layers differ from Llama's also has a class in
 `llama_variants.py`. Mixtures of experts are in `mixtral.py`.
 """
 
@@ -22,7 +22,7 @@ _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 YARN_ROPE = ("default", "linear", "yarn")
 ALL_ROPE = (*YARN_ROPE, "llama3")
 
-#: Keys of Granite only.
+#: Keys that only Granite has.
 MULTIPLIERS = (
     "embedding_multiplier",
     "attention_multiplier",
@@ -352,8 +352,8 @@ DENSE: dict[str, FamilySpec] = {
 #: Keys that some families do not have.
 OWN_KEYS: frozenset[str] = frozenset(key for spec in DENSE.values() for key in spec.own_keys)
 
-#: Keys that were added after the first families. Dumped configs of families without them leave
-#: them out, so that hashes of older configs stay valid.
+#: Keys that were added after the first families. Dumped configs of families without these keys omit
+#: them, so that hashes of older configs stay valid.
 LATER_KEYS: frozenset[str] = frozenset(
     (
         *MULTIPLIERS,

@@ -1,7 +1,7 @@
-"""Variants of Llama's layers: the families that differ from `llama.py` by a few lines.
+"""Variants of Llama's layers: the families that differ from `llama.py` in a few lines.
 
-`VARIANTS` has the model class of each; families that are not in it use `Llama` itself. The facts of
-all are in `llama_families.py`. Shape letters as in `llama.py`.
+`VARIANTS` maps each of them to its model class; families that are not in it use `Llama` itself. The
+facts of all families are in `llama_families.py`. Shape letters as in `llama.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from firstlight.models.rope import Ropes, apply_rope, apply_rope_to_neighbours
 
 
 class WideRMSNorm(RMSNorm):
-    """RMSNorm whose result is rounded after the weight is multiplied in (OLMo, gpt-oss)."""
+    """RMSNorm that rounds its result after multiplying by the weight (OLMo, gpt-oss)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (normalized(x, self.eps) * at_least_fp32(self.weight)).to(x.dtype)
@@ -55,8 +55,9 @@ class FusedMLP(nn.Module):
 
 
 class OutputNormBlock(LlamaBlock):
-    """A layer with norms of the outputs of attention and MLP, before they are added to the residual
-    stream. `FamilySpec.norms` has the names of these norms and of those of the inputs, if any."""
+    """A layer that normalises the outputs of attention and MLP before they are added to the
+    residual stream. `FamilySpec.norms` has the names of these norms and of the norms of the inputs,
+    if any."""
 
     def add_norms(self, config: DecoderConfig) -> None:
         """See `LlamaBlock.add_norms`."""
@@ -114,8 +115,8 @@ class Arcee(Llama):
 
 
 class GemmaAttention(LlamaAttention):
-    """Attention with a bound of its scores (only Gemma 2) and norms of queries and keys (only
-    Gemma 3)."""
+    """Attention with a soft cap on its scores (Gemma 2 only) and norms of queries and keys (Gemma 3
+    only)."""
 
     norm_class = OnePlusRMSNorm
 
@@ -123,7 +124,7 @@ class GemmaAttention(LlamaAttention):
         super().__init__(config, layer)
         self.softcap = config.attn_logit_softcapping
         if self.softcap is not None:
-            # torch's fused kernels do not support it.
+            # torch's fused kernels do not support a soft cap.
             self.attend = blockwise_attention
 
     def options(self, mask: Any) -> AttentionOptions:
@@ -148,11 +149,11 @@ class GemmaBlock(OutputNormBlock):
 
 
 class Gemma(Llama):
-    """Gemma 2 and 3 (arXiv 2408.00118, 2503.19786): also, embeddings are multiplied by
+    """Gemma 2 and 3 (arXiv 2408.00118, 2503.19786), which also multiply embeddings by
     sqrt(hidden_size)."""
 
     block_class = GemmaBlock
-    # The norms add 1 to their weight, so that a weight of zero means a factor of 1.
+    # The norms add 1 to their weight, so a weight of zero means a factor of 1.
     norm_init = 0.0
 
     def finish_loading(self) -> None:
@@ -172,7 +173,7 @@ class Gemma(Llama):
         self.embedding_factor = root.item()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """The first layer's input [B, T, C]: see `Llama.embed`."""
+        """Return the first layer's input [B, T, C]: see `Llama.embed`."""
         return super().embed(input_ids) * self.embedding_factor
 
 
@@ -227,12 +228,12 @@ class Granite(Llama):
     block_class = GraniteBlock
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """The first layer's input [B, T, C]: see `Llama.embed`."""
+        """Return the first layer's input [B, T, C]: see `Llama.embed`."""
         return super().embed(input_ids) * self.config.embedding_multiplier
 
     def finish(self, x_BTC: Tensor) -> Tensor:
-        """The head's input [B, T, C]: see `LanguageModel.finish`."""
-        # Dividing the hidden states divides the logits, and they have fewer elements.
+        """Return the head's input [B, T, C]: see `LanguageModel.finish`."""
+        # Dividing the hidden states divides the logits, which have more elements.
         return super().finish(x_BTC) * (1 / self.config.logits_scaling)
 
 
@@ -342,14 +343,14 @@ class HeadNorms(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
-        # One module per head, only for the names in the family's files: `forward` computes all
+        # One module per head, only to match the names in the family's files: `forward` computes all
         # heads at once.
         self.norms = nn.ModuleList(nn.LayerNorm(head_dim, eps, bias=False) for _ in range(heads))
         self.eps = eps
 
     def forward(self, x_BTHD: Tensor) -> Tensor:
         weight_HD = at_least_fp32(torch.stack(list(self.parameters())))
-        # Without weights, because `layer_norm` would use the same weight for all heads.
+        # Called without weights, because `layer_norm` would use the same weight for all heads.
         normal = F.layer_norm(at_least_fp32(x_BTHD), x_BTHD.shape[-1:], eps=self.eps)
         return (normal * weight_HD).to(x_BTHD.dtype)
 
@@ -374,8 +375,8 @@ class StableLMAttention(LlamaAttention):
 
 
 class StableLMBlock(LlamaBlock):
-    """One layer. With `use_parallel_residual`, attention and MLP read the same norm (Wang and
-    Komatsuzaki 2021, GPT-J), so that neither depends on the other."""
+    """One layer. With `use_parallel_residual`, attention and MLP read the output of the same norm
+    (Wang and Komatsuzaki 2021, GPT-J), so that neither depends on the other."""
 
     attention_class, norm_class = StableLMAttention, nn.LayerNorm
 
@@ -403,7 +404,7 @@ class StableLM(Llama):
     block_class = StableLMBlock
 
 
-#: `model_type` -> model class, for the families of `LlamaConfig` that do not use `Llama`.
+#: `model_type` -> model class, for the families of `LlamaConfig` that need more than `Llama`.
 VARIANTS: dict[str, type[Llama]] = {
     "granite": Granite,
     "smollm3": SmolLM3,

@@ -107,7 +107,7 @@ class MoEConfig(DecoderConfig):
         ):
             raise ValueError(
                 "mixtral models have one intermediate_size, normalised weights and experts in "
-                "every layer: model_type qwen3_moe has the choice"
+                "every layer: use model_type qwen3_moe for other settings"
             )
         if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
             raise ValueError(
@@ -117,11 +117,11 @@ class MoEConfig(DecoderConfig):
         return self
 
     def has_experts(self, layer: int) -> bool:
-        """True if a layer (counted from 0) has experts in place of an MLP."""
+        """Return True if a layer (counted from 0) has experts in place of an MLP."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model."""
+        """Return the Hugging Face `config.json` of this model."""
         content = super().to_hf() | {"output_router_logits": False}
         # transformers 5 writes the number of experts under Mixtral's key for both families;
         # transformers 4 reads each family's own key.
@@ -183,8 +183,8 @@ class RoutedBlock(LlamaBlock):
         return self.add_mlp_output(x_BTC)
 
     def add_mlp_output(self, x_BTC: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream [B, T, C] after the experts or the MLP, from the residual stream
-        after attention; and the router's logits [N, E]."""
+        """Add the output of the experts or the MLP to the residual stream [B, T, C], and return it
+        with the router's logits [N, E]."""
         y_BTC = self.post_attention_layernorm(x_BTC)
         if not isinstance(self.mlp, RoutedMLP):
             return x_BTC + self.mlp(y_BTC), None

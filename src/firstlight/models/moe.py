@@ -19,7 +19,7 @@ from firstlight.models.ops import product_dtype
 
 
 class Router(nn.Linear):
-    """The linear layer whose outputs choose each token's experts. It is a class of its own because
+    """The linear layer whose outputs choose each token's experts. It is a separate class because
     routers are excluded from LoRA adapters and from quantisation."""
 
 
@@ -39,11 +39,11 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, size, hidden))
 
     def forward(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Each token's weighted sum over the outputs of its experts, [N, C].
+        """Return each token's weighted sum over the outputs of its experts, [N, C].
 
         Visits are sorted by expert, so that the visits of each expert are one block of a grouped
-        matrix product. All operations are permutations or sums in a fixed order, so that the result
-        is bitwise reproducible, also on a GPU.
+        matrix product. All operations are permutations or sums in a fixed order, which makes the
+        result bitwise reproducible, even on a GPU.
 
         Args:
             x_NC: input of the layer.
@@ -55,10 +55,10 @@ class Experts(nn.Module):
         # A stable sort: without it, devices order equal numbers in different ways.
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
-        # One row for each visit: a token occurs once for each of its experts.
+        # One row per visit: a token occurs once for each of its experts.
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
-        # Gathered by the inverse permutation. A scatter would add up in no fixed order on GPUs.
+        # Gathered by the inverse permutation. A scatter would sum in no fixed order on GPUs.
         places_NK = order_M.argsort().view(N, K)
         if x_NC.device.type == "cpu" and not _has_kernel(self.down_proj):
             # Outputs are added up in the order of the experts' numbers, as in transformers without
@@ -69,10 +69,10 @@ class Experts(nn.Module):
         return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
-        """The expert's output for each row, [M, C].
+        """Return the expert's output for each row, [M, C].
 
         Args:
-            x_MC: inputs, one row a visit, sorted by expert.
+            x_MC: inputs, one row per visit, sorted by expert.
             experts_M: number of each row's expert, int64.
             ends_E: end (exclusive) of each expert's rows in `x_MC`, int [E].
         """
@@ -99,19 +99,19 @@ class RoutedMLP(nn.Module):
         raise NotImplementedError
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output, [B, T, C], and the router's logits, [N, E]."""
+        """Return the layer's output, [B, T, C], and the router's logits, [N, E]."""
         x_NC = x_BTC.flatten(0, 1)
         logits_NE, weights_NK, experts_NK = self.route(x_NC)
         return self.experts(x_NC, experts_NK, weights_NK).view_as(x_BTC), logits_NE
 
 
 def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
-    """Grouped matrix product: the rows of expert e times the transpose of `weight_EFC[e]`, [M, F],
-    in autocast's dtype or the weight's.
+    """Compute a grouped matrix product: the rows of expert e times the transpose of
+    `weight_EFC[e]`, [M, F], in autocast's dtype or the weight's.
 
     torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16 and compute
-    capability 8.0 or higher. If the kernel can't be used, there is one product for each expert,
-    over its rows or, if that is faster, over blocks of rows (see `_takes_blocks`).
+    capability 8.0 or higher. If the kernel can't be used, each expert has a separate product, over
+    its rows or, if that is faster, over blocks of rows (see `_takes_blocks`).
 
     Args:
         x_MC: rows, sorted by expert.
@@ -188,7 +188,7 @@ def _backward(ctx: Any, grad_MF: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    # The inputs alone: neither gradient needs the output.
+    # Only the inputs are saved: neither gradient needs the output.
     ctx.save_for_backward(*inputs)
 
 
@@ -196,7 +196,7 @@ _grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
 
 
 def _has_kernel(weight_EFC: Tensor) -> bool:
-    """True if torch's grouped kernel can multiply by these weights on their device."""
+    """Return True if torch's grouped kernel can multiply by these weights on their device."""
     dtype, device = weight_EFC.dtype, weight_EFC.device.type
     aligned = all(size * dtype.itemsize % 16 == 0 for size in weight_EFC.shape[1:])
     if device == "cuda":
@@ -206,11 +206,11 @@ def _has_kernel(weight_EFC: Tensor) -> bool:
 
 
 def reads_rows_of_experts(model: nn.Module) -> bool:
-    """True if the CPU reads the number of rows of each expert in each forward pass of a model on a
-    CUDA GPU.
+    """Return True if the CPU reads the number of rows of each expert in each forward pass of a
+    model on a CUDA GPU.
 
-    torch's grouped kernel for compute capabilities 9 and 10 finds the rows itself. Elsewhere there
-    is a product for each expert, also behind torch's grouped product.
+    torch's grouped kernel for compute capabilities 9 and 10 finds the rows itself. On other GPUs
+    each expert has a separate product, even inside torch's grouped product.
     """
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     weights = [weight for one in experts for weight in (one.gate_up_proj, one.down_proj)]
@@ -222,13 +222,14 @@ def reads_rows_of_experts(model: nn.Module) -> bool:
     )
 
 
-#: Mean rows per expert from which on `_blocks` are faster. Below that, experts have few different
-#: numbers of rows, for which oneDNN can keep its code: see `_takes_blocks`.
+#: Mean number of rows per expert above which `_blocks` is faster. Below it, the experts' numbers of
+#: rows take few different values, for which oneDNN can keep its code: see `_takes_blocks`.
 ROWS_OF_BLOCKS = 128
 
 
 def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
-    """True if experts are multiplied in `_blocks`: on CPUs, in bf16, with many rows per expert.
+    """Return True if experts are multiplied in `_blocks`: on CPUs, in bf16, with many rows per
+    expert.
 
     There oneDNN compiles code for each new number of rows, and keeps the code of the last
     `_KEPT_PRODUCTS` products. Routers give each expert a different number of rows in every step, so
@@ -247,7 +248,7 @@ _KEPT_PRODUCTS, _PRODUCT_BYTES = 1024, 7 * 2**20 // 10
 
 
 def kept_code_bytes(rows: int, experts: int) -> int:
-    """Estimated bytes of code that oneDNN keeps for the products of experts on a CPU in bf16.
+    """Estimate the bytes of code that oneDNN keeps for the products of experts on a CPU in bf16.
 
     Args:
         rows: rows of all experts of a layer in a forward pass (tokens times experts per token).
@@ -260,9 +261,9 @@ def kept_code_bytes(rows: int, experts: int) -> int:
 
 
 def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Blocks of rows with few different sizes, one for each expert.
+    """Divide the rows into blocks of few different sizes, one for each expert.
 
-    A block contains the expert's rows and, to reach one of a few sizes, rows of its neighbours.
+    A block contains the expert's rows and enough rows of its neighbours to reach one of the sizes.
 
     Yields:
         The expert's rows in `x_MC`, the block's rows in `x_MC`, and the expert's rows in the block.
@@ -270,8 +271,8 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
     first = 0
     for last in ends_E.tolist():
         count = last - first
-        # Rounded up to a multiple of `step`: from 128 rows on at most a sixteenth more, with about
-        # sixteen different sizes between a power of two and the next.
+        # Rounded up to a multiple of `step`: above 128 rows this adds at most a sixteenth, with
+        # about sixteen different sizes between a power of two and the next.
         step = max(8, 1 << max(count.bit_length() - 5, 0))
         size = min(-(-count // step) * step, len(x_MC))
         begin = min(first, len(x_MC) - size)
@@ -281,7 +282,7 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
 
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each expert, as views."""
+    """Return the rows of each expert, as views."""
     # `tolist` waits for the device, so this is used only without a grouped kernel.
     return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
@@ -310,14 +311,14 @@ class RouterStatistics:
     def take(self, tokens: int) -> dict[str, float]:
         """Return the metrics of the passes so far, and clear the statistics.
 
-        An expert's load is its number of tokens over the mean number of its layer's experts; 1 for
-        all experts is perfect balance.
+        An expert's load is its number of tokens divided by the mean over its layer's experts; with
+        perfect balance, every expert has a load of 1.
 
         Args:
             tokens: valid labels of these passes.
 
         Returns:
-            Empty without a pass, else
+            Empty if there was no pass, otherwise
             - `moe/router_loss`: mean load-balancing loss,
             - `moe/max_load`, `moe/min_load`: greatest and least load of an expert, over all layers,
             - `moe/unused_experts`: number of experts without a token, over all layers.
@@ -340,11 +341,11 @@ class RouterStatistics:
 def load_balancing_loss(
     logits_LNE: list[Tensor], num_experts_per_tok: int
 ) -> tuple[Tensor, Tensor]:
-    """The auxiliary load-balancing loss of the routers (Fedus et al. 2021, arXiv 2101.03961,
-    equation 4), as transformers computes it: means are over the tokens of all layers together.
+    """Compute the auxiliary load-balancing loss of the routers (Fedus et al. 2021, arXiv
+    2101.03961, equation 4), as transformers does: means are over the tokens of all layers together.
 
     The loss is E times the sum over experts of (visits per token) x (mean probability). It is K if
-    all experts get equally many tokens, and usually greater otherwise.
+    all experts get the same number of tokens, and usually greater otherwise.
 
     Args:
         logits_LNE: the router's logits [N, E] of each layer.
@@ -360,7 +361,7 @@ def load_balancing_loss(
 
 
 def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The load-balancing loss [] and the visits, int64 [L, E], from scores and choices: see
+    """Return the load-balancing loss [] and the visits, int64 [L, E], from scores and choices: see
     `load_balancing_loss`.
 
     Args:
@@ -376,7 +377,7 @@ def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[
 
 
 def _visits(experts_NK: Tensor, num_experts: int) -> Tensor:
-    """Number of tokens routed to each expert, int64 [E]."""
-    # `bincount` would add in no fixed order on a GPU, and wait for the GPU to know its size.
+    """Count the tokens routed to each expert, int64 [E]."""
+    # `bincount` would sum in no fixed order on a GPU, and wait for the GPU to determine its size.
     every_E = torch.arange(num_experts, device=experts_NK.device)
     return (experts_NK.flatten()[:, None] == every_E).sum(0)

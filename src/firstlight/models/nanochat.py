@@ -51,7 +51,7 @@ class NanoChatConfig(LlamaConfig):
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
-        """Default inner width of the MLP."""
+        """Return the default inner width of the MLP."""
         return 4 * hidden_size
 
 
@@ -115,8 +115,8 @@ class NanoChat(Llama):
     }
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """The first layer's input [B, T, C]: see `Llama.embed`."""
-        # transformers applies the final norm's module here, which has no weights. The first stage
-        # of a pipeline does not have that module.
+        """Return the first layer's input [B, T, C]: see `Llama.embed`."""
+        # transformers applies the module of the final norm here, which has no weights. The first
+        # stage of a pipeline does not have that module.
         x_BTC = super().embed(input_ids)
         return normalized(x_BTC, self.config.rms_norm_eps).to(x_BTC.dtype)

@@ -21,8 +21,8 @@ IGNORE_INDEX = -100
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype to which a matrix product should cast `x` [...]: autocast's dtype on the device of
-    `x`, or that of `x` without autocast.
+    """Return the dtype to which a matrix product should cast `x` [...]: autocast's dtype on the
+    device of `x`, or that of `x` without autocast.
 
     Custom operators use it, because autocast does not cast their inputs.
     """
@@ -31,12 +31,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` [...] cast to fp32, for sums that need its precision; fp64 is kept."""
+    """Cast `x` [...] to fp32, for sums that need its precision; fp64 is kept."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def soft_capped(x: Tensor, bound: float | None) -> Tensor:
-    """Scores or logits [...] bounded to c tanh(x / c), where c is `bound`; `x` itself for None."""
+    """Bound scores or logits [...] to c tanh(x / c), where c is `bound`; None returns `x`
+    itself."""
     return x if bound is None else bound * torch.tanh(x / bound)
 
 
@@ -50,9 +51,9 @@ class AttentionOptions(NamedTuple):
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: bound c of the scores s, which become c tanh(s / c) before masking; None is no
             bound. Kernels that do not support it require None.
-        sinks: attention sinks, fp32 or less [H]: one more logit in each head's softmax, whose
-            weight is multiplied with no value (Xiao et al. 2023, arXiv 2309.17453; gpt-oss). None
-            is no sinks. Kernels that do not support them require None.
+        sinks: attention sinks, at most fp32 [H]: one additional logit in each head's softmax, whose
+            weight is not multiplied by any value (Xiao et al. 2023, arXiv 2309.17453; gpt-oss).
+            None means no sinks. Kernels that do not support them require None.
     """
 
     mask: Any = None
@@ -95,14 +96,14 @@ class SelfAttention(nn.Module):
 def attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Causal attention [B, H, T, D] by `scaled_dot_product_attention`, for which torch selects one
-    of its fused kernels.
+    """Compute causal attention [B, H, T, D] by `scaled_dot_product_attention`, for which torch
+    selects one of its fused kernels.
 
     Arguments as in `AttentionFunction`. A mask is bool [T, S] or [B, 1, T, S], true for the keys
     that a query sees. Soft cap and sinks are not supported.
     """
-    assert options.softcap is None, "torch's fused kernels have no cap of scores"
-    assert options.sinks is None, "torch's fused kernels have no sinks"
+    assert options.softcap is None, "torch's fused kernels do not support a soft cap"
+    assert options.sinks is None, "torch's fused kernels do not support sinks"
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
     # With `is_causal`, torch's first query sees only the first key, which is right only if T is S.
     if options.mask is None and 1 < new < total:
@@ -130,9 +131,11 @@ def _fused_attention(
 def _grouped_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """`attention` for grouped queries on a GPU, by a kernel that keeps no T x S scores.
+    """Compute `attention` for grouped queries on a GPU, by a kernel that does not store all T x S
+    scores.
 
-    Where no such kernel takes groups, torch would fall back to its "math" kernel.
+    If no such kernel supports groups, keys and values are repeated for each query head, because
+    torch would otherwise fall back to its "math" kernel.
     """
     if q_BHTD.shape[2] == 1:
         # The G queries of a group see the same keys: they become G rows of one head.
@@ -144,26 +147,26 @@ def _grouped_attention(
     return _fused_attention(q_BHTD, k_BKSD, v_BKSD, options, is_causal=True)
 
 
-#: torch's switch for taking cuDNN's attention last on all GPUs, which it reads once as well.
+#: torch's switch that gives cuDNN's attention the lowest priority; torch also reads it only once.
 _CUDNN_IS_LAST = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
 
 
 def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
-    """True if torch's choice for these queries is a kernel that takes grouped queries: flash
-    attention or, with a mask, cuDNN's (`select_sdp_backend` in torch's sdp_utils.cpp). The
-    memory-efficient kernel takes groups from torch 2.14 on, which no test has run on a GPU."""
+    """Return True if the kernel that torch selects for these queries supports grouped queries:
+    flash attention or, with a mask, cuDNN's (`select_sdp_backend` in torch's sdp_utils.cpp). The
+    memory-efficient kernel supports groups since torch 2.14, which is untested on GPUs here."""
     gpu, size = torch.cuda.get_device_properties(q_BHTD.device), q_BHTD.shape[-1]
     if product_dtype(q_BHTD) not in (torch.float16, torch.bfloat16) or gpu.major < 8:
         return False
     has_flash, has_cudnn = _enabled_kernels()
-    # Multiprocessors with less shared memory lack flash attention's backward pass.
+    # Multiprocessors with less shared memory do not support flash attention's backward pass.
     has_less = (8, 6) <= (gpu.major, gpu.minor) <= (8, 9) or gpu.major == 12
     no_backward = has_less and (192 < size <= 224 or (size > 224 and options.dropout > 0))
     learns = torch.is_grad_enabled() and q_BHTD.requires_grad
     if options.mask is None and size <= 256 and has_flash and not (learns and no_backward):
         return True
-    # With cuDNN 9.15.1 or later, which comes with torch's wheels for CUDA 13. (torch.compile can't
-    # trace a call for the version.)
+    # Requires cuDNN 9.15.1 or later, which torch's wheels for CUDA 13 include. (torch.compile can't
+    # trace a call that returns the version.)
     cuda_version = int((torch.version.cuda or "0").partition(".")[0])
     prefers_cudnn = gpu.major in (9, 10) and cuda_version >= 13 and not _CUDNN_IS_LAST
     fits = size <= 128 and size % 8 == 0 and not options.dropout
@@ -174,7 +177,7 @@ def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
 # torch.compile can't trace these calls.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _enabled_kernels() -> tuple[bool, bool]:
-    """Whether flash attention and cuDNN's attention are enabled in torch."""
+    """Return whether flash attention and cuDNN's attention are enabled in torch."""
     cuda: Any = torch.backends.cuda
     return cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled()
 
@@ -182,8 +185,9 @@ def _enabled_kernels() -> tuple[bool, bool]:
 def plain_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Causal attention [B, H, T, D] by the plain formula (Vaswani et al. 2017, arXiv 1706.03762):
-    two matrix products with a softmax in fp32 between them. All T x S scores are in memory at once.
+    """Compute causal attention [B, H, T, D] by the plain formula (Vaswani et al. 2017, arXiv
+    1706.03762): two matrix products with a softmax in fp32 between them. All T x S scores are in
+    memory at once.
 
     Arguments as in `attention`; soft cap and sinks are supported.
     """
@@ -198,7 +202,7 @@ def plain_attention(
     if sinks_H is None:
         weights = scores.softmax(-1)
     else:
-        # The sinks are one more column of the softmax, which is cut off: it has no value.
+        # The sinks become an extra column of the softmax, which is cut off because it has no value.
         sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     # Weights are rounded to the values' dtype after the softmax, as in fused kernels.
@@ -206,24 +210,25 @@ def plain_attention(
 
 
 def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
-    """Keys or values of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245), repeated
-    to [B, H, S, D]; H is `heads`."""
+    """Repeat keys or values of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) to
+    [B, H, S, D], where H is `heads`."""
     groups = heads // x_BKSD.shape[1]
     # Neighbouring query heads share a key-value head, as in Hugging Face's weights.
     return x_BKSD if groups == 1 else x_BKSD.repeat_interleave(groups, 1)
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
-    """True for the keys that the last `new` of `total` tokens see, bool [T, S]."""
+    """Return a mask, bool [T, S], that is true for the keys that the last `new` of `total` tokens
+    see."""
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
 def document_positions(document_ids_BT: Tensor) -> Tensor:
-    """Each token's position in its document, from 0, int64 [B, T]."""
+    """Return each token's position in its document, from 0, int64 [B, T]."""
     positions_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
     begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    # Positions grow, so the maximum up to a token is the beginning of its document.
+    # Positions increase, so the running maximum is the beginning of the token's document.
     return positions_T - (positions_T * begins_BT).cummax(1).values
 
 
@@ -242,15 +247,15 @@ class MaskFunction(Protocol):
 def dense_mask(
     positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
 ) -> Tensor | None:
-    """True for the keys that a query sees: bool [T, S], or [B, 1, T, S] with documents or with
-    positions that differ between sequences; None if it would be the causal mask.
+    """Return a mask that is true for the keys that a query sees: bool [T, S], or [B, 1, T, S] with
+    documents or with positions that differ between sequences; None if it would be the causal mask.
 
     Args:
         positions: positions of the queries in their sequence, int64 [T] or [B, T].
         total: S, the number of keys, whose positions count from 0.
         window: number of tokens, itself included, that a query sees; None is all earlier tokens.
-        document_ids_BT: document of each token, with which a query sees only its own document;
-            None is one document. Only without a cache, where T is S.
+        document_ids_BT: document of each token; a query then sees only its own document. None is
+            one document. Only without a cache, where T is S.
     """
     if positions.dim() == 2:
         assert document_ids_BT is None
@@ -262,11 +267,11 @@ def dense_mask(
     mask = sliding_window_mask(positions, total, window)
     if document_ids_BT is None:
         return mask
-    # Each document is a contiguous part of its row with a number of its own.
+    # Each document is a contiguous part of its row and has a unique number.
     same_BTS = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
     if mask is None:
         mask = causal_mask(len(positions), total, positions.device)
-    return (same_BTS & mask)[:, None]  # [B, 1, T, S]: one for all heads
+    return (same_BTS & mask)[:, None]  # [B, 1, T, S]: the same mask for all heads
 
 
 class Embedding(nn.Embedding):
@@ -282,7 +287,8 @@ class Embedding(nn.Embedding):
 
 
 def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:
-    """True for the keys that a query sees, bool [T, S]; None if the window hides nothing.
+    """Return a mask that is true for the keys that a query sees, bool [T, S]; None if the window
+    hides nothing.
 
     Args:
         positions_T: positions of the queries, int64.
@@ -297,9 +303,9 @@ def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> 
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross-entropy over the labels that are not -100, in nats, fp32 [].
+    """Sum the cross-entropy over the labels that are not -100, in nats, fp32 [].
 
-    It is not the mean, because the caller divides by the valid labels of the whole global batch:
+    The result is not a mean, because the caller divides by the valid labels of the global batch:
     gradient accumulation then gives the same gradient as one large batch.
 
     Args:
@@ -329,8 +335,8 @@ class HeadLoss(Protocol):
 
 
 def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of logsumexp(logits)^2 over the labels that are not -100, fp32 [] (z-loss; Chowdhery et
-    al. 2022, PaLM, arXiv 2204.02311, section 5).
+    """Sum logsumexp(logits)^2 over the labels that are not -100, fp32 [] (z-loss; Chowdhery et al.
+    2022, PaLM, arXiv 2204.02311, section 5).
 
     The cross-entropy does not change if a constant is added to all logits of a token; the z-loss
     keeps this constant near zero.
@@ -348,7 +354,7 @@ def logits_without_padding(
     vocab_size: int,
     softcap: float | None = None,
 ) -> Tensor:
-    """Capped logits without those of padding rows, which would get a part of the probability.
+    """Compute the capped logits without those of padding rows, which would receive probability.
 
     Args:
         x_BTC: the last layer's output after the final norm.
@@ -359,10 +365,10 @@ def logits_without_padding(
     Returns:
         [B, T, V]; in code that is compiled for a GPU, [B, T, V or more] with -inf as padding.
     """
-    # Kernels that torch.compile writes for GPUs read rows of an odd length number by number.
+    # Kernels that torch.compile generates for GPUs read rows of odd length one element at a time.
     keeps_rows = _is_compiled_for_gpu(x_BTC)
     if keeps_rows and softcap is None and _is_plain(head) and head.out_features > vocab_size:
-        # The product adds a bias without further time, which a mask of the logits would take.
+        # Adding a bias in the product costs no extra time; masking the logits would.
         bias_V = head.weight.new_zeros(head.out_features)
         return F.linear(x_BTC, head.weight, _without_padding(bias_V, vocab_size))
     logits = head(x_BTC)
@@ -372,13 +378,13 @@ def logits_without_padding(
 
 
 def _without_padding(x: Tensor, vocab_size: int) -> Tensor:
-    """`x` [..., V or more] with -inf from the place V on."""
+    """Set `x` [..., V or more] to -inf from index V on."""
     is_padding_V = torch.arange(x.shape[-1], device=x.device) >= vocab_size
     return x.masked_fill(is_padding_V, float("-inf"))
 
 
 def _is_plain(head: object) -> TypeGuard[nn.Linear]:
-    """True for a linear layer without a bias whose call does no more than its matrix product.
+    """Return True for a linear layer without a bias whose call is only a matrix product.
 
     LoRA changes the class of a head, tensor parallelism adds hooks.
     """
@@ -402,7 +408,7 @@ def head_loss(
     *,
     z_loss_coef: float = 0.0,
 ) -> Tensor:
-    """Compute all logits at once, and their cross-entropy summed over the labels that are not -100,
+    """Compute all logits at once and sum their cross-entropy over the labels that are not -100,
     fp32 [].
 
     Args:

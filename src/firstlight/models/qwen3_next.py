@@ -1,12 +1,13 @@
 """Qwen3-Next (Qwen team 2025) and the text model of Qwen3.5 (Qwen team 2026): linear attention by
-a gated delta rule in three layers of four.
+a gated delta rule in three of four layers.
 
 A layer with linear attention keeps one matrix per head as its state. For each token, the state is
-multiplied by a decay; its value for the token's key is looked up; and the difference between the
-token's value and that value is added to the state (Yang et al. 2024, "Gated Delta Networks", arXiv
-2412.06464). Every fourth layer has attention to all tokens, with a gate on its output. All layers
-of Qwen3-Next have routed experts, and a shared expert for every token; Qwen3.5 has an MLP.
-Parameter names are those of Hugging Face's `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM`.
+multiplied by a decay; the state's value for the token's key is looked up; and the difference
+between the token's value and the looked-up value is added to the state (Yang et al. 2024, "Gated
+Delta Networks", arXiv 2412.06464). Every fourth layer has attention to all tokens, with a gate on
+its output. All layers of Qwen3-Next have routed experts, and a shared expert for every token;
+Qwen3.5 has an MLP. Parameter names are those of Hugging Face's `Qwen3NextForCausalLM` and
+`Qwen3_5ForCausalLM`.
 
 Shape letters as in `models/ops.py` and `models/moe.py`. In layers with linear attention: G key
 heads, H value heads, D size of a key head, E size of a value head, X channels of the convolution, W
@@ -48,7 +49,7 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 
 def _usual_types(layers: int, period: int) -> list[str]:
-    """The kinds of all layers, if every `period`-th layer has full attention."""
+    """Return the kinds of all layers if every `period`-th layer has full attention."""
     return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
 
 
@@ -83,8 +84,8 @@ class DeltaConfig(DecoderConfig):
     def _check_linear(self) -> Self:
         if all(self.is_linear(layer) for layer in range(self.num_hidden_layers)):
             raise ValueError(
-                "no layer has full_attention, without which transformers' cache does not work: "
-                "give one in layer_types"
+                "no layer has full_attention, which transformers' cache requires: "
+                "add one to layer_types"
             )
         self.require_multiple("linear_num_value_heads", of="linear_num_key_heads")
         return self
@@ -101,7 +102,7 @@ class DeltaConfig(DecoderConfig):
         return {i: shapes for i in range(self.num_hidden_layers) if self.is_linear(i)}
 
     def is_linear(self, layer: int) -> bool:
-        """True if a layer (counted from 0) has linear attention."""
+        """Return True if a layer (counted from 0) has linear attention."""
         if self.layer_types is not None:
             return self.layer_types[layer] == _LINEAR
         return (layer + 1) % min(self.num_hidden_layers, 4) != 0
@@ -123,7 +124,7 @@ class DeltaConfig(DecoderConfig):
         return cls(**{**values, "model_type": kind})
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model."""
+        """Return the Hugging Face `config.json` of this model."""
         kinds = [_LINEAR if self.is_linear(i) else _FULL for i in range(self.num_hidden_layers)]
         return super().to_hf() | {"layer_types": kinds}
 
@@ -189,7 +190,7 @@ class Qwen3NextConfig(DeltaConfig, MoEConfig):
         return values
 
     def to_hf(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this model."""
+        """Return the Hugging Face `config.json` of this model."""
         content = super().to_hf()
         del content["num_local_experts"]
         return content
@@ -229,7 +230,7 @@ class Qwen35Config(DeltaConfig):
 
 
 class GatedRMSNorm(RMSNorm):
-    """RMSNorm of a head's output times the SiLU of a gate, [..., E] both."""
+    """RMSNorm of a head's output, multiplied by the SiLU of a gate; both are [..., E]."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         return (super().forward(x) * F.silu(at_least_fp32(gate))).to(x.dtype)
@@ -263,21 +264,21 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_ba = nn.Linear(hidden_size, 2 * value_heads, bias=False)
 
     def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values of all heads, one after the other, [B, T, X]; gates of the
-        output, whose elements are those of [B, T, H, E]; and the inputs of update strength and
-        decay, [B, T, H]."""
+        """Compute queries, keys and values of all heads, concatenated, [B, T, X]; the gates of the
+        output, with the elements of [B, T, H, E]; and the inputs of update strength and decay,
+        [B, T, H]."""
         heads = (*x_BTC.shape[:2], self.key_heads, -1)
         q, k, v, z = torch.split(self.in_proj_qkvz(x_BTC).view(heads), self.head_sizes, -1)
         b, a = self.in_proj_ba(x_BTC).view(heads).chunk(2, -1)
         mixed_BTX = torch.cat([part.flatten(2) for part in (q, k, v)], -1)
         return mixed_BTX, z, b.flatten(2), a.flatten(2)
 
-    def forward(self, x_BTC: Tensor, places: Tensor | None, cache: Cache | None) -> Tensor:
-        """Linear attention, [B, T, C] to [B, T, C].
+    def forward(self, x_BTC: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
+        """Compute linear attention, [B, T, C] to [B, T, C].
 
         Args:
             x_BTC: the layer's input, normalised.
-            places: each token's position in its document, int64 [B, T]; None is one document.
+            positions: each token's position in its document, int64 [B, T]; None is one document.
             cache: cache with the states after earlier tokens.
         """
         B, T, _ = x_BTC.shape
@@ -285,15 +286,15 @@ class GatedDeltaNet(nn.Module):
         heads = (B, T, self.key_heads, -1)
         mixed_BTX, z, b_BTH, a_BTH = self.project(x_BTC)
         # One convolution for queries, keys and values, because each channel has its own filter.
-        mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, places)
+        mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, positions)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
-        # No copy if each value head has its own key head: the order of sums over a head, and so
-        # their last bits, depend on the memory layout.
+        # Not copied if each value head has its own key head: the order of sums over a head, and so
+        # their last bits, depends on the memory layout.
         q_BTHD, k_BTHD = q, k
         if self.group > 1:
             q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
-        # In fp32: the state is multiplied by thousands of decays, many of them so near to 1 that
+        # In fp32: the state is multiplied by thousands of decays, many of them so close to 1 that
         # bf16 would round them to 1.
         step_BTH = F.softplus(at_least_fp32(a_BTH) + self.dt_bias)
         decay_BTH = -at_least_fp32(self.A_log).exp() * step_BTH
@@ -307,7 +308,7 @@ class GatedDeltaNet(nn.Module):
                 decay_BTH,
                 beta_BTH=beta_BTH,
                 state_BHDE=state_BHDE,
-                places_BT=places,
+                positions_BT=positions,
             )
         if cache is not None:
             cache.set_state(self.layer, (inputs, state_BHDE))
@@ -316,32 +317,32 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(rows, gates).view(B, T, -1))  # type: ignore[no-any-return]
 
     def convolved(
-        self, x_BTX: Tensor, before: Tensor | None, places: Tensor | None
+        self, x_BTX: Tensor, before: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Causal convolution of each channel, followed by SiLU.
+        """Convolve each channel causally, and apply SiLU.
 
         Args:
             x_BTX: inputs.
             before: inputs of the W - 1 tokens before these, [B, W - 1, X]; None is zeros.
-            places: each token's position in its document, see `forward`.
+            positions: each token's position in its document, see `forward`.
 
         Returns:
-            The outputs [B, T, X], and the last inputs [B, W - 1, X], which are `before` of the next
-            tokens.
+            The outputs [B, T, X], and the last inputs [B, W - 1, X], which are `before` for the
+            next tokens.
         """
         B, T, X = x_BTX.shape
         weight_XW = self.conv1d.weight[:, 0]
         earlier = weight_XW.shape[1] - 1
-        if before is None and places is None:
-            # Longer than needed and then cut, as in transformers: for a row of exact length, SiLU
-            # rounds the last elements differently.
+        if before is None and positions is None:
+            # Padded more than needed and then cut, as in transformers: for a row of exact length,
+            # SiLU rounds the last elements differently.
             weight_X1W = self.conv1d.weight
             y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
             last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
             return F.silu(y_BXT[..., :T].transpose(1, 2)), last_BSX
         first = x_BTX.new_zeros(B, earlier, X) if before is None else before.to(x_BTX.dtype)
         all_BSX = torch.cat((first, x_BTX), 1)
-        if places is None:
+        if positions is None:
             y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
         else:
             # Written out as a sum, because the first tokens of a document must not see inputs of
@@ -349,14 +350,14 @@ class GatedDeltaNet(nn.Module):
             y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
             for back in range(1, earlier + 1):
                 seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
-                seen_BTX = seen_BTX * (places >= back)[..., None]
+                seen_BTX = seen_BTX * (positions >= back)[..., None]
                 y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
         # The last W - 1 inputs; if T is less, some of them are from `before`.
         return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
 
 
 class Qwen35DeltaNet(GatedDeltaNet):
-    """Linear attention with one matrix each for queries, keys and values together, for gates, for
+    """Linear attention with separate matrices for queries, keys and values together, for gates, for
     update strengths and for decays; the rows of each are in the order of the heads."""
 
     def add_projections(self, hidden_size: int, value_heads: int) -> None:
@@ -373,16 +374,17 @@ class Qwen35DeltaNet(GatedDeltaNet):
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """[B, H, T, ...] to chunks [B, H, N, size, ...], padded by zeros after the last token."""
+    """Split [B, H, T, ...] into chunks [B, H, N, size, ...], padded by zeros after the last
+    token."""
     x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, -x.shape[2] % size))
     return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
 
-def _document_masks(places_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Masks of chunks that keep documents separate.
+def _document_masks(positions_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the masks of chunks that keep documents separate.
 
     Args:
-        places_BT: each token's position in its document, int64.
+        positions_BT: each token's position in its document, int64.
         size: S, tokens of a chunk.
 
     Returns:
@@ -393,7 +395,7 @@ def _document_masks(places_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tenso
         - [B, 1, N], true for chunks after which the state before the chunk is still part of the
           state.
     """
-    documents = _in_chunks((places_BT == 0).cumsum(1)[:, None], size)
+    documents = _in_chunks((positions_BT == 0).cumsum(1)[:, None], size)
     # The state before a chunk belongs to the last document of the previous chunk. Only tokens of
     # this document read it, and only tokens of a chunk's last document are part of the state after
     # the chunk.
@@ -411,9 +413,9 @@ def gated_delta_rule(
     decay_BTH: Tensor,
     beta_BTH: Tensor,
     state_BHDE: Tensor | None,
-    places_BT: Tensor | None,
+    positions_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule, computed in chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3).
+    """Compute the gated delta rule in chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3).
 
     Each token updates the state S [D, E] of a head to exp(g) S + beta k^T (v - k exp(g) S), and its
     output is q S with the new state; keys k have length 1, queries q length 1 / sqrt(D). The
@@ -421,41 +423,42 @@ def gated_delta_rule(
 
     Args:
         q_BTHD, k_BTHD, v_BTHE: queries, keys and values.
-        decay_BTH, beta_BTH: g, logarithm of the decay, at most 0; strength of the update, 0 to 1.
+        decay_BTH: g, the logarithm of the decay, at most 0.
+        beta_BTH: strength of the update, 0 to 1.
         state_BHDE: state before the first token; None is zeros.
-        places_BT: position of each token in its document, int64, which begins with a state of
-            zeros; None is one document.
+        positions_BT: position of each token in its document, int64; each document starts with a
+            state of zeros. None is one document.
 
     Returns:
-        The outputs [B, T, H, E] and the last state [B, H, D, E], in fp32 at least.
+        The outputs [B, T, H, E] and the last state [B, H, D, E], in at least fp32.
     """
     B, T, H, D = k_BTHD.shape
-    # Padded to whole chunks, but for a single token: the last bits are those of transformers.
+    # Padded to full chunks, except for a single token, to get the same last bits as transformers.
     size = _CHUNK_TOKENS if T > 1 else 1
     inputs = q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH
     q, k, v, g, beta = (at_least_fp32(x.transpose(1, 2)) for x in inputs)
-    # 1e-6 as in transformers. Before padding, which would change the rounding.
+    # 1e-6 as in transformers. Done before padding, which would change the rounding.
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))
     q, g = q * D**-0.5, g.cumsum(-1)
-    # Differences of summed logarithms: quotients of decays would divide by products that are 0.
+    # Differences of summed logarithms, because quotients of decays could divide by 0.
     from_start = g.exp()
     to_end = (g[..., -1:] - g).exp()
     whole = g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    if places_BT is not None:
-        # Masks of exact zeros separate the documents. A very negative decay at their starts would
-        # round away the other decays in the sums.
-        same, reads, is_kept, passes = _document_masks(places_BT, size)
+    if positions_BT is not None:
+        # Masks of exact zeros separate the documents. A very negative decay at a document's start
+        # would round away the other decays in the sums.
+        same, reads, is_kept, passes = _document_masks(positions_BT, size)
         seen = seen & same
         from_start = from_start * reads
         to_end = to_end * is_kept
         whole = whole * passes
-    # Masked before exp, which would overflow for later keys and make gradients NaN.
+    # Masked before exp, which would overflow for later keys and give NaN gradients.
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
     # Row s: decayed products of key s with the earlier keys of its chunk. Token s adds only the
-    # part of its value that their updates do not give already.
+    # part of its value that the updates of earlier tokens do not provide already.
     system = k_beta @ k.mT * between
     wanted = torch.cat((v * beta[..., None], k_beta * from_start[..., None]), -1)
     wanted = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -473,8 +476,8 @@ def gated_delta_rule(
 
 
 class Qwen3NextAttention(LlamaAttention):
-    """Attention with a sigmoid gate on each head's output. `q_proj` computes the gates, too: for
-    each head, first the rows of the query, then those of the gate."""
+    """Attention with a sigmoid gate on each head's output. `q_proj` also computes the gates: for
+    each head, the rows of the query come first, then those of the gate."""
 
     norm_class = OnePlusRMSNorm
 
@@ -484,7 +487,7 @@ class Qwen3NextAttention(LlamaAttention):
         self.q_proj = nn.Linear(config.hidden_size, 2 * self.sizes[0], bias=config.qkv_bias)
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
-        """Gated attention; arguments and result as in `LlamaAttention.forward`."""
+        """Compute gated attention; arguments and result as in `LlamaAttention.forward`."""
         heads = (*x_BTC.shape[:2], -1, self.head_dim)
         q_and_gate = self.q_proj(x_BTC).view(*heads[:3], 2 * self.head_dim)
         q_BTHD, gate_BTHD = q_and_gate.chunk(2, -1)
@@ -510,7 +513,7 @@ class Qwen3NextMLP(SparseMLP):
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output, [B, T, C], and the router's logits, [N, E]."""
+        """Return the layer's output, [B, T, C], and the router's logits, [N, E]."""
         y_BTC, logits_NE = super().forward(x_BTC)
         weight_BT1 = self.shared_expert_gate(x_BTC).sigmoid()
         return y_BTC + weight_BT1 * self.shared_expert(x_BTC), logits_NE
@@ -538,8 +541,8 @@ class Qwen3NextBlock(RoutedBlock):
     def forward(
         self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LlamaBlock.forward`. `masks` are attention's mask and each token's position in its
-        document (`places` of `GatedDeltaNet.forward`)."""
+        """See `LlamaBlock.forward`. `masks` has attention's mask and each token's position in its
+        document (`positions` of `GatedDeltaNet.forward`)."""
         if not self.is_linear:
             return super().forward(x_BTC, ropes, masks, cache)
         x_BTC = x_BTC + self.linear_attn(self.input_layernorm(x_BTC), masks[1], cache)
@@ -570,14 +573,14 @@ class Qwen3Next(Llama):
                 with torch.no_grad():
                     module.dt_bias.fill_(1.0)
                     module.norm.weight.fill_(1.0)
-                    # Heads begin with slow to fast decays, to remember over short and long ranges.
+                    # Heads begin with slow to fast decays, to remember both short and long ranges.
                     module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
 
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
     ) -> tuple[Any, Any]:
-        """Attention's mask, and each token's position in its document, int64 [B, T], or None with
-        one document. Arguments as in `Llama.make_masks`."""
+        """Return attention's mask, and each token's position in its document, int64 [B, T], or None
+        with one document. Arguments as in `Llama.make_masks`."""
         mask = self.make_mask(cache_positions, total, None, document_ids)
         return mask, None if document_ids is None else positions
 

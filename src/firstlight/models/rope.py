@@ -64,7 +64,7 @@ class LongRope(Section):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753).
 
     Each of the R/2 frequencies has its own divisor: from `long_factor` for texts longer than the
-    original context, else from `short_factor`.
+    original context, otherwise from `short_factor`.
 
     cos and sin are multiplied by `attention_factor`; null is
     sqrt(1 + ln(factor) / ln(original context)). A `factor` of null is max_position_embeddings
@@ -110,7 +110,7 @@ ROPE_KINDS: dict[str, type[AnyRope]] = {
 def check_rope(
     scaling: AnyRope | None, rotary_dim: int, rope_theta: float, *, nested: bool = False
 ) -> None:
-    """Refuse rotary settings that can't be computed.
+    """Check that the rotary settings can be computed.
 
     Args:
         scaling: rescaling of the frequencies; None is no rescaling.
@@ -119,33 +119,32 @@ def check_rope(
         nested: see `RopeSpec.nested`.
 
     Raises:
-        ValueError: the settings do not fit to each other or to the rotated dimensions.
+        ValueError: the settings do not fit each other or the rotated dimensions.
     """
     # The base of the kind "dynamic" grows by the power R / (R - 2).
     if isinstance(scaling, DynamicRope) and rotary_dim == 2:
         raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
-    # YaRN finds dimensions by a division by the logarithm of the base.
+    # YaRN divides by the logarithm of the base to find dimensions.
     if isinstance(scaling, YarnRope) and rope_theta <= 1:
         raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
     if nested and isinstance(scaling, YarnRope) and not scaling.truncate:
         raise ValueError(
-            "rope_scaling: truncate must be true where layers with a window have a base of their "
-            "own: transformers does not read it there; leave it out, also to resume a run that had "
-            "it"
+            "rope_scaling: truncate must be true if layers with a window have a separate base, "
+            "because transformers ignores it there: remove truncate, also to resume a run with it"
         )
     if isinstance(scaling, LongRope):
         pairs = (rotary_dim + 1) // 2
         for name in ("short_factor", "long_factor"):
             if len(getattr(scaling, name)) != pairs:
                 raise ValueError(
-                    f"rope_scaling: {name} has {len(getattr(scaling, name))} numbers, and "
+                    f"rope_scaling: {name} has {len(getattr(scaling, name))} numbers, but "
                     f"{pairs} pairs of dimensions are rotated"
                 )
 
 
 def rope_changes_at(scaling: AnyRope | None) -> int | None:
-    """Tokens of the shortest text to which LongRoPE's `long_factor` applies; None for other kinds
-    of scaling."""
+    """Return the number of tokens of the shortest text to which LongRoPE's `long_factor` applies;
+    None for other kinds of scaling."""
     if not isinstance(scaling, LongRope):
         return None
     return scaling.original_max_position_embeddings + 1
@@ -158,8 +157,8 @@ def rope_frequencies(
     *,
     is_long: bool = False,
 ) -> Tensor:
-    """Angle in radians by which each pair of dimensions turns from one position to the next, fp32
-    [R/2].
+    """Return the angle in radians by which each pair of dimensions turns from one position to the
+    next, fp32 [R/2].
 
     Args:
         rotary_dim: R, the rotated dimensions of a head.
@@ -169,7 +168,7 @@ def rope_frequencies(
             for longer texts.
         is_long: True for a text longer than the original context; read for the kind "longrope".
     """
-    # The operations and their order are those of transformers: others would change the last bits.
+    # The operations and their order are those of transformers, because others change the last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
         # All positions of a text use the same set: cached keys have been rotated by it.
@@ -188,8 +187,8 @@ def rope_frequencies(
 def dynamic_frequencies(
     rotary_dim: int, rope_theta: float, scaling: DynamicRope, length: Tensor, max_positions: int
 ) -> Tensor:
-    """Frequencies of the kind "dynamic" for texts longer than the model's context, fp32 [R/2], or
-    [B, R/2] for lengths [B].
+    """Return the frequencies of the kind "dynamic" for texts longer than the model's context, fp32
+    [R/2], or [B, R/2] for lengths [B].
 
     The base is rope_theta * (factor * length / max_positions - (factor - 1))^(R / (R - 2)).
 
@@ -202,15 +201,15 @@ def dynamic_frequencies(
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=length.device).float()
     growth = scaling.factor * length / max_positions - (scaling.factor - 1)
-    # This base divides the lowest frequency by `growth` and leaves the highest as it is.
+    # This base divides the lowest frequency by `growth` and leaves the highest unchanged.
     base = rope_theta * growth ** (rotary_dim / (rotary_dim - 2))
     return 1.0 / (base[..., None] ** (exponents / rotary_dim))
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    # High frequencies tell neighbouring positions apart and are kept. Pairs whose wavelength is
+    # High frequencies distinguish neighbouring positions and are kept. Pairs whose wavelength is
     # longer than the original context made no full turn in training: without stretching, longer
-    # texts would have angles that training never had.
+    # texts would have angles that never occurred in training.
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
@@ -228,7 +227,7 @@ def _yarn_frequencies(
     rotary_dim: int, rope_theta: float, scaling: YarnRope, periods: Tensor
 ) -> Tensor:
     def dimension_of(turns: float) -> float:
-        """The dimension whose pair makes this number of turns in the original context."""
+        """Return the dimension whose pair makes this number of turns in the original context."""
         context = scaling.original_max_position_embeddings
         # Solves turns = context / (2 pi theta^(2 i / R)) for the pair i.
         logarithm = math.log(context / (turns * 2 * math.pi))
@@ -247,7 +246,7 @@ def _yarn_frequencies(
 
 
 def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
-    """Factor of cos and sin; 1 unless the kind is "yarn" or "longrope".
+    """Return the factor of cos and sin; 1 unless the kind is "yarn" or "longrope".
 
     Args:
         scaling: rescaling of the frequencies; None is no rescaling.
@@ -261,8 +260,8 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
         context = scaling.original_max_position_embeddings
         factor = scaling.factor or max_positions / context
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
-    # DeepSeek's attention multiplies the scores by m(mscale_all_dim)^2 itself, so that only the
-    # ratio is left for the tables.
+    # DeepSeek's attention already multiplies the scores by m(mscale_all_dim)^2, so only the ratio
+    # is left for the tables.
     if scaling.mscale and scaling.mscale_all_dim:
         whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
         return yarn_magnitude(scaling.factor, scaling.mscale) / whole
@@ -270,15 +269,16 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor of cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation 22); 1 for
-    factors up to 1."""
+    """Return YaRN's factor of cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation
+    22); 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rope_tables(
     frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, polar: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [T, R] or [B, 1, T, R], of the angles at `position_ids` ([T] or [B, T]).
+    """Return (cos, sin), each [T, R] or [B, 1, T, R], of the angles at `position_ids` ([T] or
+    [B, T]).
 
     Args:
         frequencies: angle of each pair from one position to the next, fp32 [R/2] or [B, 1, R/2].
@@ -310,8 +310,9 @@ class RotaryTables(nn.Module):
     Attributes:
         frequencies: rotary frequencies, see `rope_frequencies`; fp32 [R/2] for a model of any
             dtype.
-        long_frequencies: those for texts longer than the original context; only with LongRoPE.
-        local_frequencies: those of the layers with a window; only if their base is set.
+        long_frequencies: frequencies for texts longer than the original context; only with
+            LongRoPE.
+        local_frequencies: frequencies of the layers with a window; only if their base is set.
     """
 
     frequencies: Tensor
@@ -334,7 +335,7 @@ class RotaryTables(nn.Module):
         """Compute the frequencies for a device."""
         size, base = self.config.rotary_dim, self.config.rope_theta
         scaling, local_base = self.config.rope_scaling, self.config.rope_local_base_freq
-        # On the CPU for models on any device, so that the bits are the same everywhere.
+        # Always on the CPU, so that the bits are the same on every device.
         with torch.device("cpu"):
             self.frequencies = rope_frequencies(size, base, scaling).to(device)
             if isinstance(scaling, LongRope):
@@ -347,14 +348,14 @@ class RotaryTables(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Again, because `model.to(torch.bfloat16)` has rounded the frequencies, and `to_empty` has
-        # left them without values.
+        # Recomputed, because `model.to(torch.bfloat16)` has rounded the frequencies, and `to_empty`
+        # has left them uninitialised.
         self.reset(self.frequencies.device)
         return self
 
     def tables(self, positions: Tensor, length: int | Tensor) -> Ropes:
-        """The rotary tables in fp32: one pair (cos, sin), or two if layers with a window have
-        another base.
+        """Compute the rotary tables in fp32: one pair (cos, sin), or two if layers with a window
+        have a separate base.
 
         Args:
             positions: positions of the tokens, int64 [T] or [B, T].
@@ -365,8 +366,8 @@ class RotaryTables(nn.Module):
         polar = config.family.rope.polar and not torch.compiler.is_compiling()
         # In fp32, because bf16 can't represent position 257.
         tables = rope_tables(self._frequencies_at(length), positions, torch.float32, polar=polar)
-        # YaRN and LongRoPE make queries and keys longer, which sharpens the softmax: it is over
-        # more tokens in a longer context.
+        # YaRN and LongRoPE scale up queries and keys. This sharpens the softmax, which covers more
+        # tokens in a longer context.
         magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
         if magnitude != 1:
             tables = (tables[0] * magnitude, tables[1] * magnitude)
@@ -375,8 +376,8 @@ class RotaryTables(nn.Module):
         return tables, rope_tables(self.local_frequencies, positions, torch.float32)
 
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
-        """Rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2] for lengths
-        int64 [B]."""
+        """Return the rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2]
+        for lengths int64 [B]."""
         config, short = self.config, self.frequencies
         scaling = config.rope_scaling
         limit = config.max_position_embeddings

@@ -23,7 +23,7 @@ AdafactorVariant = Literal["auto", "paper", "torch"]
 
 #: Added to squared gradients, so that rows without a gradient have an inverse root.
 _EPS_OF_SQUARES = 1e-30
-#: Lower bound of the root mean square of a parameter that its steps are relative to, so that
+#: Lower bound of a parameter's root mean square, to which its steps are relative, so that
 #: parameters that start at zero move.
 _EPS_OF_SCALE = 1e-3
 
@@ -35,12 +35,12 @@ class Adafactor(ForeachOptimizer):
 
     A step and the weight decay are both `lr` times the parameter's root mean square.
     torch.optim.Adafactor has the same state, and differs in three ways. Its weight decay is `lr`
-    times `weight_decay`, whatever the parameter's size. Its rate is at most 1/sqrt(step). It clamps
-    the mean of the squared gradients to at least 1.2e-7, but in large models the mean is smaller.
+    times `weight_decay`, regardless of the parameter's size. Its rate is at most 1/sqrt(step). It
+    clamps the mean of the squared gradients to at least 1.2e-7, which is more than in large models.
 
     Args:
-        groups: torch's parameter groups, each of parameters with two or more dimensions or of
-            parameters with fewer.
+        groups: torch's parameter groups; the parameters of a group all have two or more dimensions,
+            or all have fewer.
         lr: size of a step relative to the parameter's root mean square.
         beta2_decay: exponent of the second moment's decay rate, which is 1 - step ** beta2_decay;
             at most 0.
@@ -71,9 +71,9 @@ class Adafactor(ForeachOptimizer):
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """See `ForeachOptimizer.update`."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        states, skips = [self._state_of(p) for p in parameters], self.skips
+        states, skips = [self._state_for(p) for p in parameters], self.skips
         fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
-        # Lists of tensors [] instead of Python numbers, which would wait for the GPU.
+        # Lists of tensors [] instead of Python numbers, for which the host would wait for the GPU.
         rates = torch._foreach_clamp_min(_root_mean_squares(parameters), _EPS_OF_SCALE)
         torch._foreach_mul_(rates, group["lr"])
         updates = _directions(gradients, states, fresh, skips)
@@ -89,8 +89,8 @@ class Adafactor(ForeachOptimizer):
             torch._foreach_mul_(parameters, [1 - group["weight_decay"] * rate for rate in rates])
         torch._foreach_sub_(parameters, updates)
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The parameter's state, made if it has none, with the step counter raised by one."""
+    def _state_for(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the parameter's state, created if it has none, with the step counter increased."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             # On the CPU, since Python reads the counter: see `spec.rebuild_tensors`.
@@ -105,7 +105,7 @@ class Adafactor(ForeachOptimizer):
 
 
 def _root_mean_squares(tensors: list[Tensor]) -> list[Tensor]:
-    """The root mean square of each tensor, []."""
+    """Return the root mean square of each tensor, []."""
     norms = list(torch._foreach_norm(tensors))
     torch._foreach_div_(norms, [math.sqrt(tensor.numel()) for tensor in tensors])
     return norms
@@ -117,8 +117,8 @@ def _directions(
     fresh: list[float],
     skips: Tensor | None,
 ) -> list[Tensor]:
-    """The gradients divided by the roots of their second moments, in the gradients' shapes. The
-    second moments in `states` are updated with these gradients first.
+    """Divide the gradients by the roots of their second moments, after updating the second moments
+    in `states` with these gradients. The results have the gradients' shapes.
 
     Args:
         gradients: gradients of any shapes.
@@ -158,7 +158,7 @@ class AdafactorConfig(OptimizerKeys):
     """variant of Adafactor. "paper": weight decay is relative to the parameter's root mean square,
     as steps are, and the learning rate is the schedule's (as in transformers' Adafactor with
     relative_step=False). "torch": torch.optim.Adafactor, whose weight decay is learning_rate times
-    weight_decay for each parameter (1e-3 a step at 1e-2 and 0.1), and whose learning rate is at
+    weight_decay for each parameter (1e-3 per step at 1e-2 and 0.1), and whose learning rate is at
     most 1/sqrt(step). "auto" is paper; a run that an older version began continues with torch."""
 
 
@@ -181,8 +181,8 @@ def _adafactor_layout(parameter: Tensor, *_: Any) -> Layout:
     }
 
 
-#: torch has no fused kernel for Adafactor. "auto" is for-loop, since the copies of foreach cost the
-#: memory that Adafactor saves.
+#: torch has no fused kernel for Adafactor. "auto" selects for-loop, since the copies of foreach
+#: cost the memory that Adafactor saves.
 ADAFACTOR = OptimizerSpec(
     _adafactor,
     _adafactor_layout,

@@ -1,9 +1,9 @@
 """The `optimizer` section of a recipe, the table of optimizers that it chooses from, and the groups
-of parameters that have their own learning rate, betas and weight decay.
+of parameters with their learning rate, betas and weight decay.
 
 The section has the keys of all optimizers, so that `name` can change without the other keys:
 `OptimizerConfig` inherits a class with the keys of each optimizer, such as `AdamWConfig`. AdamW and
-SGD, which torch has, are here; each other optimizer has a module of its own with the class of its
+SGD, which torch provides, are here; each other optimizer has its own module with the class of its
 keys and its `OptimizerSpec`.
 
 A parameter's role follows from its module, name and shape: an embedding table, the head, a vector
@@ -49,12 +49,13 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def elementwise_optimizers() -> str:
-    """Names of the optimizers that update a shard without data of the others: "adamw or sgd"."""
+    """Return the names of the optimizers that can update a shard without the other shards: "adamw
+    or sgd"."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
 
 
 def sharded_optimizers() -> str:
-    """Names of the optimizers that can update DTensors: "adamw, muon or sgd"."""
+    """Return the names of the optimizers that can update DTensors: "adamw, muon or sgd"."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise or spec.gathers)
 
 
@@ -87,14 +88,14 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def make_cautious(optimizer: torch.optim.AdamW) -> None:
-    """Replace the weight decay of torch's AdamW, of any implementation, by `decay_cautiously`.
+    """Replace the weight decay of torch's AdamW, of any implementation, with `decay_cautiously`.
 
-    The decay is applied before the step, as torch's own is. It needs only the sign of the update,
-    which is the sign of the first moment after this step's gradient.
+    The decay is applied before the step, as in torch. It needs only the sign of the update, which
+    is the sign of the first moment after this step's gradient.
     """
     for group in optimizer.param_groups:
         group["cautious_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0
-    # A hook, not a subclass: code that observes steps then sees one step of torch's AdamW.
+    # A hook, not a subclass, so that code that observes steps sees one step of torch's AdamW.
     optimizer.register_step_pre_hook(_decay)
 
 
@@ -142,7 +143,7 @@ def _sgd_layout(parameter: Tensor, config: OptimizerConfig, _: Any) -> Layout:
 
 
 def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
-    """torch's `fused` and `foreach` for the implementation that the config asks for."""
+    """Return torch's `fused` and `foreach` for the implementation that the config asks for."""
     parameters = [p for group in groups for p in group["params"]]
     device = parameters[0].device.type
     wanted = config.implementation
@@ -189,31 +190,32 @@ else:
 class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, EightBitConfig):
     """The `optimizer` section of a recipe.
 
-    Bytes of state a parameter are in addition to the fp32 parameter (4) and its gradient (4).
+    Bytes of state per parameter are in addition to the fp32 parameter (4) and its gradient (4).
     """
 
     name: OptimizerName = "adamw"
-    """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state a parameter; the
-    default, except for new models whose recipe names no settings (docs/learning.md). "adamw8bit":
-    both moments in 8 bits with a scale for every 256 values (Dettmers et al. 2022), 2.03 bytes;
-    nearly the same loss. Each update unpacks and packs the moments, which on a CPU takes at least
-    ten times as long as AdamW's update. "paged_adamw8bit": the same in managed memory, which CUDA
-    moves to the CPU while the GPU's memory is full; the moving costs time (bitsandbytes; CUDA
-    only). "adafactor" (Shazeer and Stern 2018): no first moment, and of the second one row and one
-    column a matrix, nearly 0 bytes. Its steps are relative to the parameter's root mean square, so
-    it needs another learning_rate, about 1e-2. "muon" (Jordan et al. 2024): Muon for the matrices
-    and stacked experts inside the layers, 4 bytes, and AdamW for embeddings, head and norms, 8
-    bytes. Each update costs 15 more matrix products a matrix, but fewer steps are needed. "sgd":
-    momentum only, 4 bytes, or 0 with sgd_momentum 0; the cheapest update, but slow to train a
-    Transformer. "lion" (Chen et al. 2023): one moment, 4 bytes. Every number moves by the learning
-    rate against the sign of its averaged gradient, so Lion takes a third to a tenth of AdamW's
-    learning_rate, three to ten times its weight_decay, and betas [0.9, 0.99]."""
+    """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state per parameter; the
+    default, except for new models whose recipe sets no optimizer, schedule or initial weights
+    (docs/learning.md). "adamw8bit": both moments in 8 bits with a scale for every 256 values
+    (Dettmers et al. 2022), 2.03 bytes; nearly the same loss. Each update unpacks and packs the
+    moments, which on a CPU takes at least ten times as long as AdamW's update. "paged_adamw8bit":
+    the same in managed memory, which CUDA moves to the CPU while the GPU's memory is full; the
+    moving costs time (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): no first
+    moment, and of the second moment one row and one column per matrix, nearly 0 bytes. Its steps
+    are relative to the parameter's root mean square, so it needs another learning_rate, about 1e-2.
+    "muon" (Jordan et al. 2024): Muon for the matrices and stacked experts inside the layers, 4
+    bytes, and AdamW for embeddings, head and norms, 8 bytes. Each update costs 15 additional matrix
+    products per matrix, but fewer steps are needed. "sgd": momentum only, 4 bytes, or 0 with
+    sgd_momentum 0; the cheapest update, but slow to train a Transformer. "lion" (Chen et al. 2023):
+    one moment, 4 bytes. Every number moves by the learning rate against the sign of its averaged
+    gradient, so Lion needs a third to a tenth of AdamW's learning_rate, three to ten times its
+    weight_decay, and betas [0.9, 0.99]."""
     weight_decay: float = Field(0.1, ge=0)
     """weight decay of matrices, and of embeddings and head unless they have their own. Decoupled,
     except for SGD, where it is added to the gradient; with Adafactor, relative to the parameter's
     size (see adafactor_variant)."""
     cautious_weight_decay: bool = False
-    """true applies weight decay to a number only in steps whose update moves it towards zero too
+    """true applies weight decay to a number only in steps whose update also moves it towards zero
     (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. Costs temporary copies of one
     parameter, three with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
@@ -243,7 +245,7 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     hidden_size, with r = tuned_width / hidden_size, the rates of AdamW and Lion for matrices and an
     untied head are multiplied by r (Yang et al. 2022, arXiv 2203.03466, table 8), and Muon's by
     sqrt(r), since its updates already grow with sqrt(hidden_size). Embeddings, norms and biases
-    keep their rates. null takes all rates as they are."""
+    keep their rates. null leaves all rates unchanged."""
     max_grad_norm: float = Field(1.0, ge=0)
     """upper bound of the global L2 norm of the gradients, which are scaled down to it; 0 switches
     clipping off. Costs reading all gradients once, and writing them once when they are scaled;
@@ -259,7 +261,7 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
                 raise ValueError(f"{key} {betas} must each be at least 0 and below 1")
         if self.clip_after_warmup and not self.max_grad_norm:
             raise ValueError(
-                "clip_after_warmup clips to max_grad_norm, which is 0: set max_grad_norm, or "
+                "clip_after_warmup requires a max_grad_norm above 0: set max_grad_norm, or set "
                 "clip_after_warmup to false"
             )
         spec = OPTIMIZERS[self.name]
@@ -272,13 +274,13 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
             if getattr(self, key) and key not in spec.options:
                 names = _listed(name for name, one in OPTIMIZERS.items() if key in one.options)
                 raise ValueError(
-                    f"{key} is for {names}, and name is {self.name}: leave it out, or set name to "
-                    "one of these"
+                    f"{key} applies only to {names}, but name is {self.name}: remove it, or set "
+                    "name to one of these"
                 )
         return self
 
     def for_width(self, hidden_size: int) -> OptimizerConfig:
-        """These settings with the rates of a model of this width (see `tuned_width`)."""
+        """Return these settings with the rates for a model of this width (see `tuned_width`)."""
         if self.tuned_width in (None, hidden_size):
             return self
         assert self.tuned_width is not None
@@ -297,13 +299,13 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
         return self.model_copy(update=changes)
 
     def peak_rate(self, role: Role) -> float:
-        """Peak learning rate of a role; with Muon, its own rate for matrices."""
+        """Return the peak learning rate of a role; with Muon, its separate rate for matrices."""
         if self.name == "muon" and role == "matrix":
             return self.muon_learning_rate or self.learning_rate
         return float(self.group_settings(role)["lr"])
 
     def group_settings(self, role: Role) -> dict[str, Any]:
-        """A role's `lr`, `betas` and `weight_decay`, as torch's parameter groups have them."""
+        """Return a role's `lr`, `betas` and `weight_decay`, as in torch's parameter groups."""
         # The keys without a prefix are those of matrices.
         own = (
             {}
@@ -325,7 +327,7 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
 
 
 class Kind(NamedTuple):
-    """The properties of a parameter, beside its shape, that an optimizer needs.
+    """The properties of a parameter, besides its shape, that an optimizer needs.
 
     Attributes:
         role: role of the parameter, which selects its settings.
@@ -338,8 +340,8 @@ class Kind(NamedTuple):
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
-    """The kind of each of a model's parameters, by name. A head that is tied to the embedding has
-    the embedding's role."""
+    """Return the kind of each of a model's parameters, by name. A head that is tied to the
+    embedding has the embedding's role."""
     # By identity, not by name: model families name their embeddings differently.
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     transposed = {
@@ -368,10 +370,10 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """torch's parameter groups, each with `lr`, `betas`, `weight_decay` and `transposed`.
+    """Return torch's parameter groups, each with `lr`, `betas`, `weight_decay` and `transposed`.
 
-    Roles with equal settings share a group, so that foreach operations are few. Vectors always have
-    groups of their own.
+    Roles with equal settings share a group, to keep the number of foreach operations low. Vectors
+    always have separate groups.
 
     Args:
         parameters: parameters by name.
@@ -379,11 +381,11 @@ def parameter_groups(
         config: the recipe's section.
     """
     groups: dict[Any, dict[str, Any]] = {}
-    # Vectors last, whatever the order of the model's parameters.
+    # Vectors come last, in any order of the model's parameters.
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
         role, transposed = kinds[name]
         settings = {**config.group_settings(role), "transposed": transposed}
-        # A group of Adafactor has either parameters with two or more dimensions or with fewer.
+        # The parameters of an Adafactor group have either two or more dimensions, or fewer.
         key = (role == "vector", parameter.dim() < 2, *settings.values())
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
     return list(groups.values())
@@ -392,8 +394,8 @@ def parameter_groups(
 def describe_groups(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> Iterator[str]:
-    """A table in lines: for each role with parameters, the number of its tensors and parameters,
-    peak learning rate and weight decay."""
+    """Yield the lines of a table: for each role with parameters, the number of its tensors and
+    parameters, peak learning rate and weight decay."""
     heading = f"optimizer {config.name}"
     yield f"{heading:<18}{'tensors':>8}{'parameters':>16}{'rate':>10}{'decay':>8}"
     for role, title in ROLES.items():
@@ -411,7 +413,7 @@ def describe_groups(
 def decay_counts(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> dict[str, int]:
-    """The numbers of parameters and of tensors with weight decay, and of those without."""
+    """Count the parameters and the tensors with weight decay, and those without."""
     counts = dict.fromkeys(
         ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
     )

@@ -18,37 +18,38 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """True if the tensor is a DTensor, of which this process holds one shard."""
-    # Not imported here, which takes most of a second: no DTensor exists before the import.
+    """Return True if the tensor is a DTensor, of which this process holds one shard."""
+    # DTensor is not imported here, because the import takes most of a second, and no DTensor exists
+    # before it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor of any shape, on every rank; any other tensor unchanged.
+    """Return the full tensor of a DTensor of any shape, on every rank; any other tensor unchanged.
 
-    A collective: every rank has to call it.
-    """
+    A collective operation: every rank has to call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This process' shard, as a plain tensor, of a tensor with a parameter's shape: the parameter
-    itself, its gradient or a moment. Elementwise updates then need no operators on DTensors. The
-    tensor itself if it or the parameter is not sharded."""
+    """Return this process's shard, as a plain tensor, of a tensor with a parameter's shape: the
+    parameter itself, its gradient or a moment. Elementwise updates then need no operators on
+    DTensors. If the tensor or the parameter is not sharded, return the tensor itself."""
     if not is_sharded(tensor) or not is_sharded(parameter):
         return tensor
-    # Under tensor parallelism the gradient of a sharded embedding comes replicated.
+    # With tensor parallelism, the gradient of a sharded embedding is replicated.
     return tensor.redistribute(placements=parameter.placements).to_local()
 
 
 def gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """The full tensor, in the parameter's shape, from shards with the parameter's placements.
+    """Return the full tensor, in the parameter's shape, from shards with the parameter's
+    placements.
 
-    A collective if the parameter is sharded: every rank has to call it.
+    A collective operation if the parameter is sharded: every rank has to call it.
 
     Args:
-        shard: this process' shard, in any dtype; the full tensor if the parameter is not sharded.
+        shard: this process's shard, in any dtype; the full tensor if the parameter is not sharded.
         parameter: the parameter whose mesh, placements and shape apply.
     """
     if not is_sharded(parameter):
@@ -67,8 +68,8 @@ def gather(shard: Tensor, parameter: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
-    """A full tensor that every rank has, sharded like `example`; the tensor itself where `example`
-    is not sharded, or has another shape.
+    """Shard a full tensor that every rank has like `example`; return the tensor itself if `example`
+    is not sharded or has another shape.
 
     Args:
         tensor: the full tensor, the same values on every rank.
@@ -79,13 +80,13 @@ def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     tensor = tensor.to(example.to_local().device)
-    # Every rank has the same values: nothing is sent.
+    # Every rank has the same values, so nothing is sent.
     return distribute_tensor(tensor, example.device_mesh, example.placements, src_data_rank=None)
 
 
 def shard_group(parameter: Tensor) -> ProcessGroup | None:
-    """The process group that holds the shards of a parameter; None if it is not sharded, or sharded
-    along two dimensions of its mesh (fsdp of tensor-parallel shards)."""
+    """Return the process group that holds the shards of a parameter; None if it is not sharded, or
+    is sharded along two dimensions of its mesh (FSDP2 of tensor-parallel shards)."""
     if not is_sharded(parameter):
         return None
     cut = [n for n, placed in enumerate(parameter.placements) if not placed.is_replicate()]
@@ -93,14 +94,14 @@ def shard_group(parameter: Tensor) -> ProcessGroup | None:
 
 
 def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor | None:
-    """Gather one full tensor on each process: process i of the `shard_group` receives that of
-    `parameters[i]`, and a process without a parameter None.
+    """Gather one full tensor on each process: process i of the `shard_group` receives the tensor of
+    `parameters[i]`, and a process without a parameter receives None.
 
-    A collective. The n processes together receive as much data as each of them would receive from n
-    calls of `gather`.
+    A collective operation. The n processes together receive as much data as each of them would
+    receive from n calls of `gather`.
 
     Args:
-        shards: this process' shard of a tensor for each parameter, with the parameter's shape; all
+        shards: this process's shard of a tensor for each parameter, with the parameter's shape; all
             of one dtype.
         parameters: parameters of one `shard_group`, at most one for each of its processes.
     """
@@ -108,8 +109,8 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
     assert group is not None
     rank, processes = group.rank(), group.size()
     axes = [_axis(parameter) for parameter in parameters]
-    # The sharded axis comes first, so that the shards of a tensor, received one after the other,
-    # are the tensor.
+    # The sharded axis comes first, so that the received shards of a tensor, one after the other,
+    # form the tensor.
     rows = [shard.movedim(axis, 0).flatten() for shard, axis in zip(shards, axes, strict=True)]
     counts = [len(row) for row in rows] + [0] * (processes - len(rows))
     if rank >= len(parameters):
@@ -126,14 +127,15 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
 def scatter_each(
     full: Tensor | None, parameters: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """This process' shard of a full tensor for each parameter, where process i of the `shard_group`
-    has the full tensor of `parameters[i]`: the inverse of `gather_each`. A collective.
+    """Return this process's shard of a full tensor for each parameter, where process i of the
+    `shard_group` has the full tensor of `parameters[i]`: the inverse of `gather_each`. A collective
+    operation.
 
     Args:
-        full: the full tensor of this process' parameter, in the parameter's shape; None for a
+        full: the full tensor of this process's parameter, in the parameter's shape; None for a
             process without a parameter.
         parameters: see `gather_each`.
-        dtype: dtype of the full tensors, which processes without one have to know.
+        dtype: dtype of the full tensors, which processes without one need to know.
     """
     group = shard_group(parameters[0])
     assert group is not None
@@ -159,12 +161,13 @@ def scatter_each(
 
 
 def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a full tensor that belongs to this process' shard of a parameter. The tensor
-    itself if the parameter is not sharded, or if the tensor has length 1 along the sharded axis.
+    """Return the part of a full tensor that belongs to this process's shard of a parameter; the
+    tensor itself if the parameter is not sharded, or if the tensor has length 1 along the sharded
+    axis.
 
     Args:
         tensor: a tensor that is equal on every process; along each axis it is as long as the
-            parameter, or 1.
+            parameter, or has length 1.
         parameter: a parameter with a `shard_group`, or one that is not sharded.
     """
     if not is_sharded(parameter) or tensor.shape[_axis(parameter)] == 1:
@@ -176,7 +179,7 @@ def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _axis(parameter: Tensor) -> int:
-    """The axis along which a parameter with a `shard_group` is sharded."""
+    """Return the axis along which a parameter with a `shard_group` is sharded."""
     from torch.distributed.tensor import Shard
 
     assert is_sharded(parameter)
@@ -185,15 +188,16 @@ def _axis(parameter: Tensor) -> int:
 
 
 def _lengths(length: int, processes: int) -> list[int]:
-    """Lengths of the shards of an axis, as torch's `Shard` divides it: the last ones may be shorter
-    or empty."""
+    """Return the lengths of the shards of an axis, as torch's `Shard` divides it: the last ones may
+    be shorter or empty."""
     most = -(-length // processes)
     return [min(most, max(length - rank * most, 0)) for rank in range(processes)]
 
 
 def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
-    """The numbers that this process receives, [sum(taken)]: `taken[i]` from process i of the group,
-    to which it sends `given[i]` of `sent` [sum(given)]; both in the order of the ranks."""
+    """Exchange numbers with the other processes: send `given[i]` numbers of `sent` [sum(given)] to
+    process i of the group, and return [sum(taken)], with `taken[i]` numbers from process i; both in
+    the order of the ranks."""
     received = sent.new_empty(sum(taken))
     torch.distributed.all_to_all_single(received, sent, taken, given, group=group)
     return received
@@ -203,8 +207,8 @@ def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: Process
 def full_parameters(
     model: nn.Module, *, changed: bool = False, keep: bool = True
 ) -> Iterator[None]:
-    """A context in which sharded parameters are full tensors on the CPU of every rank, for reading
-    and writing, not for computing. A collective: every rank has to enter it.
+    """Context in which sharded parameters are full tensors on the CPU of every rank, for reading
+    and writing, not for computing. A collective operation: every rank has to enter it.
 
     Args:
         model: the model, whose modules get the full parameters for the duration.
@@ -219,7 +223,7 @@ def full_parameters(
         for name, parameter in module._parameters.items()
         if is_sharded(parameter)
     ]
-    # A tied weight is one parameter of two modules, and has to stay one.
+    # A tied weight is one parameter of two modules, and must remain so.
     full: dict[int, nn.Parameter | None] = {}
     try:
         for module, name, parameter in owners:

@@ -29,7 +29,7 @@ from firstlight.optim.spec import Groups, Layout, OptimizerKeys, OptimizerSpec
 
 EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
 
-#: Values that share a scale, and the least number of values of a tensor that has 8-bit moments.
+#: Values that share a scale, and minimum number of values of a tensor that has 8-bit moments.
 #: Both are defaults of bitsandbytes and of torchao.
 _BLOCK = 256
 _SMALLEST = 4096
@@ -50,8 +50,8 @@ def quiet_import() -> Iterator[None]:
 
 
 def installed_library(wanted: str) -> str:
-    """The library that `eight_bit_library` names. For "auto", the first that is installed of
-    bitsandbytes and torchao, and bitsandbytes if neither is."""
+    """Return the library that `eight_bit_library` names. "auto" is the first installed one of
+    bitsandbytes and torchao, or bitsandbytes if neither is installed."""
     if wanted != "auto":
         return wanted
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
@@ -71,7 +71,7 @@ def _is_small(parameter: Tensor) -> bool:
 
 
 def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """One parameter's state in either library as plain tensors, by the names of `Layout`.
+    """Convert one parameter's state in either library to plain tensors, named as in `Layout`.
 
     An 8-bit tensor of torchao becomes its codes (uint8, the parameter's shape), scale (fp32
     [blocks]) and qmap (fp32 [256]); a Python number becomes an int64 tensor [].
@@ -92,8 +92,8 @@ def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def rebuild_eight_bit(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """One parameter's state from the tensors of `flatten_eight_bit`, in the form of the library
-    that they come from."""
+    """Convert the tensors of `flatten_eight_bit` back to one parameter's state, in the form of the
+    library that they come from."""
     if "state1" in tensors:
         return _rebuild_bitsandbytes(optimizer, parameter, tensors)
     return _rebuild_torchao(parameter, tensors)
@@ -103,7 +103,8 @@ def rebuild_eight_bit(
 
 
 def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer of class `bitsandbytes.optim.KIND`, tried on the parameters' device."""
+    """Create the optimizer of class `bitsandbytes.optim.KIND`, after a trial on the parameters'
+    device."""
     optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
     return optimizer
@@ -112,9 +113,9 @@ def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.
 def _rebuild_bitsandbytes(
     optimizer: Any, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """One parameter's state in bitsandbytes, which this also sets in the optimizer."""
-    # The library allocates the state, because a paged optimizer has its tensors in managed memory
-    # that torch can't allocate; so values are copied into these tensors.
+    """Return one parameter's state in bitsandbytes, and set it in the optimizer."""
+    # The library allocates the state, because the tensors of a paged optimizer are in managed
+    # memory, which torch can't allocate; the values are copied into these tensors.
     optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
     state: dict[str, Any] = optimizer.state[parameter]
     for key, tensor in tensors.items():
@@ -171,10 +172,10 @@ def _torchao(
         )
     library = _import("torchao")
     with quiet_import():
-        # Otherwise the first step would import the compiler, and show its warnings.
+        # Otherwise the first step would import the compiler and show its warnings.
         importlib.import_module("torch._inductor.compile_fx")
     # Suppress torch's warning in the first step that its cache of compiled code has no stable hash
-    # for this tensor class: a user can't change that.
+    # for this tensor class, which a user can't change.
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement")
     optimizer: torch.optim.Optimizer = library.AdamW8bit(groups, **settings)
     return optimizer
@@ -200,7 +201,7 @@ def _torchao_layout(parameter: Tensor) -> Layout:
     shape = tuple(parameter.shape)
     layout: Layout = {"step": ((), torch.float32)}
     for key in ("exp_avg", "exp_avg_sq"):
-        # torchao leaves a tensor with an incomplete last block in the parameter's dtype.
+        # torchao keeps a tensor with an incomplete last block in the parameter's dtype.
         if _is_small(parameter) or parameter.numel() % _BLOCK:
             layout[key] = (shape, parameter.dtype)
         else:
@@ -217,17 +218,18 @@ class EightBitConfig(OptimizerKeys):
     """Keys of the 8-bit optimizers."""
 
     eight_bit_library: EightBitLibrary = "auto"
-    """library of the 8-bit AdamW: "bitsandbytes" has kernels of its own and starts at once;
+    """library of the 8-bit AdamW: "bitsandbytes" has precompiled kernels and starts at once;
     "torchao" compiles its update, which takes tens of seconds on a CPU at the first step. "auto"
-    takes bitsandbytes if it is installed, else torchao. Tensors under 4096 values stay in 32 bits.
-    So do embeddings, see embeddings_in_32_bits. One library can't read the other's state."""
+    is bitsandbytes if it is installed, otherwise torchao. Tensors of fewer than 4096 values stay in
+    32 bits, and so do embeddings (see embeddings_in_32_bits). Neither library can read the other's
+    state."""
     embeddings_in_32_bits: bool | None = None
     """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
-    to them) by torch's AdamW with fp32 moments, 8 bytes for each of their parameters, as Dettmers
-    et al. 2022 advise; paged_adamw8bit does not page these moments. null is true with 8-bit
-    optimizers. false saves 6 bytes for each of these parameters; a row then shares its scale with
-    others unless hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare
-    tokens were moved ten times too far."""
+    to them) by torch's AdamW with fp32 moments, 8 bytes per parameter of these, as Dettmers et al.
+    2022 advise; paged_adamw8bit does not page these moments. null is true with 8-bit optimizers.
+    false saves 6 bytes per parameter of these; a row then shares its scale with others unless
+    hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare tokens were moved
+    ten times too far."""
 
     @model_validator(mode="after")
     def _check_library(self) -> EightBitConfig:
@@ -244,7 +246,7 @@ def _eight_bit(groups: Groups, config: Any) -> torch.optim.Optimizer:
     if _is_paged(config) and device.type != "cuda":
         raise ConfigError(
             f"optimizer.name paged_adamw8bit moves memory between a CUDA GPU and the CPU, "
-            f"and the device is {device.type}: set it to adamw8bit"
+            f"but the device is {device.type}: set it to adamw8bit"
         )
     settings = {
         "lr": config.learning_rate,
@@ -272,7 +274,7 @@ def _library(config: Any) -> str:
 
 
 def compiles_update(config: Any) -> bool:
-    """True if torch.compile compiles the optimizer's update, as it does for torchao's."""
+    """Return True if torch.compile compiles the optimizer's update, as it does for torchao's."""
     return bool(config.name == "adamw8bit") and _library(config) == "torchao"
 
 

@@ -1,5 +1,5 @@
-"""Lion: one moment, and an update of which only the sign counts, so that every number moves by the
-learning rate."""
+"""Lion, an optimizer with one moment that uses only the sign of its update: every number moves by
+the learning rate."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ class Lion(ForeachOptimizer):
             for direction in directions:
                 direction.masked_fill_(skips, 0)
         torch._foreach_add_(own, directions, alpha=-group["lr"])
-        # Last, since the direction needs the moment without this step's gradient.
+        # Updated last, since the direction needs the moment without this step's gradient.
         if skips is None:
             torch._foreach_lerp_(moments, gradients, 1 - beta2)
         else:
             for moment, gradient in zip(moments, gradients, strict=True):
-                # Into the gradient, which nothing reads any more, instead of another copy.
+                # Written into the gradient, which is no longer needed, to avoid another copy.
                 torch.lerp(moment, gradient, 1 - beta2, out=gradient)
                 torch.where(skips, moment, gradient, out=moment)
 
 
 def _lion(groups: Groups, config: Any) -> Lion:
-    # Not with "auto": the copy of foreach would take the memory that Lion saves.
+    # Not for "auto": the copy of foreach would take the memory that Lion saves.
     foreach = config.implementation == "foreach"
     return Lion(
         groups,

@@ -45,8 +45,8 @@ _EPS = 1e-7
 
 #: `optimizer.muon_coefficients` -> (factor of the norm by which the matrix is divided at first; a,
 #: b, c of each step x = a x + b (x x^T) x + c (x x^T)^2 x). "jordan" is as in torch.optim.Muon.
-#: "polar_express" has in each step the optimal odd polynomial for the singular values that the step
-#: before leaves, beginning with values from 0.001 to 1, and brings them nearer to one. It is
+#: "polar_express" uses in each step the optimal odd polynomial for the singular values that the
+#: previous step leaves, starting with values from 0.001 to 1, and brings them closer to one. It is
 #: algorithm 1 of arXiv 2505.16932 with a cushion of 0.02, and with a safety factor of 1.02 against
 #: the rounding of bf16.
 COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = {
@@ -65,9 +65,11 @@ COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = 
 
 
 def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
-    """Each matrix [..., F, C] with its singular values brought near one, [..., F, C] in bf16.
+    """Return each matrix [..., F, C] with its singular values brought close to one, [..., F, C] in
+    bf16.
 
-    The quintic Newton-Schulz iteration of Jordan et al. 2024, for all matrices of a stack at once.
+    This is the quintic Newton-Schulz iteration of Jordan et al. 2024, for all matrices of a stack
+    at once. It computes in bf16, or in fp16 on a GPU that would emulate bf16 (V100, T4).
 
     Args:
         matrices: [F, C] or [E, F, C].
@@ -75,26 +77,37 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     """
     divisor, steps = COEFFICIENTS[coefficients]
     is_stack = matrices.dim() == 3
-    # x x^T is smallest if x has its short side first.
+    # x x^T is smallest if the short side of x comes first.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.to(torch.bfloat16, copy=True)
+    dtype = _product_dtype(matrices.device)
+    # Gradients are too small for fp16 before they are divided by their norm.
+    x = matrices.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, copy=True)
     if is_tall:
         x = x.mT
     # The iteration needs singular values of at most one, and the Frobenius norm bounds them.
     norm = x.flatten(1).norm(dim=1)[:, None, None] if is_stack else x.norm()
-    x.div_((norm * divisor if divisor != 1 else norm).clamp(min=_EPS))
+    x = x.div_((norm * divisor if divisor != 1 else norm).clamp(min=_EPS)).to(dtype)
     add_product = torch.baddbmm if is_stack else torch.addmm
     for a, b, c in steps:
         gram = x @ x.mT
         update = add_product(gram, gram, gram, beta=b, alpha=c)
         x = add_product(x, update, x, beta=a)
+    x = x.bfloat16()
     return x.mT if is_tall else x
 
 
+def _product_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of the matrix products of `orthogonalised` on a device."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.bfloat16
+
+
 def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
-    """Mean squares of the neurons of orthogonalised matrices [..., F, C], in fp32: [..., F, 1],
-    or [..., 1, C] of `transposed` matrices, which have their neurons in the columns."""
-    # In fp32: bf16 has three digits, and a slow average would not move.
+    """Return the mean squares of the neurons of orthogonalised matrices [..., F, C], in fp32:
+    [..., F, 1], or [..., 1, C] of `transposed` matrices, which have their neurons in the
+    columns."""
+    # In fp32: bf16 has only three digits, so a slow average would not move.
     squares = matrices.float().square()
     return squares.mean(-2 if transposed else -1, keepdim=True)
 
@@ -102,8 +115,8 @@ def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
 def neuron_factors(
     squares: Tensor, second_moment: Tensor, beta2: float, skips: Tensor | None = None
 ) -> Tensor:
-    """Factors of the neurons of orthogonalised matrices, which give neurons about equal size, and
-    matrices a root mean square of one (NorMuon, arXiv 2510.05491).
+    """Return factors for the neurons of orthogonalised matrices, which make neurons about equal in
+    size, and give matrices a root mean square of one (NorMuon, arXiv 2510.05491).
 
     Args:
         squares: mean squares of the neurons, [..., F, 1] or [..., 1, C].
@@ -139,14 +152,14 @@ class Muon(torch.optim.Optimizer):
     by the root of their averaged mean squares v [..., F, 1]. The update is scaled to a root mean
     square of 0.2 lr.
 
-    With several processes, each orthogonalises a share of the matrices, which changes no bit of the
+    With several processes, each orthogonalises some of the matrices, which changes no bit of the
     result. If they all have the full gradients (DDP, see `process`), each sends its results to the
     others in bf16. If matrices are sharded (FSDP2, tensor parallelism), moments and weights stay
     sharded: each process receives the shards of its matrices in bf16, and sends back shards of the
     results.
 
     With `stacked`, a process that shares no work updates small matrices of the same size and group
-    in one stack. Starting the kernels for a small matrix takes longer than running them on a GPU,
+    in one stack. On a GPU, launching the kernels for a small matrix takes longer than running them,
     and a stack needs no more kernels than one matrix. Results differ from those of single matrices
     by the rounding of bf16.
 
@@ -156,7 +169,7 @@ class Muon(torch.optim.Optimizer):
         lr: learning rate.
         momentum: momentum after its warm-up.
         first_momentum: momentum of the first step with a warm-up.
-        warmup_steps: steps in which momentum rises linearly; 0 for none.
+        warmup_steps: number of steps in which momentum rises linearly; 0 for none.
         beta2: decay rate of NorMuon's second moment; None is plain Muon.
         coefficients: a name of `COEFFICIENTS`.
         cautious: True applies weight decay by `decay_cautiously`.
@@ -209,8 +222,8 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     found.setdefault(shard_group(parameter), []).append((parameter, group))
         for team, pairs in found.items():
-            # Sorted, so that matrices of one size are shared out together: all processes then take
-            # about as long, and no more matrices than processes are whole in memory at a time.
+            # Sorted, so that matrices of one size are distributed together: all processes then take
+            # about as long, and at most as many full matrices as processes are in memory at a time.
             pairs.sort(key=lambda pair: pair[0].numel())
             processes = self.process[1] if team is None else team.size()
             if team is None and processes == 1:
@@ -228,7 +241,7 @@ class Muon(torch.optim.Optimizer):
                     self._update_copies(part)
 
     def _stacks(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        """The pairs in lists whose parameters are updated together."""
+        """Yield the pairs in lists whose parameters are updated together."""
         found: dict[Any, list[_Pair]] = {}
         for parameter, group in pairs:
             key: Any = parameter
@@ -237,7 +250,7 @@ class Muon(torch.optim.Optimizer):
                 key = (id(group), parameter.shape, parameter.dtype, done)
             found.setdefault(key, []).append((parameter, group))
         for stack in found.values():
-            # A stack takes up to half a GiB of temporary copies.
+            # A stack takes up to half a GiB for temporary copies.
             most = max(LIST_VALUES // stack[0][0].numel(), 1)
             for start in range(0, len(stack), most):
                 yield stack[start : start + most]
@@ -245,7 +258,7 @@ class Muon(torch.optim.Optimizer):
     def _update_stack(self, pairs: Sequence[_Pair]) -> None:
         """Update parameters [F, C] of one size, group and number of steps as a stack [E, F, C]."""
         parameters, group = [parameter for parameter, _ in pairs], pairs[0][1]
-        states = [self._state_of(parameter, group) for parameter in parameters]
+        states = [self._state_for(parameter, group) for parameter in parameters]
         keys = [key for key in states[0] if key != "step"]
         stack = torch.stack(parameters)
         stack.grad = torch.stack([p.grad for p in parameters if p.grad is not None])
@@ -260,9 +273,9 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_([one[key] for one in states], state[key].unbind())
 
     def _update_alone(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter without sharing the work. Of a parameter that is sharded along two
+        """Update a parameter without sharing the work. If the parameter is sharded along two
         dimensions of its mesh, every process computes the full matrix, which is gathered in bf16 to
-        halve the data that is sent."""
+        halve the amount of data sent."""
         direction = self._direction(parameter, group)
         if is_sharded(parameter):
             direction = gather(direction.bfloat16(), parameter)
@@ -283,7 +296,7 @@ class Muon(torch.optim.Optimizer):
                 direction = torch.empty_like(parameter, dtype=torch.bfloat16)
             received.append(direction)
         for owner, (parameter, group) in enumerate(part):
-            # In a second loop: in the first one, each process would wait for the owners before it,
+            # In a second loop: in the first loop, each process would wait for the owners before it,
             # and the matrix products of the processes would not run at the same time.
             torch.distributed.broadcast(received[owner], owner)
             factors = self._factors(received[owner], parameter, group)
@@ -291,9 +304,9 @@ class Muon(torch.optim.Optimizer):
             self._apply(direction, parameter, group)
 
     def _update_shards(self, part: Sequence[_Pair], team: ProcessGroup) -> None:
-        """Update this process' shards of at most as many parameters as there are processes: process
-        i receives the shards of `part[i]`, orthogonalises that matrix, and sends each process its
-        shard of the result."""
+        """Update this process's shards of at most as many parameters as there are processes:
+        process i receives the shards of `part[i]`, orthogonalises that matrix, and sends each
+        process its shard of the result."""
         parameters = [parameter for parameter, _ in part]
         shards = [self._direction(parameter, group).bfloat16() for parameter, group in part]
         full = gather_each(shards, parameters)
@@ -308,13 +321,13 @@ class Muon(torch.optim.Optimizer):
             self._apply(directions[owner], parameter, group)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The parameter's gradient with Nesterov momentum, or this process' shard of it. Raises the
-        step counter and updates the momentum buffer."""
+        """Return the parameter's gradient with Nesterov momentum, or this process's shard of it.
+        Increases the step counter and updates the momentum buffer."""
         assert parameter.grad is not None
-        state, gradient = self._state_of(parameter, group), own_shard(parameter.grad, parameter)
+        state, gradient = self._state_for(parameter, group), own_shard(parameter.grad, parameter)
         average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
         lerp_unless(self._skips, average, gradient, 1 - momentum)
-        # Nesterov momentum: this step's gradient is mixed in once more.
+        # Nesterov momentum: this step's gradient is mixed in a second time.
         return gradient.lerp(average, momentum)
 
     def _factors(
@@ -325,7 +338,8 @@ class Muon(torch.optim.Optimizer):
         team: ProcessGroup | None = None,
         owner: int = 0,
     ) -> Tensor | None:
-        """NorMuon's `neuron_factors`, [..., F, 1] or [..., 1, C] in fp32; None for plain Muon.
+        """Return NorMuon's `neuron_factors`, [..., F, 1] or [..., 1, C] in fp32; None for plain
+        Muon.
 
         Args:
             direction: orthogonalised direction [..., F, C]; None in a team's processes that did not
@@ -344,16 +358,16 @@ class Muon(torch.optim.Optimizer):
             squares = neuron_squares(direction, group["transposed"])
         if team is not None:
             # Every process keeps the mean squares of all neurons, since the factors need their
-            # mean: they are few numbers.
+            # mean. They are only a few numbers.
             torch.distributed.broadcast(squares, group=team, group_src=owner)
         return neuron_factors(squares, second_moment, group["beta2"], self._skips)
 
     def _apply(self, direction: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Apply weight decay and the update to the parameter, or to this process' shard of it.
+        """Apply weight decay and the update to the parameter, or to this process's shard of it.
 
         Args:
             direction: orthogonalised direction [..., F, C], times NorMuon's factors if there are
-                any, or this process' shard of that.
+                any, or this process's shard of it.
             parameter: the parameter.
             group: the parameter's group.
         """
@@ -362,8 +376,8 @@ class Muon(torch.optim.Optimizer):
         # learning rate serves both.
         scale = 0.2
         if group["beta2"] is None:
-            # An orthogonalised matrix has a root mean square of 1 / sqrt(max(F, C)). NorMuon's
-            # factors have given it one of 1 already.
+            # An orthogonalised matrix has a root mean square of 1 / sqrt(max(F, C)). With NorMuon's
+            # factors, it is already 1.
             scale *= math.sqrt(max(parameter.shape[-2:]))
         decay = group["lr"] * group["weight_decay"]
         if group["cautious"]:
@@ -374,8 +388,9 @@ class Muon(torch.optim.Optimizer):
             direction.masked_fill_(self._skips, 0)
         own.add_(direction, alpha=-group["lr"] * scale)
 
-    def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The parameter's state, made if it has none; raises the step counter, if there is one."""
+    def _state_for(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the parameter's state, created if it has none, and increase the step counter, if
+        there is one."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             for key, (shape, dtype) in _muon_layout(parameter, None, group).items():
@@ -391,7 +406,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _momentum(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> float:
-    """The momentum of this step, from the step counter, which counts it already."""
+    """Return the momentum of this step, from the step counter, which already includes this step."""
     if not group["warmup_steps"]:
         return float(group["momentum"])
     done = min((float(state["step"]) - 1) / group["warmup_steps"], 1.0)
@@ -407,23 +422,23 @@ class MuonConfig(OptimizerKeys):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """momentum of Muon."""
     muon_momentum_warmup_steps: int = Field(0, ge=0)
-    """steps in which Muon's momentum rises linearly from `muon_first_momentum` to `muon_momentum`,
-    since early gradients change fast. 0 is no momentum warm-up; 300 is usual."""
+    """number of steps in which Muon's momentum rises linearly from `muon_first_momentum` to
+    `muon_momentum`, since early gradients change fast. 0 is no momentum warm-up; 300 is usual."""
     muon_first_momentum: float = Field(0.85, ge=0, lt=1)
     """Muon's momentum in the first step of a momentum warm-up."""
     muon_coefficients: MuonCoefficients = "jordan"
     """coefficients of Muon's five Newton-Schulz steps: "jordan" (Jordan et al. 2024; singular
     values end between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv 2505.16932; they
-    end nearer to 1), at the same cost."""
+    end closer to 1), at the same cost."""
     muon_beta2: float | None = Field(None, ge=0, lt=1)
     """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491): each row of Muon's
     update is divided by the root of its averaged mean square, so that no neuron moves much more
-    than others; 4 bytes of state a row. null is plain Muon; the paper uses 0.95."""
+    than others; 4 bytes of state per row. null is plain Muon; the paper uses 0.95."""
 
 
 def _muon(groups: Groups, config: Any) -> Muon:
     rate = config.peak_rate("matrix")
-    # On a CPU, starting an operation takes little of its time, and copying a lot.
+    # On a CPU, launching an operation costs little, while copying costs a lot.
     wanted = config.implementation
     on_gpu = groups[0]["params"][0].device.type == "cuda"
     stacked = on_gpu if wanted == "auto" else wanted != "for-loop"
@@ -454,10 +469,10 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
 
 
 def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
-    """True if a parameter is a matrix, or a stack of them, of a numbered layer
+    """Return True if a parameter is a matrix, or a stack of matrices, of a numbered layer
     (`model.layers.3...`, `h.3...`)."""
     # Experts' biases are stacked [E, F], and a depthwise convolution has a few weights for each
-    # channel: they are no matrices, though they have two and three dimensions.
+    # channel: they are not matrices, even though they have two and three dimensions.
     is_matrix = parameter.dim() in (2, 3) and not name.endswith(("bias", "conv1d.weight"))
     return is_matrix and any(part.isdigit() for part in name.split("."))
 

@@ -36,5 +36,5 @@ NEW_MODEL: dict[str, dict[str, Any]] = {
 #: hidden_size of the model with which the learning rates were measured: `optimizer.tuned_width`.
 RATE_WIDTH = 192
 
-#: Length of the warm-up as a share of the steps of the run: `schedule.warmup_ratio`.
+#: Length of the warm-up as a fraction of the steps of the run: `schedule.warmup_ratio`.
 WARMUP_RATIO = 0.02

@@ -35,7 +35,7 @@ from firstlight.optim.spec import (
 
 
 class MasterWeights:
-    """fp32 copies of the parameters that have fewer than 32 bits; the others need none.
+    """fp32 copies of the parameters that have fewer than 32 bits; other parameters need none.
 
     An update is often smaller than half the distance between two neighbouring bf16 numbers (2^-8 of
     the value), so that adding it to a bf16 parameter would change nothing. Updates are therefore
@@ -51,7 +51,7 @@ class MasterWeights:
             the parameter itself if it has none.
 
     Raises:
-        ConfigError: an initial value is of another shape, or not fp32.
+        ConfigError: an initial value has a different shape or is not fp32.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MasterWeights:
         """Set the parameters to their master weights, rounded to nearest.
 
         Args:
-            names: names of parameters, of which those without a master weight are left out; None
+            names: names of parameters, among which those without a master weight are ignored; None
                 for all.
         """
         names = [name for name in (names or self._low) if name in self._low]
@@ -87,7 +87,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """`take_gradients` for one parameter; does nothing if it has no master weight or no
+        """Run `take_gradients` for one parameter; do nothing if it has no master weight or no
         gradient."""
         if name not in self._low or self._low[name].grad is None:
             return
@@ -103,7 +103,7 @@ class MasterWeights:
     def in_model(self) -> Iterator[None]:
         """Context in which the parameters are their master weights: reads and writes are fp32.
 
-        Afterwards the parameters are in their former memory again, with the rounded master weights.
+        Afterwards the parameters use their former memory again, with the rounded master weights.
         """
         rounded = {name: parameter.data for name, parameter in self._low.items()}
         try:
@@ -130,7 +130,7 @@ def _initial(name: str, parameter: nn.Parameter, given: Tensor | None) -> Tensor
 def make_optimizers(
     parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> list[tuple[OptimizerSpec, torch.optim.Optimizer]]:
-    """The torch optimizers that together update the parameters, each exactly once.
+    """Create the torch optimizers that together update the parameters, each exactly once.
 
     Args:
         parameters: parameters by name.
@@ -139,11 +139,11 @@ def make_optimizers(
 
     Returns:
         (entry of the table, torch optimizer) for the named optimizer and for AdamW, which updates
-        the rest; without those that have no parameters.
+        the other parameters; an optimizer without parameters is omitted.
 
     Raises:
-        ConfigError: the config can't work on the parameters' device.
-        MissingDependencyError: an 8-bit library is needed and not installed.
+        ConfigError: the config does not work on the parameters' device.
+        MissingDependencyError: an 8-bit library is needed but not installed.
     """
     spec = OPTIMIZERS[config.name]
     has_choice = "embeddings_in_32_bits" in spec.options
@@ -162,17 +162,18 @@ def make_optimizers(
 class Optimizer:
     """Torch optimizers that together update all trained parameters of a model.
 
-    Parameters of fewer than 32 bits (bf16) get fp32 master weights, which take 4 bytes a parameter
-    beside the 2 of the parameter; state and gradients are then those of the master weights.
+    Parameters of fewer than 32 bits (bf16) get fp32 master weights, which take 4 bytes per
+    parameter in addition to the parameter's 2; state and gradients are then those of the master
+    weights.
 
     Args:
         model: model whose parameters with `requires_grad` are updated. Their names become the names
             of the state.
         config: the recipe's section.
-        in_backward: update the parameters in the backward pass, as soon as those of a list have
-            their gradients (see `in_lists`), and free the gradients: 4 bytes a parameter less at
-            the peak. A step can then have only one backward pass, and `clip_gradients` reports a
-            non-finite gradient after its update.
+        in_backward: True updates the parameters in the backward pass, as soon as all parameters of
+            a list have their gradients (see `in_lists`), and frees the gradients: 4 bytes per
+            parameter less at the peak. A step can then have only one backward pass, and
+            `clip_gradients` reports a non-finite gradient only after its update.
         initial: fp32 values by parameter name, which become the master weights. A master weight
             without one starts from the model's own rounded value.
 
@@ -185,8 +186,8 @@ class Optimizer:
             `clip_after_warmup`.
 
     Raises:
-        ConfigError: the config can't work on the model's device, or not in the backward pass.
-        MissingDependencyError: an 8-bit library is needed and not installed.
+        ConfigError: the config does not work on the model's device or in the backward pass.
+        MissingDependencyError: an 8-bit library is needed but not installed.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
-        # Counted now, since an engine that shards parameters may leave them empty later.
+        # Counted here, since an engine that shards parameters may leave them empty later.
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
@@ -251,7 +252,7 @@ class Optimizer:
 
     @property
     def updated(self) -> Mapping[str, nn.Parameter]:
-        """The updated parameters by name: the fp32 master weight where there is one."""
+        """The updated parameters by name: the fp32 master weight if there is one."""
         return self._masters.updated
 
     @property
@@ -264,8 +265,8 @@ class Optimizer:
         )
 
     def set_learning_rate(self, lr_scale: float) -> float:
-        """Set the learning rate of each group to `lr_scale` times the group's peak; return that of
-        `config.learning_rate`."""
+        """Set the learning rate of each group to `lr_scale` times the group's peak; return the
+        scaled `config.learning_rate`."""
         for optimizer, peaks in zip(self._torch_optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 if isinstance(group["lr"], Tensor):
@@ -291,7 +292,7 @@ class Optimizer:
 
     def accumulate(self) -> None:
         """Add the low-precision gradients of a micro-batch to those of the master weights, in fp32.
-        To be called after each backward pass.
+        Call this after each backward pass.
 
         Does nothing for parameters with 32 bits or more, whose gradients autograd adds up.
         """
@@ -304,18 +305,20 @@ class Optimizer:
         `max_grad_norm`.
 
         Norm and gradients are the same as with torch's `clip_grad_norm_`. With `reads_found_inf`,
-        torch's kernels make both changes in `step`, for which they do not read the gradients twice.
+        torch's kernels make both changes in `step`, which avoids reading the gradients twice.
 
         Args:
             grad_scale: factor by which the loss was multiplied.
-            joined: function from the norm of this process' gradients [] to that of all gradients
-                [], if other processes have other parameters; None if this process has all.
+            joined: function that maps the norm of this process's gradients [] to that of all
+                gradients [], if other processes have other parameters; None if this process has
+                all.
 
         Returns:
             The L2 norm of all gradients after the division and before the clipping, [].
 
         Raises:
-            ConfigError: `grad_scale` is not 1 with `in_backward`, whose updates have been made.
+            ConfigError: `grad_scale` is not 1 with `in_backward`, whose updates are already
+                applied.
         """
         if self.in_backward:
             if grad_scale != 1:
@@ -323,7 +326,7 @@ class Optimizer:
                     "efficiency.optimizer_in_backward can't take scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
-            # Lists in which a parameter has no gradient are not complete.
+            # Lists in which a parameter has no gradient are still incomplete: update them now.
             for names in dict.fromkeys(self._list_of.values()):
                 if any(self._masters.updated[name].grad is not None for name in names):
                     self._update_list(names)
@@ -334,11 +337,11 @@ class Optimizer:
         norm = full_tensor(nn.utils.get_total_norm(gradients))
         norm = (norm if joined is None else joined(norm)) / grad_scale
         limit = self.config.max_grad_norm if self.clips else math.inf
-        # The same operations in the same precision as in torch, for the same factor.
+        # The same operations in the same precision as in torch, which gives the same factor.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if not gradients or (limit == math.inf and grad_scale == 1):
             return norm
-        if self.reads_found_inf:  # the host does not read the factor, for which it would wait
+        if self.reads_found_inf:  # the host does not read the factor, so it does not wait for it
             factor = factor / grad_scale
             self._divisor = factor.reciprocal()
             rest = [
@@ -360,14 +363,14 @@ class Optimizer:
 
         Args:
             found_inf: fp32 [] on the parameters' device, where it is read: 1 leaves parameters and
-                moments as they are, 0 updates them. Only with `reads_found_inf`; None updates.
+                moments unchanged, 0 updates them. Only with `reads_found_inf`; None updates.
         """
         if self.in_backward:
             return
         self.accumulate()
         for optimizer in self._torch_optimizers:
             if self.reads_found_inf:
-                # As torch.amp.GradScaler sets them for torch's fused kernels.
+                # Set as torch.amp.GradScaler sets them for torch's fused kernels.
                 divisor = self._divisor if _divides_gradients(optimizer) else None
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
                 optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -375,8 +378,8 @@ class Optimizer:
         self._masters.refill()
 
     def take_back_counts(self) -> None:
-        """Lower the counters of updates that the last `step` has raised on the host, because its
-        `found_inf` was 1. To be called before the gradients are freed."""
+        """Decrease the counters of updates that the last `step` increased on the host, because its
+        `found_inf` was 1. Call this before the gradients are freed."""
         for optimizer in self._torch_optimizers:
             if isinstance(optimizer, torch.optim.AdamW):
                 continue  # its kernel does not count a skipped update
@@ -395,8 +398,9 @@ class Optimizer:
 
     def _update_in_backward(self, name: str, parameter: nn.Parameter) -> None:
         """Register a hook that updates a parameter as soon as its gradient is accumulated."""
-        # Autograd holds the hook where Python finds no cycle: a hook that held this optimizer, and
-        # with it the parameter, would keep both for the rest of the process.
+        # Autograd holds the hook where Python's garbage collector can't find a cycle: a hook that
+        # referenced this optimizer, and so the parameter, would keep both alive until the process
+        # ends.
         owner = weakref.ref(self)
 
         def update(_: Tensor) -> None:
@@ -407,10 +411,10 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def _update(self, name: str) -> None:
-        """Take a parameter's gradient, with which its list may be complete."""
+        """Record a parameter's gradient, and update its list if that is now complete."""
         if name in self._norms:
             raise ConfigError(
-                "efficiency.optimizer_in_backward makes an update in every backward pass: "
+                "efficiency.optimizer_in_backward updates in every backward pass: "
                 "set batch.gradient_accumulation_steps to 1"
             )
         self._masters.take_gradient(name)
@@ -431,10 +435,10 @@ class Optimizer:
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model's parameters are fp32: their master weights.
+        """Context in which the model's parameters are fp32: their master weights.
 
         For reading and writing checkpoints, not for computing. Afterwards the parameters are the
-        rounded master weights again, in their former memory. Without master weights it does
+        rounded master weights again, in their former memory. Without master weights, this does
         nothing.
 
         Args:
@@ -444,11 +448,12 @@ class Optimizer:
         return self._masters.in_model()
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """All moments and counters, full and on the CPU, by `<parameter's name>.<state's name>`.
+        """Return all moments and counters, full and on the CPU, by `<parameter's name>.<state's
+        name>`.
 
-        The result is the same with and without `in_backward`, and however parameters are sharded.
-        With shards it is a collective: every rank has to call it. Master weights are not part of
-        it: see `master_weights`.
+        The result is the same with and without `in_backward`, and for any sharding of the
+        parameters. With shards this is a collective operation: every rank has to call it. Master
+        weights are not included: see `master_weights`.
 
         Args:
             keep: False for a rank that only takes part in the collectives, and gets {}.
@@ -461,7 +466,7 @@ class Optimizer:
         return found
 
     def state_shards(self) -> dict[str, Tensor]:
-        """`state_tensors` on their devices, sharded like their parameters. For torch's own
+        """Return `state_tensors` on their devices, sharded like their parameters. For torch's
         optimizers these are views of the optimizer's memory."""
         return {
             f"{name}.{key}": value.detach()
@@ -470,8 +475,8 @@ class Optimizer:
         }
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """Make the state that the optimizer has after a step, and let a function write its values.
-        Only for optimizers whose `state_shards` are views of their memory, as torch's own are.
+        """Create the state that the optimizer has after a step, and let a function write its
+        values. Only for optimizers whose `state_shards` are views of their memory, as torch's are.
 
         Args:
             fill: function that writes into the given `state_shards`, which are zeros.
@@ -490,7 +495,7 @@ class Optimizer:
 
     @property
     def state_names(self) -> set[str]:
-        """The names of `state_tensors` from the first step on."""
+        """Return the names of `state_tensors` from the first step on."""
         return {f"{name}.{key}" for name, layout in self._layouts().items() for key in layout}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -498,7 +503,7 @@ class Optimizer:
         schedule sets them at every step.
 
         Raises:
-            CheckpointError: a tensor is missing, extra or of another shape or dtype (named).
+            CheckpointError: a tensor is missing, unexpected, or of another shape or dtype (named).
         """
         layouts = self._layouts()
         require_fitting_state(layouts, tensors)
@@ -529,10 +534,11 @@ class Optimizer:
 
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer reads `found_inf` on the GPU: our own, and torch's fused AdamW.
+    """Return True if an optimizer reads `found_inf` on the GPU: those of this package, and torch's
+    fused AdamW.
 
     torch's fused SGD reads it as well, but leaves its momentum without a value if its first update
-    does not take place. The other optimizers of torch, and the 8-bit ones, do not read it.
+    is skipped. torch's other optimizers and the 8-bit optimizers do not read it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
@@ -542,14 +548,14 @@ def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer that reads `found_inf` also divides gradients by its `grad_scale`."""
+    """Return True if an optimizer that reads `found_inf` also divides gradients by `grad_scale`."""
     # A hook, such as cautious weight decay's, reads the gradients before they are divided.
     is_torchs = isinstance(optimizer, torch.optim.AdamW)
     return is_torchs and not optimizer._optimizer_step_pre_hooks
 
 
 def _runs_ahead(tensor: Tensor) -> bool:
-    """True if the host starts operations on a tensor without waiting for their end."""
+    """Return True if the host starts operations on a tensor without waiting for them to end."""
     return tensor.is_cuda
 
 
@@ -561,14 +567,14 @@ def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, T
         tensors: saved tensors by `<parameter's name>.<state's name>`.
 
     Raises:
-        CheckpointError: a tensor is missing, extra or of another shape or dtype (named).
+        CheckpointError: a tensor is missing, unexpected, or of another shape or dtype (named).
     """
     expected = {
         f"{name}.{key}": entry for name, layout in layouts.items() for key, entry in layout.items()
     }
     if odd := sorted(expected.keys() ^ tensors.keys()):
         raise CheckpointError(
-            f"the saved optimizer state is not that of this model and optimizer: "
+            f"the saved optimizer state does not match this model and optimizer: "
             f"'{odd[0]}' is in only one of them"
         )
     for name, (shape, dtype) in expected.items():

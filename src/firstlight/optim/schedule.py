@@ -33,7 +33,7 @@ class Schedule:
         warmup_steps: steps over which the learning rate rises.
         decay_steps: step at which the learning rate reaches its minimum, counted from the run's
             first step.
-        min_lr_ratio: minimum of the learning rate as a share of the peak; 1 for a constant rate.
+        min_lr_ratio: minimum of the learning rate as a fraction of the peak; 1 for a constant rate.
         kind: curve after the warm-up.
         cooldown_steps: steps that the decay takes; 0 is all steps after the warm-up.
         decay_shape: curve of wsd's decay.
@@ -42,9 +42,8 @@ class Schedule:
         replaced: see `DecidedLength`.
         decay_starts_at_peak: True if the first step after `decay_begin` still has the peak, so that
             the minimum is reached one step later. Always so with `initial_scale`.
-        initial_scale: learning rate of the first step as a share of the peak. None: a warm-up whose
-            last step, not the step after it, is at the peak.
-    """
+        initial_scale: learning rate of the first step as a fraction of the peak. None is a warm-up
+            whose last step, not the step after it, is at the peak."""
 
     max_steps: int
     warmup_steps: int
@@ -60,21 +59,21 @@ class Schedule:
 
     @property
     def decay_begin(self) -> int:
-        """The number of steps before the learning rate begins to fall; `max_steps` if it never
-        does. With `initial_scale`, the step after them is at the peak, too."""
+        """Number of steps before the learning rate begins to fall; `max_steps` if it never does.
+        With `initial_scale`, the step after them is also at the peak."""
         if self.kind == "constant":
             return self.max_steps
         return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
 
     def in_words(self, peak: float) -> str:
-        """The course of the learning rate after its warm-up, as text for messages.
+        """Describe the course of the learning rate after its warm-up, as text for messages.
 
         Args:
             peak: the peak learning rate.
         """
         late = self._steps_late
         if self.kind == "constant":
-            # The last step of a warm-up is at the peak already, if it isn't late.
+            # Unless the curve is late, the last step of a warm-up is already at the peak.
             if self.warmup_steps + late <= self.max_steps:
                 return "then constant"
             return (
@@ -97,19 +96,19 @@ class Schedule:
 
     @property
     def _steps_late(self) -> int:
-        """1 if the curve after the warm-up is one step later than by default, else 0."""
+        """1 if the curve after the warm-up is one step later than by default, otherwise 0."""
         return int(self.decay_starts_at_peak or self.initial_scale is not None)
 
     def lr_scale(self, step: int) -> float:
-        """The share of the peak learning rate at `step` (0 is the first update).
+        """Return the fraction of the peak learning rate at `step` (0 is the first update).
 
         Warm-up: linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1. With
             initial_scale, linear from initial_scale at step 0 to 1 at step warmup_steps, and the
             rest of the curve is a step later, as in nanoGPT and transformers.
         Stable: 1 up to step decay_begin, and as long as `is_open`.
         Decay: a curve to min_lr_ratio at step decay_steps - 1, where it stays. The curve is half a
-            cosine (Loshchilov and Hutter 2017, without restarts), or linear, or of wsd (Hu et al.
-            2024) linear or 1-sqrt (Haegele et al. 2024). Where another number of steps replaced
+            cosine (Loshchilov and Hutter 2017, without restarts) or linear; for wsd (Hu et al.
+            2024) it is linear or 1-sqrt (Haegele et al. 2024). If another number of steps replaced
             the run's, the rest of the curve is stretched or compressed from there on. With
             decay_starts_at_peak, the whole curve is one step later.
 
@@ -162,47 +161,47 @@ class BatchSchedule:
 
     @property
     def in_words(self) -> str:
-        """The number of sequences of a step, as text for messages."""
+        """The number of sequences per step, as text for messages."""
         if not self.ramp_steps:
             return f"{self.size:,}"
         return f"{self.start:,} to {self.size:,} (from step {self.ramp_steps + 1:,} on)"
 
     def at(self, step: int) -> int:
-        """The number of sequences of `step` (0 is the first)."""
+        """Return the number of sequences of `step` (0 is the first)."""
         if step >= self.ramp_steps:
             return self.size
         rises = self.size // self.start - 1
         return self.start * (1 + rises * step // self.ramp_steps)
 
     def before(self, step: int) -> int:
-        """The number of sequences of all steps before `step`: the loader's position."""
+        """Return the number of sequences of all steps before `step`: the loader's position."""
         ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
-        # First step of each rise; every later step of the ramp has `start` sequences more.
+        # First step of each rise: from there on, steps of the ramp have `start` more sequences.
         begins = (-(-rise * self.ramp_steps // rises) for rise in range(1, rises))
         risen = sum(max(ramped - begin, 0) for begin in begins)
         return self.start * (ramped + risen) + self.size * (step - ramped)
 
     def steps_for(self, sequences: Fraction) -> int:
-        """The smallest number of steps that have at least this number of sequences."""
+        """Return the smallest number of steps that have at least this number of sequences."""
         whole = math.ceil(sequences)
         return bisect.bisect_left(range(-(-whole // self.start)), whole, key=self.before)
 
     def steps_within(self, sequences: Fraction) -> int:
-        """The largest number of steps that have at most this number of sequences."""
+        """Return the largest number of steps that have at most this number of sequences."""
         steps = self.steps_for(sequences)
         return steps - (self.before(steps) > sequences)
 
 
-#: Alternative keys, of which at most one may be given, and the question that they answer.
+#: Alternative keys, of which at most one may be set, and the setting that they determine.
 ALTERNATIVES = (
-    (("max_steps", "epochs"), "how long the run is"),
-    (("warmup_steps", "warmup_tokens", "warmup_ratio"), "how long the warm-up is"),
-    (("decay_steps", "decay_tokens"), "where the decay ends"),
-    (("decay_fraction", "cooldown_steps"), "how long the decay is"),
+    (("max_steps", "epochs"), "the length of the run"),
+    (("warmup_steps", "warmup_tokens", "warmup_ratio"), "the length of the warm-up"),
+    (("decay_steps", "decay_tokens"), "the end of the decay"),
+    (("decay_fraction", "cooldown_steps"), "the length of the decay"),
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
 )
 
-#: Keys that are valid for some kinds only -> those kinds.
+#: Keys that are valid only for some kinds -> those kinds.
 _KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "decay_steps": ("cosine", "linear", "wsd"),
     "decay_tokens": ("cosine", "linear", "wsd"),
@@ -214,14 +213,14 @@ _KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "min_learning_rate": ("cosine", "linear", "wsd", "inverse_sqrt"),
 }
 
-#: `kind` -> `min_lr_ratio` where no minimum is given; other kinds have the field's default.
+#: `kind` -> `min_lr_ratio` if no minimum is set; other kinds have the field's default.
 _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0, "constant": None}
 
-#: `decay_fraction` where the length of wsd's decay is not given.
+#: `decay_fraction` if the length of wsd's decay is not set.
 _DECAY_FRACTION = 0.2
 
-#: Share of the steps of a run in minutes that is left when the number of steps is decided, for
-#: kinds whose learning rate does not depend on it.
+#: Fraction of the steps of a run in minutes that is left when the number of steps is decided, for
+#: kinds whose learning rate does not depend on that number.
 _LAST_FRACTION = 0.02
 
 
@@ -234,51 +233,51 @@ class ScheduleConfig(Section):
     "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step) for any length of run."""
     max_steps: int | None = Field(None, ge=0)
     """optimizer steps of the run; null is one epoch of the training split, 0 evaluates and saves
-    the model as it is."""
+    the model unchanged."""
     epochs: float | None = Field(None, gt=0)
     """passes over the training split, fractions included, instead of max_steps."""
     max_minutes: float | None = Field(None, gt=0)
-    """minutes that the training loop takes, evaluations and saves included. The number of steps is
+    """minutes that the training loop takes, including evaluations and saves. The number of steps is
     decided during the run from the measured time of its steps (wsd: when the decay has to begin;
-    cosine and linear: after the warm-up), and corrected where the speed has changed after that.
-    max_steps or epochs, if given too, are upper limits."""
+    cosine and linear: after the warm-up), and corrected if the speed changes after that. max_steps
+    or epochs, if also set, are upper limits."""
     warmup_steps: int | None = Field(None, ge=0)
-    """steps over which the learning rate rises; null is a twentieth of decay_steps."""
+    """steps over which the learning rate rises; null is 5 % of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
-    """tokens over which the learning rate rises, instead of warmup_steps: the whole steps that they
-    fill, so that 375,000,000 tokens in steps of 524,288 are 715 steps."""
+    """tokens over which the learning rate rises, instead of warmup_steps, rounded down to full
+    steps: 375,000,000 tokens in steps of 524,288 are 715 steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """share of the run's steps over which the learning rate rises, instead of warmup_steps; with
-    max_minutes, a share of the number of steps that is predicted at the start."""
+    """fraction of the run's steps over which the learning rate rises, instead of warmup_steps; with
+    max_minutes, a fraction of the number of steps that is predicted at the start."""
     initial_learning_rate: float | None = Field(None, ge=0)
-    """learning rate of the first step as a value: the rate rises from it by equal amounts to
-    optimizer.learning_rate at the step after the warm-up, and falls to its minimum at the step
-    after decay_steps, as in nanoGPT and transformers; other peaks, such as muon_learning_rate,
-    begin at the same share. null begins at the peak / warmup_steps, so that the last step of the
-    warm-up has the peak, and the last step of the decay the minimum."""
+    """learning rate of the first step: the rate rises linearly from it to optimizer.learning_rate
+    at the step after the warm-up, and falls to its minimum at the step after decay_steps, as in
+    nanoGPT and transformers; other peaks, such as muon_learning_rate, start at the same fraction.
+    null starts at the peak / warmup_steps, so that the last step of the warm-up has the peak, and
+    the last step of the decay the minimum."""
     decay_steps: int | None = Field(None, gt=0)
     """step at which the learning rate reaches its minimum, where it stays, counted from the run's
     first step; null is the last step of the run."""
     decay_tokens: int | None = Field(None, gt=0)
     """tokens by which the learning rate reaches its minimum, counted from the run's first token,
-    instead of decay_steps: the whole steps that they fill."""
+    instead of decay_steps; rounded down to full steps."""
     decay_starts_at_peak: bool | None = None
-    """true lets the first step of the decay have the peak and ends the decay one step short of the
+    """true gives the first step of the decay the peak and ends the decay one step short of the
     minimum, like the cosine of nanoGPT, build-nanogpt and transformers; null and false begin the
     decay below the peak and reach the minimum with its last step."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
-    """share of the run's steps that wsd's decay takes; null is 0.2."""
+    """fraction of the run's steps that wsd's decay takes; null is 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)
     """steps that wsd's decay takes, instead of decay_fraction."""
     decay_shape: DecayShape | None = None
     """curve of wsd's decay: "linear", or "1-sqrt" (1 - sqrt(progress), which falls faster at
     first); null is "linear"."""
     min_lr_ratio: float | None = Field(0.1, ge=0, le=1)
-    """minimum of the learning rate as a share of the peak. Where neither min_lr_ratio nor
-    min_learning_rate is given, it is 0 with kind wsd or inverse_sqrt, and else 0.1."""
+    """minimum of the learning rate as a fraction of the peak. If neither min_lr_ratio nor
+    min_learning_rate is set, it is 0 with kind wsd or inverse_sqrt, otherwise 0.1."""
     min_learning_rate: float | None = Field(None, ge=0)
-    """minimum of optimizer.learning_rate as a value, instead of min_lr_ratio; other peaks, such as
-    muon_learning_rate, fall by the same factor."""
+    """minimum of optimizer.learning_rate as an absolute value, instead of min_lr_ratio; other
+    peaks, such as muon_learning_rate, fall by the same factor."""
     resume: bool = False
     """true continues the schedule of --init-from at the step of its checkpoint, with the state of
     its optimizer, on any data; false begins a new schedule at step 0."""
@@ -286,8 +285,8 @@ class ScheduleConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_minimum(cls, values: Any) -> Any:
-        """The section's values with a default of `min_lr_ratio`: None if `min_learning_rate` is
-        given, else that of the kind. A `min_lr_ratio` of null counts as not given."""
+        """Return the section's values with a default of `min_lr_ratio`: None if `min_learning_rate`
+        is set, otherwise the kind's. A `min_lr_ratio` of null counts as unset."""
         if not isinstance(values, Mapping):
             return values
         if values.get("min_learning_rate") is not None:
@@ -306,7 +305,7 @@ class ScheduleConfig(Section):
             given = [key for key in keys if getattr(self, key) is not None]
             if len(given) > 1:
                 raise ValueError(
-                    f"{' and '.join(given)} both say {question}: keep one, and set the other to "
+                    f"{' and '.join(given)} both set {question}: keep one, and set the other to "
                     "null"
                 )
         if self.max_minutes is not None:
@@ -314,35 +313,35 @@ class ScheduleConfig(Section):
         for key, kinds in _KINDS_OF_KEYS.items():
             if getattr(self, key) is not None and self.kind not in kinds:
                 raise ValueError(
-                    f"{key} is for kind {' or '.join(kinds)}, not {self.kind}: set it to null, or "
-                    "take another kind"
+                    f"{key} applies only to kind {' or '.join(kinds)}, not {self.kind}: set it to "
+                    "null, or choose another kind"
                 )
         return self
 
     def _require_open_length(self) -> None:
         if self.max_steps == 0:
             raise ValueError(
-                "max_steps 0 makes no step, and max_minutes is for steps: set max_minutes to null"
+                "max_steps 0 runs no steps, so max_minutes has no effect: set max_minutes to null"
             )
         for key in ("decay_steps", "decay_tokens"):
             if getattr(self, key) is not None:
                 raise ValueError(
-                    f"{key} is for a run of known length, and max_minutes leaves the number of "
-                    f"steps open: set {key} to null"
+                    f"{key} requires a known number of steps, which max_minutes leaves open: set "
+                    f"{key} to null"
                 )
         if self.resume:
             raise ValueError(
-                "resume goes on in a schedule whose length is known in steps: set max_steps, and "
+                "resume requires a schedule whose length is known in steps: set max_steps, and "
                 "max_minutes to null"
             )
         shares = (self.warmup_ratio or 0.0) + (self.decay_fraction or 0.0)
         if shares > 1:
             raise ValueError(
-                f"warmup_ratio and decay_fraction are {shares:g} of the run together: lower one"
+                f"warmup_ratio and decay_fraction together are {shares:g} of the run: lower one"
             )
 
     def decides_length(self, step: int, warmup_steps: int, steps_left: int) -> bool:
-        """True if the number of steps of a run in minutes has to be decided now, because the
+        """Return True if the number of steps of a run in minutes has to be decided now, because the
         learning rate of the next step depends on it or the run is about to end.
 
         Args:
@@ -360,14 +359,14 @@ class ScheduleConfig(Section):
         return steps_left <= math.ceil(Fraction(str(share)) * (step + steps_left))
 
     def minimum_scale(self, learning_rate: float) -> float:
-        """The minimum of the learning rate as a share of the peak `learning_rate`."""
+        """Return the minimum of the learning rate as a fraction of the peak `learning_rate`."""
         if self.min_learning_rate is not None:
             return self.min_learning_rate / learning_rate
         return 1.0 if self.min_lr_ratio is None else self.min_lr_ratio
 
     def initial_scale(self, learning_rate: float) -> float | None:
-        """The learning rate of the first step as a share of the peak `learning_rate`; None without
-        `initial_learning_rate`."""
+        """Return the learning rate of the first step as a fraction of the peak `learning_rate`;
+        None without `initial_learning_rate`."""
         initial = self.initial_learning_rate
         return None if initial is None else initial / learning_rate
 
@@ -392,8 +391,8 @@ class DecidedLength(PredictedLength):
         decided_at: number of steps that were done when `max_steps` was decided; the learning rates
             of these steps do not depend on it.
         replaced: the earlier numbers of steps, if measured steps have corrected `max_steps`: pairs
-            (number of steps, steps that were done when another number replaced it). The learning
-            rates of these steps do not depend on the later number.
+            (number of steps, steps done when another number replaced it). The learning rates of
+            these steps do not depend on the later number.
     """
 
     max_steps: int
@@ -402,7 +401,7 @@ class DecidedLength(PredictedLength):
 
 
 def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule) -> int | None:
-    """The number of steps of a run by `max_steps` or `epochs`; None where neither is given.
+    """Return the number of steps of a run set by `max_steps` or `epochs`; None if neither is set.
 
     Args:
         config: the recipe's section.
@@ -411,7 +410,7 @@ def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule
     """
     if config.epochs is None:
         return config.max_steps
-    # The decimal number as written: 1.1 epochs of 100 rows are 110 rows, and 111 as a float.
+    # The decimal number as written: 1.1 epochs of 100 rows are 110 rows, but 111 with a float.
     return batch.steps_for(Fraction(str(config.epochs)) * rows_per_epoch)
 
 
@@ -423,7 +422,7 @@ def resolve_schedule(
     seq_len: int,
     length: PredictedLength | None = None,
 ) -> Schedule:
-    """The schedule of a run.
+    """Return the schedule of a run.
 
     Args:
         config: the recipe's section.
@@ -476,7 +475,7 @@ def resolve_schedule(
 
 
 def _schedule(config: ScheduleConfig, learning_rate: float, **lengths: Any) -> Schedule:
-    """The schedule with these lengths and the curve of the recipe's section."""
+    """Return the schedule with these lengths and the curve of the recipe's section."""
     return Schedule(
         min_lr_ratio=config.minimum_scale(learning_rate),
         kind=config.kind,
@@ -494,8 +493,8 @@ def _schedule_in_minutes(
     seq_len: int,
     length: PredictedLength,
 ) -> Schedule:
-    """The schedule of a run whose length is given in minutes."""
-    # Even after the decision, by which the warm-up has begun: its length must not change.
+    """Return the schedule of a run whose length is set in minutes."""
+    # Used even after the decision, since the warm-up has begun with it and must not change.
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True
@@ -531,20 +530,20 @@ def _warmup_steps(
         steps = decay_steps // 20 if config.warmup_steps is None else config.warmup_steps
     if config.initial_learning_rate is not None and steps == 0:
         raise ConfigError(
-            "schedule.initial_learning_rate begins a warm-up, and this run's warm-up has 0 steps: "
+            "schedule.initial_learning_rate begins a warm-up, but this run's warm-up has 0 steps: "
             "set schedule.warmup_steps, or initial_learning_rate to null"
         )
     return steps
 
 
 def _cooldown_steps(config: ScheduleConfig, max_steps: int, warmup_steps: int) -> int:
-    """The number of steps of wsd's decay after `warmup_steps`; 0 for other kinds."""
+    """Return the number of steps of wsd's decay after `warmup_steps`; 0 for other kinds."""
     if config.kind != "wsd":
         return 0
     if config.cooldown_steps:
         return config.cooldown_steps
     share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
     steps = math.ceil(share * max_steps)
-    # Two shares of few steps are both rounded up, and then more than all steps.
+    # In a short run, both fractions are rounded up and together may exceed all steps.
     fits = share + Fraction(str(config.warmup_ratio or 1)) <= 1
     return min(steps, max_steps - warmup_steps) if fits else steps

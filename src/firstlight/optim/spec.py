@@ -1,5 +1,5 @@
-"""What the optimizers share: the description of one optimizer, base classes, and cautious weight
-decay.
+"""Code that the optimizers share: the description of one optimizer, base classes, and cautious
+weight decay.
 
 `config.py` has the table of all optimizers.
 """
@@ -25,51 +25,51 @@ Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-#: torch's parameter groups, as `config.parameter_groups` makes them.
+#: torch's parameter groups, as `config.parameter_groups` creates them.
 Groups = list[dict[str, Any]]
 
 
 class OptimizerKeys(Section):
     """Keys of the `optimizer` section that every optimizer reads: the base of the classes with the
-    keys of one optimizer."""
+    keys of a single optimizer."""
 
     name: str = "adamw"
     implementation: Implementation = "auto"
-    """implementation of AdamW (also the one beside Muon) and SGD in torch: "fused", one kernel that
+    """implementation of AdamW (including Muon's AdamW) and SGD in torch: "fused", one kernel that
     reads and writes each value once (an update is bound by memory, not arithmetic); "foreach", one
     kernel for each operation over all parameters, with temporary copies as large as the parameters;
     "for-loop", parameter by parameter, the least memory without fused kernels and the slowest on
-    GPUs. "auto" is fused where the device has it, else foreach. For Adafactor and Lion, which have
-    no fused kernel, it is for-loop, since foreach costs the memory that they save; on a GPU, small
-    parameters of up to 8 million values are still updated together. Muon itself updates small
-    matrices of one size together with "foreach" and "fused", and with "auto" on a GPU. All give the
-    same numbers up to rounding."""
+    GPUs. "auto" is fused if the device supports it, otherwise foreach. For Adafactor and Lion,
+    which have no fused kernel, it is for-loop, since foreach costs the memory that they save; on a
+    GPU, small parameters of up to 8 million values are still updated together. Muon itself updates
+    small matrices of one size together with "foreach" and "fused", and with "auto" on a GPU. All
+    give the same numbers up to rounding."""
     learning_rate: float = Field(1e-3, gt=0)
     """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
-    `head_lr_multiple` and `vector_lr_multiple` give some of them a multiple of it."""
+    `head_lr_multiple` and `vector_lr_multiple` set multiples of it for some of them."""
 
 
 def momentum_layout(parameter: Tensor, *_: Any) -> Layout:
-    """State of SGD and plain Muon: one moment of the parameter's shape and dtype."""
+    """Return the state of SGD and plain Muon: one moment of the parameter's shape and dtype."""
     return {"momentum_buffer": (tuple(parameter.shape), parameter.dtype)}
 
 
 def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
-    """True if a tensor of a parameter's state is sharded where the parameter is.
+    """Return True if a tensor of a parameter's state is sharded where the parameter is.
 
     Args:
         parameter: the parameter.
         key: name of the tensor in the state's layout.
         shape: shape of the full tensor.
     """
-    # NorMuon's second moment is whole on every process. The shape alone does not tell: for a matrix
-    # [F, 1], such as LoRA's B of rank 1, the second moment has the shape of the parameter.
+    # NorMuon's second moment is complete on every process. The shape alone does not show this: for
+    # a matrix [F, 1], such as LoRA's B of rank 1, the second moment has the shape of the parameter.
     return key != "second_moment" and tuple(shape) == tuple(parameter.shape)
 
 
 def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: float) -> None:
-    """`average.lerp_(value, weight)`, which leaves every bit of `average` as it is if `skips`, bool
-    [], is true, even where `value` is not finite. None updates."""
+    """Run `average.lerp_(value, weight)`, but leave every bit of `average` unchanged if `skips`,
+    bool [], is true, even if `value` is not finite. None always updates."""
     if skips is None:
         average.lerp_(value, weight)
     else:
@@ -77,15 +77,15 @@ def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: fl
 
 
 def factor_unless(skips: Tensor | None, factor: float) -> float | Tensor:
-    """`factor`, or fp32 [] that is 1 if `skips`, bool [], is true."""
+    """Return `factor`, or fp32 [] that is 1 if `skips`, bool [], is true."""
     return factor if skips is None else torch.where(skips, 1.0, factor)
 
 
 def decay_cautiously(
     parameter: Tensor, direction: Tensor, amount: float, skips: Tensor | None = None
 ) -> None:
-    """Apply weight decay to the numbers that the update moves towards zero too, and to no others
-    (cautious weight decay; Chen et al. 2025, arXiv 2510.12402).
+    """Apply weight decay only to the numbers that the update also moves towards zero (cautious
+    weight decay; Chen et al. 2025, arXiv 2510.12402).
 
         x = x - amount x   where direction x >= 0
 
@@ -103,20 +103,20 @@ def decay_cautiously(
         parameter.mul_(1 - amount * decays)
 
 
-#: Greatest number of values of parameters that are updated together on a GPU, with temporary copies
+#: Maximum number of values of parameters that are updated together on a GPU, with temporary copies
 #: of up to 32 MiB. The update of a larger parameter keeps a GPU busy by itself.
 LIST_VALUES = 1 << 23
 
 
 def list_values(parameter: Tensor) -> int:
-    """`most_values` of `in_lists`: on a GPU, launching the update of a small parameter takes longer
-    than computing it; elsewhere, parameters are updated one by one."""
+    """Return `most_values` for `in_lists`: on a GPU, launching the update of a small parameter
+    takes longer than computing it; on other devices, parameters are updated one by one."""
     return LIST_VALUES if parameter.is_cuda else 0
 
 
 def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]:
-    """The parameters in lists, in their order. A list with more than one parameter has at most
-    `most_values` values."""
+    """Yield the parameters in lists, in their order. A list with more than one parameter has at
+    most `most_values` values."""
     found: list[_P] = []
     values = 0
     for parameter in parameters:
@@ -144,7 +144,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
     @property
     def skips(self) -> Tensor | None:
         """Bool [] on the parameters' device, true if `found_inf` is 1: the update then leaves all
-        parameters and moments as they are, but raises counters on the host. None updates."""
+        parameters and moments unchanged, but increases counters on the host. None updates."""
         return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
@@ -162,14 +162,14 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
 
 def takes_all(name: str, parameter: Tensor) -> bool:
-    """True for every parameter: the default of `OptimizerSpec.takes`."""
+    """Return True for every parameter: the default of `OptimizerSpec.takes`."""
     return True
 
 
 def rebuild_tensors(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Copies of a parameter's state on the devices where torch's own optimizers keep it (default of
+    """Copy a parameter's state to the devices where torch's optimizers keep it (default of
     `OptimizerSpec.rebuild`)."""
     fused = bool(optimizer.defaults.get("fused"))
     # A fused kernel reads the step counter on the parameter's device. Other optimizers read it in
@@ -182,25 +182,27 @@ def rebuild_tensors(
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer: how it is made, the layout of its state, and its limits.
+    """One optimizer: how it is created, the layout of its state, and its limits.
 
-    Functions get the recipe's section, an `OptimizerConfig`, which this module can't import.
+    Functions receive the recipe's section, an `OptimizerConfig`, which this module can't import.
 
     Attributes:
-        make: makes the torch optimizer from parameter groups (at least one) and the section.
-        layout: gives the layout of a parameter's state after a step, from the parameter, the
-            section, and the parameter's torch group. It needs no state, so that memory and disk
-            space are known before the first step.
+        make: function that creates the torch optimizer from parameter groups (at least one) and the
+            section.
+        layout: function that returns the layout of a parameter's state after a step, from the
+            parameter, the section, and the parameter's torch group. It needs no state, so that
+            memory and disk space are known before the first step.
         elementwise: True if each number is updated from its own gradient and state alone; a process
             can then update its shard of a parameter without the others.
         gathers: True if the optimizer updates DTensors, and gathers the data of other processes
             that the update needs.
         implementations: possible values of `optimizer.implementation`.
         options: keys of the section that this optimizer supports and some others do not.
-        takes: tells by a parameter's name and shape if this optimizer updates it; AdamW updates the
-            rest.
-        flatten: gives a parameter's state as plain tensors, which may share memory with the state.
-        rebuild: makes a parameter's state from such tensors, which are copied.
+        takes: function that returns, from a parameter's name and shape, whether this optimizer
+            updates it; AdamW updates the rest.
+        flatten: function that returns a parameter's state as plain tensors, which may share memory
+            with the state.
+        rebuild: function that creates a parameter's state from such tensors, which are copied.
     """
 
     make: Callable[[Groups, Any], torch.optim.Optimizer]

@@ -45,14 +45,14 @@ _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed for this kind of device, without its messages, which it writes to stdout.
+    """Import DeepSpeed for this kind of device, without the messages that it writes to stdout.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
         ConfigError: DeepSpeed was imported for another kind of device.
     """
     if device.type == "cpu":
-        # DeepSpeed would select a GPU if the machine has one, and selects only once in a process.
+        # DeepSpeed would select a GPU if the machine has one, and selects only once per process.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with _quiet():
@@ -65,8 +65,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     found = get_accelerator().device_name()
     if not str(device).startswith(str(found)):
         raise ConfigError(
-            f"run.device is {device}, and DeepSpeed was set up for {found} (DS_ACCELERATOR): start "
-            "a process of its own for each kind of device, without that variable"
+            f"run.device is {device}, but DeepSpeed was set up for {found} (DS_ACCELERATOR): start "
+            "a separate process for each kind of device, without that variable"
         )
     deepspeed.utils.logger.setLevel("WARNING")
     # Newer versions of torch renamed these functions, and DeepSpeed still uses the old names.
@@ -81,7 +81,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context in which stdout goes to stderr, and warnings about DeepSpeed's code are hidden."""
+    """Context in which stdout goes to stderr, and warnings about DeepSpeed's code are hidden."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -91,16 +91,16 @@ class ZeroModel:
     """A model distributed over the processes of a run by DeepSpeed.
 
     Args:
-        model: the model on this process' device, with fp32 parameters that are equal on all
-            processes. It is changed in place. Its outputs stay the same, but from then on all
-            processes have to call it together.
+        model: the model on this process's device, with fp32 parameters that are equal on all
+            processes. It is changed in place. Its outputs stay the same, but all processes have to
+            call it together.
         optimizer: an elementwise optimizer of torch for all of the model's parameters.
         config: the recipe's `distributed` section.
-        device: this process' device.
+        device: this process's device.
         precision: the recipe's `efficiency.precision`. With "bf16" and "fp16", matrix products have
             this dtype; gradients and parameters are exchanged in fp32.
         max_grad_norm: L2 norm to which larger gradients are scaled down; 0 switches clipping off.
-        local_rank: this process' number on its machine.
+        local_rank: this process's number on its machine.
 
     Attributes:
         engine: DeepSpeed's engine.
@@ -159,26 +159,26 @@ class ZeroModel:
             weakref.finalize(self.engine, shutil.rmtree, folder, ignore_errors=True)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
-        """The model's forward pass; shapes as in `LanguageModel.forward`."""
+        """Run the model's forward pass; shapes as in `LanguageModel.forward`."""
         # Autocast is inside the model (`_cast_inside`), because DeepSpeed switches it off outside.
         with torch.autocast(self.device.type, enabled=False):
             output: Tensor = self.engine(*inputs)
         return output
 
     def set_last(self, last: bool) -> None:
-        """Tell DeepSpeed whether the next forward and backward pass are the last of a step."""
+        """Tell DeepSpeed whether the next forward and backward pass is the last of a step."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass from this process' loss, a scalar []. The gradients are averaged
+        """Run the backward pass from this process's loss, a scalar []. The gradients are averaged
         over the processes."""
         self.engine.backward(loss, scale_wrt_gas=False)
 
     @contextlib.contextmanager
     def whole_parameters(self, *, changed: bool = False) -> Iterator[None]:
-        """A context in which parameters sharded by stage 3 are replaced by whole parameters on the
-        CPU of every process, to be read or written, not to compute with. Parameters of stages 1 and
-        2 are whole anyway. All processes have to call it.
+        """Context in which parameters sharded by stage 3 are replaced by full parameters on the CPU
+        of every process, for reading and writing, not for computing. Parameters of stages 1 and 2
+        are always full. All processes have to call it.
 
         Args:
             changed: True copies values written inside back to the sharded parameters; they must be
@@ -223,7 +223,7 @@ class ZeroModel:
 def zero_settings(
     config: DistributedConfig, sizes: Sequence[int], *, on_cpu: bool
 ) -> dict[str, Any]:
-    """The settings of DeepSpeed's `zero_optimization` that its memory depends on.
+    """Return the settings of DeepSpeed's `zero_optimization` on which its memory depends.
 
     Args:
         config: the recipe's `distributed` section.
@@ -253,7 +253,7 @@ def _initialized(
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
 ) -> Any:
-    """DeepSpeed's engine around a model.
+    """Return DeepSpeed's engine around a model.
 
     Raises:
         ConfigError: DeepSpeed raised an error, whose text is in the message. Out-of-memory errors
@@ -269,7 +269,7 @@ def _initialized(
             raise
         said = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} refuses to set this run up ({said}): change what "
+            f"DeepSpeed {deepspeed.__version__} can't set up this run ({said}): change what "
             "it names, or set distributed.engine to ddp or fsdp"
         ) from error
     return engine
@@ -286,7 +286,7 @@ def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def set_shard(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-    """Set this process' shard of a parameter's fp32 copy or optimizer state from a full tensor, in
+    """Set this process's shard of a parameter's fp32 copy or optimizer state from a full tensor, in
     ZeRO stage 3.
 
     Args:
@@ -334,8 +334,8 @@ def _forget_closed_group() -> None:
 
 
 def _cast_inside(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """Wrap the model's forward function in autocast: DeepSpeed switches off autocast that is
-    around its engine."""
+    """Wrap the model's forward function in autocast, because DeepSpeed switches off autocast
+    outside its engine."""
     plain: Callable[..., Tensor] = model.forward
 
     @functools.wraps(plain)
@@ -369,8 +369,8 @@ def require_asynchronous_io(local_rank: int) -> None:
     """Compile DeepSpeed's library for offloading into files, unless an earlier run has compiled it:
     this takes minutes, once on each machine. All processes have to call it.
 
-    Args:
-        local_rank: this process' number on its machine.
+        local_rank: this process's number on its machine.
+        local_rank: this process's number on its machine.
 
     Raises:
         ConfigError: libaio or a C++ compiler is missing, or the library can't be compiled.
@@ -386,9 +386,9 @@ def require_asynchronous_io(local_rank: int) -> None:
             "g++): install them, or set distributed.offload to cpu"
         )
     if local_rank == 0:
-        _tell_of_lock(builder.name)
+        _report_lock(builder.name)
         _load(builder)
-    # The others wait: a process that loads the library during the build would find half of it.
+    # The others wait: a process that loads the library during the build would get a partial file.
     barrier()
     _load(builder)
 
@@ -404,9 +404,9 @@ def _load(builder: Any) -> None:
         ) from error
 
 
-def _tell_of_lock(name: str) -> None:
+def _report_lock(name: str) -> None:
     """Print a message if there is a lock file, which a killed build leaves behind: torch would wait
-    for its end silently and forever."""
+    silently and forever for it to disappear."""
     from torch.utils.cpp_extension import _get_build_directory
 
     lock = Path(_get_build_directory(name, verbose=False)) / "lock"
@@ -418,8 +418,8 @@ def _tell_of_lock(name: str) -> None:
 
 
 def _new_swap_folder(config: DistributedConfig) -> Path:
-    """Make a folder for this run's offloaded tensors, of the same name on all machines; each
-    process makes its own files in it."""
+    """Create a folder for this run's offloaded tensors, with the same name on all machines; each
+    process creates its own files in it."""
     assert config.nvme_path is not None
     token = broadcast_object(secrets.token_hex(4))
     folder = Path(config.nvme_path).expanduser() / f"firstlight-swap-{token}"
@@ -434,13 +434,13 @@ _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 class DeepSpeedEngine(Engine):
-    """Shards the model by DeepSpeed's ZeRO; also for a run with one process, which can offload."""
+    """Shards the model by DeepSpeed's ZeRO; supports runs with one process, which can offload."""
 
     name = "deepspeed"
     shards_state = True
     updates_itself = True
     averages_gradients = True
-    # Gradients of the broken pass may already be in DeepSpeed's buffers.
+    # Gradients of the failed pass may already be in DeepSpeed's buffers.
     can_repeat_step = False
     _zero: ZeroModel
 
@@ -448,11 +448,11 @@ class DeepSpeedEngine(Engine):
     def session(self) -> Iterator[None]:
         """See `Engine.session`.
 
-        Inside the context, the environment variable LOCAL_RANK is the index of this process'
+        Inside the context, the environment variable LOCAL_RANK is the index of this process's
         device, because DeepSpeed reads the index from there. Only torchrun and similar launchers
         set LOCAL_RANK; and if a launcher makes only one GPU visible to each process, the local rank
-        is not the index of that GPU. DeepSpeed refuses a LOCAL_RANK that differs from Open MPI's
-        variable, so Open MPI's variable is set, too.
+        is not the index of that GPU. DeepSpeed rejects a LOCAL_RANK that differs from Open MPI's
+        variable, so Open MPI's variable is also set.
         """
         world, device = self.world, self.device
         index = (device.index or 0) if device.type == "cuda" else world.local_rank
@@ -461,7 +461,7 @@ class DeepSpeedEngine(Engine):
             names.append(_OPEN_MPI_LOCAL_RANK)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(names, str(index)))
-        # Stage 3 replaces torch's function by its own, which models without DeepSpeed can't use.
+        # Stage 3 replaces torch's function with its own, which models without DeepSpeed can't use.
         linear = torch.nn.functional.linear
         try:
             with group_of_one(device) if world.size == 1 else contextlib.nullcontext():
@@ -516,7 +516,7 @@ class ZeroOptimizer(Optimizer):
         model: see `ZeroModel`.
         config: the recipe's `optimizer` section, with an elementwise optimizer of torch.
         sharing: the recipe's `distributed` section.
-        device: this process' device.
+        device: this process's device.
         precision, local_rank: see `ZeroModel`.
 
     Attributes:
@@ -538,7 +538,7 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         self._expected: dict[str, Layout] = {}
         super().__init__(model, config)
-        self.reads_found_inf = False  # DeepSpeed's update does not
+        self.reads_found_inf = False  # DeepSpeed's update does not read it
         self._expected = self._layouts()
         ((self._spec, self._torch),) = self._parts
         self._has_state, self._grad_scale = False, 1.0
@@ -565,7 +565,7 @@ class ZeroOptimizer(Optimizer):
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """The gradients' L2 norm divided by `grad_scale`, a scalar [] in fp32; infinity if a
+        """Return the gradients' L2 norm divided by `grad_scale`, a scalar [] in fp32; infinity if a
         gradient is not finite. `step` divides and clips the gradients."""
         self._grad_scale = grad_scale
         from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -583,15 +583,15 @@ class ZeroOptimizer(Optimizer):
     def step(self, found_inf: Tensor | None = None) -> None:
         """Divide the gradients by the `grad_scale` of `clip_gradients`, clip them to
         `max_grad_norm`, and update the parameters. `found_inf` is not read."""
-        # The loss was scaled before the backward pass without DeepSpeed's knowledge: with this
-        # value DeepSpeed divides the gradients by the scale in its update.
+        # The loss was scaled before the backward pass without DeepSpeed's knowledge. With this
+        # value, DeepSpeed divides the gradients by the scale in its update.
         self._inner.loss_scale = self._grad_scale
         self.zero.engine.step()
         self._inner.loss_scale = 1.0
         self._has_state = True
 
     def zero_grad(self) -> None:
-        """Drop the gradients, by the same steps as DeepSpeed after an fp16 overflow."""
+        """Drop the gradients, with the same steps as DeepSpeed after an fp16 overflow."""
         inner = self._inner
         # DeepSpeed's zero_grad leaves ZeRO's own copies of the gradients in buffers and
         # dictionaries. The other lines of this method drop these.
@@ -616,8 +616,8 @@ class ZeroOptimizer(Optimizer):
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model's parameters are whole for reading, and with `changed` also
-        for writing; see `ZeroModel.whole_parameters`."""
+        """Context in which the model's parameters are full for reading, and with `changed` also for
+        writing; see `ZeroModel.whole_parameters`."""
         return self.zero.whole_parameters(changed=changed)
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
@@ -643,8 +643,8 @@ class ZeroOptimizer(Optimizer):
         return found
 
     def state_shards(self) -> dict[str, Tensor]:
-        """An empty dict: DeepSpeed keeps the state of many parameters in one flat tensor, without
-        their names."""
+        """Return an empty dict: DeepSpeed keeps the state of many parameters in one flat tensor,
+        without their names."""
         return {}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -659,8 +659,8 @@ class ZeroOptimizer(Optimizer):
         self._has_state = True
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """See `Optimizer.fill_state`. `fill` gets whole tensors on the CPU, on every process; all
-        processes have to call it."""
+        """See `Optimizer.fill_state`. `fill` receives full tensors on the CPU, on every process;
+        all processes have to call it."""
         tensors = {
             f"{name}.{key}": torch.zeros(shape, dtype=dtype)
             for name, layout in self._expected.items()
@@ -670,26 +670,26 @@ class ZeroOptimizer(Optimizer):
         self.load_state_tensors(tensors)
 
     def _layouts(self) -> dict[str, Layout]:
-        # Parameters sharded by stage 3 have shape [0]: the layouts are those from before.
+        # Parameters sharded by stage 3 have shape [0], so the earlier layouts are used.
         return self._expected or super()._layouts()
 
     def _steps(self) -> Tensor:
-        """The step counter of torch's optimizer, which is the same for all parameters."""
+        """Return the step counter of torch's optimizer, which is the same for all parameters."""
         states = self._torch.state.values()
         steps: Tensor = next(state["step"] for state in states if "step" in state)
         return steps
 
     def _flat(self) -> list[Tensor]:
-        """The 1-D tensors that torch's optimizer updates: each holds the shards of many parameters,
-        one after the other."""
+        """Return the 1-D tensors that torch's optimizer updates: each holds the shards of many
+        parameters, one after the other."""
         inner = self._inner
         if self.zero.stage == 3:
             return list(inner.fp32_partitioned_groups_flat)
         return list(inner.single_partition_of_fp32_groups)
 
     def _make_state(self, steps: Tensor | None) -> None:
-        """Create the optimizer state of `steps` completed steps (a scalar tensor), with moments of
-        zero."""
+        """Create the optimizer state after `steps` completed steps (a scalar tensor), with moments
+        of zero."""
         keys = {key for layout in self._expected.values() for key in layout}
         for number, flat in enumerate(self._flat()):
             with self._at_hand(number):
@@ -702,16 +702,16 @@ class ZeroOptimizer(Optimizer):
         self._link_state()
 
     def _link_state(self) -> None:
-        """Link parameters to their state again, in stages 1 and 2: DeepSpeed links them when only
-        the first group of parameters has been updated, and the others have no state yet."""
+        """Link parameters to their state again, in stages 1 and 2: DeepSpeed links them after
+        updating only the first group of parameters, when the others have no state yet."""
         if self.zero.stage < 3:
             self._inner._hp_optimizer_states_linked = False
             self._inner._lazy_init_hp_params_optimizer_state()
 
     @contextlib.contextmanager
     def _at_hand(self, number: int) -> Iterator[None]:
-        """A context that loads a group's state from its files (offload nvme) into memory, and
-        writes it back at the end."""
+        """Context that loads a group's state from its files (offload nvme) into memory, and writes
+        it back at the end."""
         inner = self._inner
         in_files = self.zero.stage == 3 and inner._swappable_optimizer_subgroup(number)
         if in_files:
@@ -721,7 +721,7 @@ class ZeroOptimizer(Optimizer):
             inner._optimizer_states_and_gradient_swap_out(number)
 
     def _set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        """Set a parameter's state from a whole tensor, the same on all processes."""
+        """Set a parameter's state from a full tensor, the same on all processes."""
         if self.zero.stage == 3:
             set_shard(parameter, value, key)
         else:

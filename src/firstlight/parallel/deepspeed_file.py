@@ -1,5 +1,5 @@
-"""Reads an existing DeepSpeed configuration file given by the user: some of its keys become keys of
-the recipe, others are handed on to DeepSpeed."""
+"""Reads an existing DeepSpeed configuration file from the user: some of its keys become keys of the
+recipe, others are passed on to DeepSpeed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAME = {
 #: DeepSpeed's `optimizer.type` in lower case -> the recipe's `optimizer.name`.
 _OPTIMIZERS = {"adam": "adamw"} | {name: name for name, o in OPTIMIZERS.items() if o.elementwise}
 
-#: Keys without a counterpart in a recipe that are handed on to DeepSpeed unchanged.
+#: Keys without a counterpart in a recipe that are passed on to DeepSpeed unchanged.
 _HANDED_ON = (
     "communication_data_type",
     "zero_optimization.allgather_bucket_size",
@@ -91,7 +91,7 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
     """Read a DeepSpeed configuration file. Keys with the value "auto" or null are left open.
 
     Raises:
-        ConfigError: the file can't be read or is no JSON object, or a key or value is not
+        ConfigError: the file can't be read or is not a JSON object, or a key or value is not
             supported (the message names it).
     """
     try:
@@ -101,7 +101,7 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
     except OSError as error:
         raise ConfigError(f"distributed.deepspeed_config {path}: {error.strerror}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"distributed.deepspeed_config: {path} holds no JSON object")
+        raise ConfigError(f"distributed.deepspeed_config: {path} is not a JSON object")
     try:
         return _read(dict(_leaves(values)))
     except ConfigError as error:
@@ -109,7 +109,8 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested sections with dotted names, without the keys that are left open."""
+    """Yield the values of nested sections with dotted names, without the keys that are left
+    open."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -142,23 +143,24 @@ def _read(leaves: dict[str, Any]) -> DeepSpeedFile:
 
 def _count(value: Any) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
-        raise ConfigError(f"train_batch_size is {value!r}: it has to be a whole number from 1 on")
+        raise ConfigError(f"train_batch_size is {value!r}: it must be a whole number of at least 1")
     return value
 
 
 def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """The entry of `DeepSpeedFile.recipe` for the sections fp16 and bf16, if one is enabled."""
+    """Yield the entry of `DeepSpeedFile.recipe` for the sections fp16 and bf16, if one is
+    enabled."""
     own = {name: leaves.pop(name) for name in list(leaves) if name.split(".")[0] in _NARROW}
     enabled = [name for name in _NARROW if own.get(f"{name}.enabled", False) is True]
     if len(enabled) > 1:
-        raise ConfigError("fp16.enabled and bf16.enabled are both true: leave one of them out")
+        raise ConfigError("fp16.enabled and bf16.enabled are both true: remove one of them")
     odd = [n for n in own if n.split(".")[1] not in (_FP16 if n[:4] == "fp16" else {"enabled"})]
     if odd:
         raise ConfigError(_advice(odd[0]))
     if own.get("fp16.loss_scale", 0) != 0 and enabled == ["fp16"]:
         raise ConfigError(
-            f"fp16.loss_scale is {own['fp16.loss_scale']}, and firstlight's loss scale is dynamic: "
-            "set it to 0, or leave it out"
+            f"fp16.loss_scale is {own['fp16.loss_scale']}, but firstlight's loss scale is dynamic: "
+            "set it to 0, or remove it"
         )
     for name in enabled:
         yield "efficiency.precision", (f"{name}.enabled", name)
@@ -169,7 +171,7 @@ _NARROW = ("fp16", "bf16")
 
 
 def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """The entry of `DeepSpeedFile.recipe` for `optimizer.type`, if the file has it."""
+    """Yield the entry of `DeepSpeedFile.recipe` for `optimizer.type`, if the file has it."""
     kind = leaves.pop("optimizer.type", None)
     if kind is None:
         return
@@ -177,17 +179,17 @@ def _optimizer(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
     plain_adam = str(kind).lower() == "adam" and leaves.get("optimizer.params.adam_w_mode") is False
     if name is None or plain_adam:
         raise ConfigError(
-            f"optimizer.type is {kind}{' without adam_w_mode' if plain_adam else ''}, and "
-            f"distributed.engine deepspeed takes {elementwise_optimizers()}: set one of them"
+            f"optimizer.type is {kind}{' without adam_w_mode' if plain_adam else ''}, but "
+            f"distributed.engine deepspeed supports {elementwise_optimizers()}: set one of them"
         )
     yield "optimizer.name", ("optimizer.type", name)
 
 
 def _require_zero(leaves: dict[str, Any]) -> None:
-    """Refuse combinations of `zero_optimization` keys that the engine does not support.
+    """Reject combinations of `zero_optimization` keys that the engine does not support.
 
-    A recipe has no key for offloaded parameters: parameters are offloaded exactly if the stage is 3
-    and optimizer state is offloaded. The file's `offload_param` keys must agree with that.
+    A recipe has no key for offloaded parameters: parameters are offloaded if and only if the stage
+    is 3 and optimizer state is offloaded. The file's `offload_param` keys must agree with that.
     """
     name = "zero_optimization.offload_param.device"
     parameters = leaves.pop(name, "none")
@@ -198,12 +200,12 @@ def _require_zero(leaves: dict[str, Any]) -> None:
     if parameters == "cpu" and (optimizer == "none" or stage != 3):
         raise ConfigError(
             f"{name} is cpu, which needs zero_optimization.stage 3 and "
-            "offload_optimizer.device cpu or nvme: set both, or leave it out"
+            "offload_optimizer.device cpu or nvme: set both, or remove it"
         )
     if stage == 0:
         raise ConfigError(
             "zero_optimization.stage is 0, which is distributed.engine ddp (none for one process): "
-            "leave distributed.engine and distributed.deepspeed_config out"
+            "remove distributed.engine and distributed.deepspeed_config"
         )
     leaves.pop("zero_optimization.offload_param.nvme_path", None)
 
@@ -220,11 +222,11 @@ _INSTEAD: dict[str, str] = {
 
 
 def _advice(name: str) -> str:
-    """The error message about an unsupported key: the recipe's key to set instead, or a similar
-    supported key."""
+    """Return the error message about an unsupported key: the recipe's key to set instead, or a
+    similar supported key."""
     section = name.split(".")[0]
     known = [*_SAME, *_HANDED_ON, *_WITHOUT_EFFECT, "train_batch_size", "optimizer.type"]
     instead = _INSTEAD.get(section)
     if instead is None:
-        return f"{name} is not supported{nearest(name, known)}: leave it out"
-    return f"{name} is not supported: leave it out, and {instead}"
+        return f"{name} is not supported{nearest(name, known)}: remove it"
+    return f"{name} is not supported: remove it, and {instead}"

@@ -1,10 +1,10 @@
-"""Starts the processes of a run by torch elastic, and starts them again when one fails.
+"""Starts the processes of a run by torch elastic, and restarts them when one fails.
 
 torch's agent assigns ranks over several machines, restarts failed ranks, and hosts a key-value
 store that outlives a restart. Differences from torch's agent:
 
 - The failure of a rank is announced to the other ranks at once, which then end by themselves.
-- A run that was stopped by a signal and saved is not a failure and is not started again.
+- A run that was stopped by a signal and saved is not a failure and is not restarted.
 - The ranks end when the launcher is killed.
 - The terminal shows rank 0's messages, and those of another rank only if it failed.
 """
@@ -62,7 +62,7 @@ _SAVING_SECONDS = 3600
 _RENDEZVOUS_SECONDS = 900
 
 #: Exit codes of ranks that have not failed: the run is complete, was stopped and saved, or
-#: diverged. torch's agent takes each but 0 for a failure.
+#: diverged. torch's agent treats every code except 0 as a failure.
 _ENDS = (0, STOPPED_EXIT_CODE, DIVERGED_EXIT_CODE)
 
 #: Exit codes that a restart would repeat: an invalid recipe or option, and a run that diverged.
@@ -74,7 +74,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 #: Number of lines of a failed rank's output that are shown: the last ones.
 _MAX_LINES = 60
 
-#: Seconds in which the launcher has to connect to the store, to tell the ranks of a failure.
+#: Seconds in which the launcher has to connect to the store, to report a failure to the ranks.
 _ANNOUNCING_SECONDS = 2.0
 
 _ERROR_START = "firstlight: error: "
@@ -129,13 +129,13 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         - the largest exit code of the ranks if none failed: 0, 75 for a run that was stopped and
           saved, or 76 for a run that diverged;
         - if rank 0 failed and has printed its error: 2 for an invalid recipe or option, 76 for a
-          run that diverged, else 1;
+          run that diverged, otherwise 1;
         - 128 plus the number of the signal that stopped the launcher, if a rank ended otherwise.
 
     Raises:
-        RankError: another rank than 0 failed, a rank was killed, or the machines did not connect.
+        RankError: a rank other than 0 failed, a rank was killed, or the machines did not connect.
     """
-    # By default each rank would start as many threads as there are cores, and slow the others down.
+    # By default each rank would start as many threads as there are cores, and slow down the others.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // options.nproc)))
     # A rank that crashes inside a library's native code prints its Python traceback.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -152,7 +152,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         try:
             result = agent.run()
         except SignalException as caught:
-            # The rendezvous is not closed: another machine may take the place of this one.
+            # The rendezvous stays open: another machine may replace this one.
             return agent.code_after_signal(caught.sigval)
         except RendezvousError as error:
             problem = (
@@ -160,7 +160,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             )
             if not agent.failed:
-                # Not closed either: the other machines may still be waiting for each other.
+                # It stays open here as well: the other machines may still be waiting for each
+                # other.
                 raise RankError(f"the rendezvous {options.endpoint} {problem}") from error
         if agent.failed and options.nnodes > 1:
             # This process may host the store from which ranks of other machines read the failure.
@@ -176,8 +177,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A rank that ended with an exit `code` other than 0: minus a signal's number if that killed
-    it. `said` is its output, "" for rank 0, which writes to the terminal."""
+    """A rank that ended with an exit `code` other than 0; if a signal killed it, minus the signal's
+    number. `said` is its output, "" for rank 0, which writes to the terminal."""
 
     rank: int
     pid: int
@@ -235,9 +236,9 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # The first machine decides the number of the start for all machines: each agent counts only
-        # its own starts, which differ after one machine was replaced.
+        # its own starts, and these counts differ after a machine was replaced.
         key = "firstlight/start"
-        group = cast(Any, worker_group)  # torch types what is not known yet as None
+        group = cast(Any, worker_group)  # torch types values that are not known yet as None
         if group.group_rank == 0:
             group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
         said = group.store.get(key).decode()
@@ -282,7 +283,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _look_at_ranks(self, worker_group: WorkerGroup) -> None:
-        """Record the ranks that have failed, and tell the other ranks of the first one."""
+        """Record the ranks that have failed, and report the first one to the other ranks."""
         for worker, code in zip(worker_group.workers, self.codes(), strict=True):
             rank = worker.global_rank
             if code is None or code in _ENDS or rank in self.failed:
@@ -300,8 +301,8 @@ class _Agent(LocalElasticAgent):
                     tell_failure(PrefixStore(os.environ[ROUND], store), self.failed[rank].error)
 
     def codes(self) -> list[int | None]:
-        """The exit codes of this machine's ranks in the order of local ranks, None for a rank that
-        is running; an empty list before the start."""
+        """Return the exit codes of this machine's ranks in the order of local ranks, None for a
+        rank that is running; an empty list before the start."""
         if self._pcontext is None:
             return []
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
@@ -311,17 +312,18 @@ class _Agent(LocalElasticAgent):
         return next(iter(self.failed.values()))
 
     def _final_code(self) -> int | None:
-        """The exit code of a rank that a restart would repeat; None without any."""
+        """Return the exit code of a rank that a restart would repeat; None if there is none."""
         return next((code for code in self.codes() if code in _FINAL_EXIT_CODES), None)
 
     def _rank_0_has_said(self) -> bool:
-        """True if rank 0, which writes to this terminal, ended with an error that it printed, and
-        was not killed by a signal."""
+        """Return True if rank 0, which writes to this terminal, ended with an error that it
+        printed, and was not killed by a signal."""
         return 0 in self.failed and self.failed[0].code > 0
 
     def code_after_failure(self) -> int:
-        """The exit code after a failure, or a `RankError` unless rank 0 has printed its error; see
-        `launch`. Prints the output of a failed rank other than 0 if it has a traceback."""
+        """Return the exit code after a failure, or raise a `RankError` unless rank 0 has printed
+        its error; see `launch`. Prints the output of a failed rank other than 0 if it has a
+        traceback."""
         first = self._first()
         lines = first.said.rstrip().splitlines()
         if _TRACEBACK in lines:
@@ -332,7 +334,7 @@ class _Agent(LocalElasticAgent):
         return self._final_code() or 1
 
     def code_after_signal(self, number: signal.Signals) -> int:
-        """The exit code after a signal to the launcher; see `launch`."""
+        """Return the exit code after a signal to the launcher; see `launch`."""
         codes = self.codes()
         if not codes or not set(codes) <= set(_ENDS):
             return 128 + number
@@ -340,8 +342,8 @@ class _Agent(LocalElasticAgent):
 
 
 def _rendezvous(options: Launch) -> RendezvousParameters:
-    """The parameters of torch's rendezvous of the machines. With one machine it uses a free port of
-    localhost, so that no host name has to be resolved."""
+    """Return the parameters of torch's rendezvous of the machines. With one machine it uses a free
+    port of localhost, so that no host name has to be resolved."""
     alone = options.nnodes == 1
     return RendezvousParameters(
         backend="c10d",
@@ -358,7 +360,7 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context without logging: torch elastic logs each failure as a page of tables."""
+    """Context without logging, because torch elastic logs each failure as a page of tables."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -25,8 +25,8 @@ from firstlight.parallel.group import all_reduce_sum
 from firstlight.parallel.world import World
 from firstlight.section import Section
 
-#: A function from a model to the tensors that a checkpoint's weight file gets: views of parameters
-#: and buffers, by their names in that file.
+#: Function that maps a model to the tensors of a checkpoint's weight file: views of parameters and
+#: buffers, by their names in that file.
 TensorsOf = Callable[[Model], Mapping[str, Tensor]]
 
 
@@ -37,17 +37,17 @@ class DistributedConfig(Section):
 
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
     """"auto" is "none" for one process and "ddp" for several. "ddp" gives each process the whole
-    model and adds up gradients; "fsdp" (FSDP2) shards parameters, gradients and optimizer state
-    over the processes, and gathers each layer while it is computed; "deepspeed" is DeepSpeed's
-    ZeRO, also with one process."""
+    model and sums gradients; "fsdp" (FSDP2) shards parameters, gradients and optimizer state over
+    the processes, and gathers each layer while it is computed; "deepspeed" is DeepSpeed's ZeRO,
+    also with one process."""
     shard: int | None = Field(None, gt=1)
     """number of processes over which fsdp shards one copy of the model; null is all processes. With
     fewer (hybrid sharding, best the processes of one machine), each group of this many processes
-    has a copy, and layers are gathered within a group only."""
+    has a copy, and layers are gathered only within a group."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """place of sharded tensors. "cpu" is the CPU's memory: fsdp keeps and updates its shards there,
-    deepspeed its optimizer state, and at stage 3 also the parameters. "nvme" (deepspeed) keeps
-    optimizer state in files."""
+    """location of sharded tensors. "cpu" is the CPU's memory: fsdp keeps and updates its shards
+    there, deepspeed its optimizer state, and at stage 3 also the parameters. "nvme" (deepspeed)
+    keeps optimizer state in files."""
     zero_stage: Literal[1, 2, 3] | None = None
     """tensors that deepspeed shards: 1 optimizer state, 2 also gradients, 3 also parameters; null
     is 2."""
@@ -71,8 +71,8 @@ class DistributedConfig(Section):
     A step should have several times as many micro-batches (batch.gradient_accumulation_steps) as
     stages."""
     timeout_seconds: float = Field(600, gt=0)
-    """seconds without an answer from a process after which the run ends with an error. Must be more
-    than the longest save takes, because the other processes wait for it."""
+    """seconds without an answer from a process after which the run ends with an error. Must be
+    longer than the longest save, because the other processes wait for it."""
 
 
 class StateTensors(NamedTuple):
@@ -81,8 +81,8 @@ class StateTensors(NamedTuple):
     Attributes:
         weights: weights by name.
         moments: optimizer state by name.
-        is_copy: True if the tensors share no memory with the run, so that the next step changes
-            none of them.
+        is_copy: True if the tensors share no memory with the run, so that the next step does not
+            change them.
     """
 
     weights: Mapping[str, Tensor]
@@ -100,7 +100,7 @@ class Engine:
     Args:
         config: the recipe's `distributed` section.
         world: this process among the others; its process group is open.
-        device: this process' device.
+        device: this process's device.
 
     Attributes:
         name: "none", "ddp", "fsdp" or "deepspeed": the engine between processes that compute
@@ -115,13 +115,12 @@ class Engine:
             summing them.
         can_repeat_step: True if a step that ran out of memory can be repeated with smaller
             micro-batches; False if other processes wait for this one's gradients.
-        rank, size: number of this process' part of each global batch, and the number of parts. With
-            `distributed.tensor_parallel` or `pipeline`, neighbouring processes compute one part
-            together.
-        group_rank: this process' number among the processes that compute one part together.
+        rank, size: number of this process's part of each global batch, and the number of parts.
+            With `distributed.tensor_parallel` or `pipeline`, neighbouring processes compute one
+            part together.
+        group_rank: this process's number among the processes that compute one part together.
         loss_factor: factor of a loss before its backward pass: `size` if the library averages
-            gradients, so that the average becomes the sum that the step needs; else 1.
-    """
+            gradients, so that the average becomes the sum that the step needs; otherwise 1."""
 
     name = "none"
     keeps_shards = False
@@ -150,8 +149,8 @@ class Engine:
         return self.world.size == 1
 
     def session(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a whole run; its exit undoes the engine's changes of process-wide settings
-        (environment variables, process group)."""
+        """Return the context of a whole run; its exit undoes the engine's changes of process-wide
+        settings (environment variables, process group)."""
         return contextlib.nullcontext()
 
     # The model
@@ -164,11 +163,12 @@ class Engine:
         generator: torch.Generator | None = None,
         init: InitConfig | None = None,
     ) -> Model:
-        """This process' part of a new model, on the CPU; the whole model except in a pipeline.
+        """Create this process's part of a new model, on the CPU; the whole model except in a
+        pipeline.
 
         Args:
             config: the architecture.
-            vocab_multiple: the vocabulary is padded to a multiple of this number.
+            vocab_multiple: multiple to which the vocabulary is padded.
             generator: source of the random initial values; None leaves them uninitialized.
             init: see `LanguageModel.init_weights`.
 
@@ -185,10 +185,10 @@ class Engine:
 
         Args:
             model: the model, with equal weights on all processes, and with activation checkpointing
-                and similar methods applied. It is on this process' device; if `keeps_shards`, it
+                and similar methods applied. It is on this process's device; if `keeps_shards`, it
                 may be on the CPU, from where its layers go to the device one after the other.
             precision: the recipe's `efficiency.precision`; with "bf16", fsdp gathers parameters in
-                bf16, and adds up gradients in fp32.
+                bf16, and sums gradients in fp32.
 
         Returns:
             A function with the arguments and the result of `LanguageModel.forward`.
@@ -204,7 +204,7 @@ class Engine:
         in_backward: bool,
         initial: Mapping[str, Tensor],
     ) -> tuple[Optimizer, Callable[..., Tensor]]:
-        """Distribute a model by `share` and make its optimizer.
+        """Distribute a model by `share` and create its optimizer.
 
         Args:
             model, precision: see `share`.
@@ -220,8 +220,8 @@ class Engine:
         return Optimizer(model, config, in_backward=in_backward, initial=initial), forward
 
     def absent_parameters(self, model: Model) -> set[str]:
-        """The names of the whole model's parameters that this process lacks, because they belong
-        to other pipeline stages."""
+        """Return the names of the whole model's parameters that this process lacks, because they
+        belong to other pipeline stages."""
         return set()
 
     def reshard(self) -> None:
@@ -236,12 +236,12 @@ class Engine:
     def run_schedule(
         self, loss_sum: Callable[..., Tensor], batches: Sequence[Any], divisor: float
     ) -> Tensor | None:
-        """Run all forward and backward passes of a step, if the engine has a schedule of its own
-        (a pipeline).
+        """Run all forward and backward passes of a step, if the engine has its own schedule (a
+        pipeline).
 
         Args:
-            loss_sum: this process' loss function: from `input_ids`, `labels` and `document_ids`,
-                each [batch, seq_len], to the summed loss, a scalar [].
+            loss_sum: this process's loss function, which maps `input_ids`, `labels` and
+                `document_ids`, each [batch, seq_len], to the summed loss, a scalar [].
             batches: the step's micro-batches.
             divisor: number by which each loss is divided before its backward pass.
 
@@ -252,11 +252,11 @@ class Engine:
         return None
 
     def backward_pass(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """The context of a micro-batch's forward and backward pass.
+        """Return the context of a micro-batch's forward and backward pass.
 
         Args:
-            last: True for the last micro-batch of a step. Processes exchange gradients in this one
-                only; earlier micro-batches add up their gradients locally.
+            last: True for the last micro-batch of a step, the only one in which processes exchange
+                gradients; earlier micro-batches add up their gradients locally.
         """
         return contextlib.nullcontext()
 
@@ -265,10 +265,10 @@ class Engine:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def joined_norm(self, norm: Tensor) -> Tensor:
-        """The L2 norm of the whole model's gradients.
+        """Return the L2 norm of the whole model's gradients.
 
         Args:
-            norm: the L2 norm of the gradients of this process' parameters, a scalar [].
+            norm: the L2 norm of the gradients of this process's parameters, a scalar [].
 
         Returns:
             A scalar [], with the dtype and device of `norm`; the same on all processes.
@@ -276,8 +276,8 @@ class Engine:
         return norm
 
     def sums(self, *values: float) -> list[float]:
-        """The sum of each number over the parts of a global batch, added up in fp64. All processes
-        have to call it, and get the same sums."""
+        """Return the sum of each number over the parts of a global batch, added up in fp64. All
+        processes have to call it, and get the same sums."""
         if self.world.size == 1:
             return list(values)
         # Processes that compute one part together have the same numbers: only one adds them.
@@ -290,8 +290,8 @@ class Engine:
     def state_tensors(
         self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
     ) -> StateTensors:
-        """The whole weights and optimizer state, for the main process; other processes have to
-        ignore their result. All processes have to call it.
+        """Return the full weights and optimizer state, for the main process; other processes have
+        to ignore their result. All processes have to call it.
 
         With this base class and DDP, the tensors stay on their device: the saver copies all of
         them from a GPU into page-locked memory at once. Other engines return tensors on the CPU.
@@ -299,17 +299,17 @@ class Engine:
         Args:
             model: the distributed model.
             optimizer: its optimizer.
-            tensors_of: see `TensorsOf`; it is called while the parameters are whole.
+            tensors_of: see `TensorsOf`; it is called while the parameters are full.
         """
-        # Every process has the whole state: nothing has to be gathered.
+        # Every process has the full state, so nothing has to be gathered.
         if not self.is_main:
             return StateTensors({}, {})
         with optimizer.master_weights():
             return StateTensors(tensors_of(model), optimizer.state_shards())
 
     def own_tensors(self, model: Model, optimizer: Optimizer) -> StateTensors:
-        """This process' weights and optimizer state, without gathering or copying: its shards
-        (DTensors), and in the main process also the tensors that are not sharded."""
+        """Return this process's weights and optimizer state, without gathering or copying: its
+        shards (DTensors), and in the main process also the tensors that are not sharded."""
         weights = {name: p.detach() for name, p in model.named_parameters()}
         weights, moments = (
             {n: t for n, t in tensors.items() if self.is_main or is_sharded(t)}
@@ -319,7 +319,7 @@ class Engine:
 
 
 def one_process(device: torch.device = torch.device("cpu")) -> Engine:  # noqa: B008 - a constant
-    """The engine of a process that trains alone."""
+    """Return the engine of a process that trains alone."""
     return Engine(DistributedConfig(engine="none"), World(0, 1, 0, 1), device)
 
 
@@ -339,10 +339,10 @@ class DDPEngine(Engine):
             yield
         finally:
             if hasattr(self, "_ddp"):
-                # DDP's reducer (C++) owns the process group, too. As the group's last owner, it
-                # would end the group while it holds Python's lock (GIL), which gloo's threads may
-                # be waiting for: neither would ever end. Python's own reference to the group
-                # releases the lock first.
+                # DDP's reducer (C++) also owns the process group. As the group's last owner, it
+                # would destroy the group while it holds Python's lock (GIL), which gloo's threads
+                # may be waiting for: a deadlock. Python's own reference to the group releases the
+                # lock first.
                 del self._ddp.reducer, self._ddp.logger
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
@@ -350,7 +350,7 @@ class DDPEngine(Engine):
         # Buffers are equal on all processes and never change, so DDP need not broadcast them.
         with warnings.catch_warnings():
             # Newer versions of torch renamed an argument and warn about the old name, which older
-            # versions need.
+            # versions require.
             warnings.simplefilter("ignore", FutureWarning)
             self._ddp = DistributedDataParallel(
                 model, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -373,6 +373,6 @@ class DDPEngine(Engine):
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, detached, contiguous and on the CPU, with shapes and dtypes unchanged. A tensor
-    that is contiguous and on the CPU already is not copied."""
+    """Return the tensors, detached, contiguous and on the CPU, with shapes and dtypes unchanged. A
+    tensor that is already contiguous and on the CPU is not copied."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

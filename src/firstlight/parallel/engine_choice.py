@@ -1,4 +1,4 @@
-"""Selects the engine for a recipe and a number of processes, and refuses invalid combinations."""
+"""Selects the engine for a recipe and a number of processes, and rejects invalid combinations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def make_engine(config: DistributedConfig, world: World, device: torch.device) -> Engine:
-    """The engine of a run.
+    """Return the engine of a run.
 
     Args:
         config: the recipe's `distributed` section.
         world: this process among the others; its process group is open.
-        device: this process' device.
+        device: this process's device.
 
     Raises:
         ConfigError: the engine can't run with this number of processes.
@@ -41,29 +41,30 @@ def make_engine(config: DistributedConfig, world: World, device: torch.device) -
 
 
 def named_engine(config: DistributedConfig) -> type[Engine]:
-    """The engine class that a recipe names; for "auto" the engine of one process."""
+    """Return the engine class that a recipe names; for "auto" the engine of one process."""
     return ENGINES.get(config.engine, Engine)
 
 
 def engine_name(config: DistributedConfig, processes: int) -> str:
-    """The engine between processes that compute different sequences: none, ddp, fsdp or deepspeed.
+    """Return the engine between processes that compute different sequences: none, ddp, fsdp or
+    deepspeed.
 
     Args:
         config: the recipe's `distributed` section.
-        processes: all processes of the run, with those of tensor and pipeline parallelism.
+        processes: all processes of the run, including those of tensor and pipeline parallelism.
 
     Raises:
-        ConfigError: the section is invalid for them.
+        ConfigError: the section is invalid for this number of processes.
     """
     if config.pipeline > 1:
-        return _engine_of_stages(config, processes)
+        return _pipeline_engine_name(config, processes)
     name, group = config.engine, config.tensor_parallel
     size, rest = divmod(processes, group)
     if rest:
         raise ConfigError(
-            f"distributed.tensor_parallel is {group} and this run has {processes} "
+            f"distributed.tensor_parallel is {group}, but this run has {processes} "
             f"process{'' if processes == 1 else 'es'}: "
-            f"start it with --nproc {group}, or a multiple of it, or leave the key out"
+            f"start it with --nproc {group}, or a multiple of it, or remove the key"
         )
     one = "one process"
     several = "processes"
@@ -74,45 +75,45 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
         others = "fsdp"
         if name == "ddp":
             raise ConfigError(
-                "distributed.engine ddp needs whole parameters, and distributed.tensor_parallel "
-                "cuts them: set distributed.engine to fsdp"
+                "distributed.engine ddp needs full parameters, but distributed.tensor_parallel "
+                "shards them: set distributed.engine to fsdp"
             )
     if name == "auto":
         name = "none" if size == 1 else ("fsdp" if group > 1 else "ddp")
     if name == "none" and size > 1:
         raise ConfigError(
-            f"distributed.engine none is for {one}, and there are {size}: each would train "
+            f"distributed.engine none is for {one}, but there are {size}: each would train "
             f"a separate model; set it to {others}"
         )
     if group > 1 and name == "deepspeed":
         raise ConfigError(
-            "distributed.tensor_parallel is not for distributed.engine deepspeed: set "
-            "distributed.engine to fsdp, or leave tensor_parallel out"
+            "distributed.tensor_parallel does not support distributed.engine deepspeed: set "
+            "distributed.engine to fsdp, or remove tensor_parallel"
         )
-    # DeepSpeed is useful for one process, too: it offloads.
+    # DeepSpeed is useful even for one process, because it offloads.
     if name not in ("none", "deepspeed") and size == 1:
         if group > 1:
             raise ConfigError(
                 f"distributed.engine {name} shares a model between groups of {group} processes "
-                f"(distributed.tensor_parallel {group}), and the {group} processes of this run are "
-                f"one group: leave distributed.engine out, or start the run with --nproc "
+                f"(distributed.tensor_parallel {group}), but the {group} processes of this run are "
+                f"one group: remove distributed.engine, or start the run with --nproc "
                 f"{2 * group} or another multiple of {group}"
             )
         raise ConfigError(
-            f"distributed.engine {name} is for several processes, and this run has one: start it "
+            f"distributed.engine {name} is for several processes, but this run has one: start it "
             "with --nproc 2 or more, or set distributed.engine to none"
         )
     _require_own_keys(config, name)
     if config.shard is not None and size % config.shard:
         raise ConfigError(
             f"distributed.shard {config.shard} does not divide the {size} {several} evenly: "
-            f"take one of {', '.join(str(n) for n in range(2, size + 1) if size % n == 0)}"
+            f"use one of {', '.join(str(n) for n in range(2, size + 1) if size % n == 0)}"
         )
     return name
 
 
 def _require_own_keys(config: DistributedConfig, name: str) -> None:
-    """Refuse keys that are set and belong to another engine than `name`."""
+    """Reject keys that are set and belong to another engine than `name`."""
     stage, nvme = config.zero_stage, config.offload == "nvme"
     own = {
         "shard": (config.shard is not None, ("fsdp",)),
@@ -124,9 +125,9 @@ def _require_own_keys(config: DistributedConfig, name: str) -> None:
     for key, (is_set, engines) in own.items():
         if is_set and name not in engines:
             raise ConfigError(
-                f"distributed.{key} {getattr(config, key)} is for distributed.engine "
-                f"{' or '.join(engines)}, and the engine is {name}: set it to {engines[0]}, or "
-                f"leave {key} out"
+                f"distributed.{key} {getattr(config, key)} requires distributed.engine "
+                f"{' or '.join(engines)}, but the engine is {name}: set it to {engines[0]}, or "
+                f"remove {key}"
             )
     if nvme and (stage != 3 or config.nvme_path is None):
         raise ConfigError(
@@ -135,12 +136,12 @@ def _require_own_keys(config: DistributedConfig, name: str) -> None:
         )
     if config.nvme_path is not None and not nvme:
         raise ConfigError(
-            "distributed.nvme_path is for distributed.offload nvme: set that, or leave it out"
+            "distributed.nvme_path requires distributed.offload nvme: set that, or remove the path"
         )
 
 
-def _engine_of_stages(config: DistributedConfig, processes: int) -> str:
-    """`engine_name` for a pipeline, which has no other engine beside it."""
+def _pipeline_engine_name(config: DistributedConfig, processes: int) -> str:
+    """Return `engine_name` for a pipeline, which does not support other engines."""
     others = {
         f"engine {config.engine}": config.engine not in ("auto", "none"),
         f"tensor_parallel {config.tensor_parallel}": config.tensor_parallel > 1,
@@ -149,12 +150,12 @@ def _engine_of_stages(config: DistributedConfig, processes: int) -> str:
         if is_set:
             raise ConfigError(
                 f"distributed.pipeline {config.pipeline} has one process for each stage, and can't "
-                f"be combined with distributed.{name}: leave one of them out"
+                f"be combined with distributed.{name}: remove one of them"
             )
     _require_own_keys(config, "none")
     if processes != config.pipeline:
         raise ConfigError(
-            f"distributed.pipeline is {config.pipeline} and this run has {processes} "
+            f"distributed.pipeline is {config.pipeline}, but this run has {processes} "
             f"process{'' if processes == 1 else 'es'}: "
             f"start it with --nproc {config.pipeline}, or set the key to {processes}"
         )

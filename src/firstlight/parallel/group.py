@@ -1,4 +1,4 @@
-"""The process group of a run, and the exchanges between its processes (collective operations).
+"""The process group of a run, and the collective operations between its processes (exchanges).
 
 `process_group` opens torch's group after a rendezvous, watches the ranks by heartbeats, and closes
 the group. All ranks have to call each exchange, in the same order. In a world of one process, an
@@ -6,15 +6,15 @@ exchange returns its argument. Objects are sent by torch's object collectives.
 
 The heartbeat of a rank notices ranks that have stopped answering, and if necessary ends this
 process. A process that is killed, stopped or stuck leaves the others in the middle of an exchange,
-which ends after the timeout, or never. So each rank has two background threads. The beating thread
-writes this rank's heartbeats to the store, and reads those of other ranks. The deciding thread
-decides whether a rank has failed; it never waits for the store, whose host may have stopped. Rank 0
-watches all ranks, and all ranks watch rank 0, so that the traffic grows linearly with the number of
-ranks.
+which ends after the timeout, or never. Each rank therefore has two background threads. The beating
+thread writes this rank's heartbeats to the store, and reads those of other ranks. The deciding
+thread decides whether a rank has failed; it never waits for the store, whose host may have stopped.
+Rank 0 watches all ranks, and all ranks watch rank 0, so that the traffic grows linearly with the
+number of ranks.
 
-The time without a heartbeat is added up in short intervals of this process' own running time. So a
-process that was itself stopped (SIGSTOP), or whose interpreter lock was held for a minute, does not
-blame the others.
+The time without a heartbeat is added up in short intervals of this process's own running time. A
+process that was itself stopped (SIGSTOP), or whose interpreter lock was held for a minute,
+therefore does not blame the others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DECIDE_SECONDS = 0.25
 _SUSPICIOUS_SECONDS = 5.0
 
 #: Seconds in which the main thread has to notice a known failure and to unwind. A thread that waits
-#: in a collective operation can't: no Python exception reaches it there.
+#: in a collective operation can't do this: no Python exception reaches it there.
 _GRACE_SECONDS = 3.0
 
 
@@ -71,15 +71,15 @@ class Heartbeat:
         timeout_seconds: seconds without a heartbeat after which a rank has failed.
 
     Attributes:
-        failure: the message about the failure that ended the run, which names a rank; None without
-            a failure.
+        failure: the message about the failure that ended the run, which names a rank; None if there
+            was none.
     """
 
     def __init__(
         self, store: PrefixStore, own: RankInfo, infos: Sequence[RankInfo], timeout_seconds: float
     ) -> None:
         self.failure: str | None = None
-        # Another connection to the store: calls on one connection wait for each other.
+        # A separate connection to the store, because calls on one connection wait for each other.
         self._beat_store: PrefixStore = store.clone()  # type: ignore[attr-defined]
         self._store = store
         self._own = own
@@ -101,14 +101,14 @@ class Heartbeat:
             thread.start()
 
     def blame(self) -> str | None:
-        """After a failed exchange: wait until it is known which rank has failed.
+        """Wait, after a failed exchange, until it is known which rank has failed.
 
         Returns:
             The message about the failure, which names a rank; None if all ranks still answer.
         """
         # From now on this rank watches all ranks with a short limit: any of them may have failed.
         self._suspicious = True
-        # The time counts from a rank's last heartbeat, which may have just come.
+        # The time counts from a rank's last heartbeat, which may have just arrived.
         self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
         return self.failure
 
@@ -117,14 +117,14 @@ class Heartbeat:
         tell_failure(self._store, f"{self._own.name} failed: {message}")
 
     def stop(self) -> None:
-        """Stop both threads: the main thread leaves the group, with or without an error."""
+        """Stop both threads when the main thread leaves the group, with or without an error."""
         self._stopped.set()
         for thread in self._threads:
-            # A thread that waits for a stopped store can't be joined: it is left as a daemon.
+            # A thread that waits for a stopped store can't be joined: it keeps running as a daemon.
             thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
-        """The beating thread: write this rank's heartbeats, read those of watched ranks."""
+        """Run the beating thread: write this rank's heartbeats, and read those of watched ranks."""
         count = 0
         keys = [f"beat/{rank}" for rank in range(len(self._infos))]
         try:
@@ -153,12 +153,12 @@ class Heartbeat:
         return others if self._own.rank == 0 or self._suspicious else [0]
 
     def _decide_repeatedly(self) -> None:
-        """The deciding thread: find failed ranks, and end the process if the main thread does not
-        do so in time."""
+        """Run the deciding thread: find failed ranks, and end the process if the main thread does
+        not do so in time."""
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
-            # In a longer gap this process itself was stopped, which says nothing about others.
+            # In a longer gap this process itself was stopped, which is no evidence against others.
             passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
             if self.failure is None:
                 self._count(passed)
@@ -168,7 +168,7 @@ class Heartbeat:
 
     def _count(self, passed: float) -> None:
         """Add `passed` seconds to the time without a heartbeat of each watched rank and without an
-        answer of the store, and decide whether one of them is over its limit."""
+        answer of the store, and decide whether one of them has exceeded its limit."""
         limit = min(self._timeout, _SUSPICIOUS_SECONDS) if self._suspicious else self._timeout
         with self._lock:
             self._store_silent += passed
@@ -178,7 +178,7 @@ class Heartbeat:
             silent = max(watched, key=lambda rank: self._silent[rank])
             seconds, store_seconds = self._silent[silent], self._store_silent
         if self._store_error:
-            self._decide(f"{self._store_owner()} has gone: {self._store_error}")
+            self._decide(f"{self._store_owner()} is gone: {self._store_error}")
         elif store_seconds >= limit:
             self._decide(f"{self._store_owner()} has not answered for {store_seconds:.0f} s")
         elif seconds >= limit:
@@ -199,8 +199,8 @@ class Heartbeat:
 
 
 def _end_process(failure: str) -> None:
-    """Write the failure to stderr and end the process at once, because the main thread waits where
-    no exception reaches it.
+    """Write the failure to stderr and end the process at once, because no exception reaches the
+    main thread where it waits.
 
     Writes to the descriptor without Python's stderr object, whose lock the main thread may hold.
     """
@@ -216,7 +216,7 @@ def _end_process(failure: str) -> None:
 #: Default limit of the rendezvous and of a collective operation: torch's own for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-#: Words by which an error of an exchange is recognised: gloo's errors are plain RuntimeErrors.
+#: Words that identify an error of an exchange: gloo's errors are plain RuntimeErrors.
 _EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
 
 #: Seconds to wait for the closing of a group after a failure.
@@ -224,7 +224,7 @@ _CLOSE_SECONDS = 1.5
 
 
 def own_device(world: World, device: str) -> torch.device:
-    """The device of this process: for "cuda", the GPU of its local rank.
+    """Return the device of this process: for "cuda", the GPU of its local rank.
 
     Args:
         world: this process among the others.
@@ -237,15 +237,15 @@ def own_device(world: World, device: str) -> torch.device:
     if device != "cuda":
         if device.startswith("cuda:") and world.size > 1:
             raise ConfigError(
-                f"device '{device}' can't be that of all {world.size} processes: set cuda, so that "
-                "each process takes its own GPU"
+                f"device '{device}' can't be the device of all {world.size} processes: set cuda, "
+                "so that each process uses its own GPU"
             )
         return torch.device(device)
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigError("device 'cuda' is not present on this machine: set cpu")
     # With one visible GPU, the launcher has given each process its own. If all have the same one,
-    # the rendezvous refuses the run (`rendezvous.compare`).
+    # the rendezvous rejects the run (`rendezvous.compare`).
     index = 0 if count == 1 else world.local_rank
     if index >= count:
         raise ConfigError(
@@ -263,7 +263,7 @@ def process_group(
     *,
     fingerprint: str = "",
 ) -> Iterator[None]:
-    """A context in which torch.distributed's default group is open; does nothing in a world of one.
+    """Context in which torch.distributed's default group is open; does nothing in a world of one.
 
     All ranks have to enter and to leave it. A failure of one rank inside ends the block on all
     ranks, with an error that names the failed rank (see `Heartbeat`). If the main thread waits in
@@ -276,7 +276,7 @@ def process_group(
             by NCCL.
         timeout_seconds: limit of the rendezvous, of an exchange between ranks, and of the time
             without a heartbeat of a rank.
-        fingerprint: a hash of the recipe; has to be the same on all ranks.
+        fingerprint: a hash of the recipe, which must be the same on all ranks.
 
     Raises:
         ConfigError: the timeout is not positive, or the ranks have different world sizes or
@@ -287,7 +287,7 @@ def process_group(
         yield
         return
     if not timeout_seconds > 0:
-        raise ConfigError(f"the timeout is {timeout_seconds} s: it has to be more than 0")
+        raise ConfigError(f"the timeout is {timeout_seconds} s: it must be more than 0")
     own = own_info(world, device, fingerprint)
     store = open_store(world, timeout_seconds)
     heartbeat = None
@@ -296,17 +296,17 @@ def process_group(
         heartbeat = Heartbeat(store, own, infos, timeout_seconds)
         _open_group(world, device, store, timeout_seconds)
         yield
-        # No rank ends while another one still needs it for an exchange.
+        # No rank may end while another one still needs it for an exchange.
         barrier()
     except BaseException as error:
         failure = None
         if heartbeat is not None:
             failure = _failure_elsewhere(error, own, heartbeat)
             heartbeat.stop()
-        # A rank that waits for this one in an exchange gets its error at once.
+        # A rank that waits for this one in an exchange gets an error at once.
         _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
-            # The store ends with this process: the other ranks can read until then what failed.
+            # The store ends with this process: until then, the other ranks can read the failure.
             time.sleep(TALK_SECONDS)
         if failure is None:
             raise
@@ -317,7 +317,7 @@ def process_group(
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
-    """A context in which torch's default group has this process alone, for libraries that need a
+    """Context in which torch's default group contains only this process, for libraries that need a
     group (DeepSpeed)."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -339,17 +339,17 @@ def _open_group(world: World, device: torch.device, store: Store, timeout_second
 
 
 def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat) -> str | None:
-    """The message about another rank's failure, if that caused `error`. None if this rank itself
-    failed; the other ranks are then told."""
+    """Return the message about another rank's failure, if that caused `error`. Return None if this
+    rank itself failed; the other ranks are then informed."""
     broken = is_exchange_error(error)
     if broken:
         failure = heartbeat.blame()
         if failure is None:
-            failure = f"an exchange between the ranks failed, and all answer: {_one_line(error)}"
+            failure = f"an exchange between the ranks failed, but all answer: {_one_line(error)}"
             heartbeat.report(failure)
             failure = f"{own.name}: {failure}"
     elif isinstance(error, Exception) and not isinstance(error, FirstlightError):
-        # An unexpected error after another rank's failure is most likely a consequence of that.
+        # An unexpected error after another rank's failure is most likely a consequence of it.
         failure = heartbeat.failure
     else:
         failure = None
@@ -359,7 +359,8 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
 
 
 def is_exchange_error(error: BaseException | None) -> bool:
-    """True if an error, or one in its chain of causes, is an error of an exchange between ranks."""
+    """Return True if an error, or one in its chain of causes, is an error of an exchange between
+    ranks."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -381,7 +382,7 @@ def _one_line(error: BaseException) -> str:
 def _close_broken_group() -> None:
     """Close torch's group after a failure, if there is one."""
     if dist.is_initialized():
-        # In a thread, because torch may wait for a missing rank without an end.
+        # In a thread, because torch may wait forever for a missing rank.
         with contextlib.suppress(RuntimeError, TimeoutError):
             in_thread(_CLOSE_SECONDS, dist.destroy_process_group)
 
@@ -405,7 +406,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def agree(flag: bool) -> bool:
-    """True on all ranks if `flag` is True on any rank."""
+    """Return True on all ranks if `flag` is True on any rank."""
     if _is_alone():
         return flag
     flags = torch.tensor([int(flag)], dtype=torch.uint8)
@@ -415,12 +416,12 @@ def agree(flag: bool) -> bool:
 
 def barrier() -> None:
     """Return when all ranks have called it."""
-    # On the CPU by gloo, also if the model is on GPUs: no rank has to wait for its kernels.
+    # On the CPU by gloo, even if the model is on GPUs: no rank has to wait for its kernels.
     agree(False)
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, returned on all ranks; values of other ranks are ignored."""
+    """Return rank 0's value on all ranks; values of other ranks are ignored."""
     if _is_alone():
         return value
     values = [value]
@@ -429,7 +430,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The values of all ranks, in the order of ranks, returned on all ranks."""
+    """Return the values of all ranks, in the order of ranks, on all ranks."""
     if _is_alone():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -438,17 +439,17 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks by name, on rank 0; other ranks get only their own tensors.
+    """Return the tensors of all ranks by name, on rank 0; other ranks get only their own tensors.
 
     Args:
-        tensors: tensors on the CPU by name; each name exists on one rank only.
+        tensors: tensors on the CPU by name; each name exists on only one rank.
     """
     own = [
         (name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
     ]
     described = gather_objects(own)
     found = dict(tensors)
-    # Sends and receives are matched by their order, which is that of the exchanged descriptions.
+    # Sends and receives are matched by their order, which follows the exchanged descriptions.
     if dist.get_rank() != 0:
         for tensor in tensors.values():
             dist.send(tensor.contiguous(), 0)

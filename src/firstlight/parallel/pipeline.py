@@ -2,7 +2,7 @@
 micro-batches pass from stage to stage (torch.distributed.pipelining; schedule 1F1B of PipeDream,
 Narayanan et al. 2019).
 
-A stage is a plain Llama in which stand-in modules, which return their input, replace the parts of
+A stage is a plain Llama in which stand-in modules, which return their input, replace the modules of
 other stages. Its parameters have the same names as in the whole model.
 """
 
@@ -54,21 +54,21 @@ class _Elsewhere(nn.Module):
 
 
 def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
-    """The reasons why a model can't be split into `stages` stages, each a sentence."""
+    """Yield the reasons why a model can't be split into `stages` stages, each a sentence."""
     if not config.has_pipeline:
         able = families_with(lambda family: family.config.has_pipeline)
         yield (
-            f"distributed.pipeline cuts {able}, and the model is {config.model_type}: set it to 1, "
-            "and distributed.engine to fsdp"
+            f"distributed.pipeline supports {able}, but the model is {config.model_type}: set it "
+            "to 1, and distributed.engine to fsdp"
         )
     elif config.num_hidden_layers < stages:
         yield (
             f"distributed.pipeline {stages} is more than model.num_hidden_layers "
-            f"{config.num_hidden_layers}: set it to that at most"
+            f"{config.num_hidden_layers}: set it to at most that"
         )
     if config.tie_word_embeddings:
         yield (
-            "distributed.pipeline has the embedding and the head on different processes, so they "
+            "distributed.pipeline puts the embedding and the head on different processes, so they "
             "can't be tied: set model.tie_word_embeddings to false, or distributed.pipeline to 1 "
             "and distributed.engine to fsdp"
         )
@@ -83,13 +83,13 @@ def stage_model(
     generator: torch.Generator | None = None,
     init: InitConfig | None = None,
 ) -> Model:
-    """One stage of a model, on the CPU. Beside its own parameters, the process never needs more
-    memory than for the largest parameter of other stages.
+    """Create one stage of a model, on the CPU. Besides the stage's own parameters, the process
+    never needs more memory than for the largest parameter of other stages.
 
     Args:
         config: a config for which `unstageable` gives no reasons.
-        vocab_multiple: the vocabulary is padded to a multiple of this number.
-        stage, stages: number of this process' stage, and the number of stages.
+        vocab_multiple: multiple to which the vocabulary is padded.
+        stage, stages: number of this process's stage, and the number of stages.
         generator: source of the whole model's random initial values; None leaves values
             uninitialized, except zeros in the rows that pad the vocabulary.
         init: see `LanguageModel.init_weights`.
@@ -131,8 +131,8 @@ def _allocate(model: Model, others: set[int], *, draws: bool) -> None:
     Args:
         model: a whole model on the meta device.
         others: `id` of each parameter of other stages. With `draws`, they all share one buffer:
-            their random numbers are drawn and thrown away, so that this stage gets the same values
-            as in a model that is initialised whole. Otherwise they stay on the meta device.
+            their random numbers are drawn and discarded, so that this stage gets the same values as
+            in a model that is initialised whole. Otherwise they stay on the meta device.
         draws: True if the model is initialised.
     """
     largest = max((p.numel() for p in model.parameters() if id(p) in others), default=0)
@@ -149,7 +149,7 @@ def _allocate(model: Model, others: set[int], *, draws: bool) -> None:
 
 
 def _own_layers(layers: int, stage: int, stages: int) -> range:
-    # The stages' numbers of layers differ by one at most.
+    # The stages' numbers of layers differ by at most one.
     return range(stage * layers // stages, (stage + 1) * layers // stages)
 
 
@@ -174,7 +174,7 @@ class PipelineEngine(Engine):
         """See `Engine.absent_parameters`."""
         with torch.device("meta"):
             whole = build_model(model.config)
-        # Only the names are needed, so the whole model is on the meta device.
+        # Only the names are needed, so the whole model is created on the meta device.
         own = {name for name, _ in model.named_parameters()}
         return {name for name, _ in whole.named_parameters()} - own
 
@@ -186,7 +186,7 @@ class PipelineEngine(Engine):
 
     def joined_norm(self, norm: Tensor) -> Tensor:
         """See `Engine.joined_norm`."""
-        # Each parameter is in one stage only, so the squares of the stages' norms add up.
+        # Each parameter is in only one stage, so the squares of the stages' norms add up.
         return all_reduce_sum(norm.detach().double().cpu() ** 2).sqrt().to(norm)
 
     def state_tensors(
@@ -199,18 +199,19 @@ class PipelineEngine(Engine):
 
 
 class Pipeline:
-    """Connects this process' stage with the stages of the other processes.
+    """Connects this process's stage with the stages of the other processes.
 
-    The constructor replaces `model.forward` by the forward pass through all stages, for evaluation
-    and generation: every process calls it with the same inputs, and gets the same outputs.
+    The constructor replaces `model.forward` with the forward pass through all stages, for
+    evaluation and generation: every process calls it with the same inputs, and gets the same
+    outputs.
 
     Args:
         model: the result of `stage_model`, on its device.
-        stage, stages: number of this process' stage, and the number of stages.
-        device: this process' device.
+        stage, stages: number of this process's stage, and the number of stages.
+        device: this process's device.
 
     Attributes:
-        forward: the model's plain forward function, which computes this stage only.
+        forward: the model's plain forward function, which computes only this stage.
     """
 
     def __init__(self, model: Model, stage: int, stages: int, device: torch.device) -> None:
@@ -255,7 +256,7 @@ class Pipeline:
         batches: Sequence[Any],
         divisor: float,
     ) -> Tensor:
-        """Forward and backward passes of a step's micro-batches through all stages.
+        """Run forward and backward passes of a step's micro-batches through all stages.
 
         Args:
             loss_sum: this stage's loss function, which calls `forward`.
@@ -266,7 +267,7 @@ class Pipeline:
             The summed loss over all micro-batches, before the division: a scalar [], fp64, the same
             on all processes.
         """
-        # torch's schedule takes one tensor, and splits it into micro-batches again.
+        # torch's schedule takes one tensor and splits it into micro-batches again.
         ids, labels = (
             torch.cat([getattr(batch, name) for batch in batches])
             for name in ("input_ids", "labels")
@@ -281,20 +282,21 @@ class Pipeline:
         try:
             schedule.step(*first, target=labels, return_outputs=False, **inputs)
         except RuntimeError as error:
-            # torch wraps the error of a forward pass into a RuntimeError of its own.
+            # torch wraps the error of a forward pass in another RuntimeError.
             raise (error.__cause__ or error) from None
         return all_reduce_sum(self._total)
 
     def _schedule(
         self, loss_sum: Callable[..., Tensor], count: int, rows: int, tokens: int
     ) -> PipelineScheduleSingle:
-        """torch's schedule for `count` micro-batches of shape [rows, tokens], kept for later."""
+        """Return torch's schedule for `count` micro-batches of shape [rows, tokens], which is
+        cached."""
         key = (count, rows, tokens)
         if key not in self._schedules:
             # Imported only here, because it takes seconds.
             from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-            # Given the shapes of inputs and outputs, torch's stages need not exchange them.
+            # With the shapes of inputs and outputs, torch's stages need not exchange them.
             with torch.device("meta"):
                 hidden = torch.empty(
                     rows, tokens, self._model.config.hidden_size, dtype=self._dtype
@@ -332,8 +334,8 @@ class Pipeline:
         document_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """The whole model's forward pass, which all processes have to call with the same arguments;
-        shapes as in `LanguageModel.forward`."""
+        """Run the whole model's forward pass, which all processes have to call with the same
+        arguments; shapes as in `LanguageModel.forward`."""
         if self._stage:
             shape = (*input_ids.shape, self._model.config.hidden_size)
             hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -341,16 +343,16 @@ class Pipeline:
             self.take(hidden)
         if self._is_last:
             return self._from_last(self.forward(input_ids, labels, document_ids, **options))
-        # Given labels of any value, the forward function calls `head_loss`, which is `_hand_on`
-        # here and returns the hidden states.
+        # With labels of any value, the forward function calls `head_loss`, which is `_hand_on` here
+        # and returns the hidden states.
         options = {**options, "logits_to_keep": 0}
         hidden = self.forward(input_ids, input_ids, document_ids, **options)
         dist.send(hidden.contiguous(), self._stage + 1)
         return self._from_last(None)
 
     def _from_last(self, result: Tensor | None) -> Tensor:
-        """The last stage's result, on all processes; the other stages pass None."""
-        # Other stages need its dtype and shape (up to three dimensions) to receive it.
+        """Return the last stage's result, on all processes; the other stages pass None."""
+        # Other stages need the result's dtype and shape (up to three dimensions) to receive it.
         about = torch.zeros(5, dtype=torch.int64)
         if result is not None:
             result = result.contiguous()
@@ -365,7 +367,7 @@ class Pipeline:
 
 
 class _Stage(nn.Module):
-    """This process' stage as a module that torch's schedules can call."""
+    """This process's stage as a module that torch's schedules can call."""
 
     def __init__(self, pipeline: Pipeline, loss_sum: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -378,7 +380,7 @@ class _Stage(nn.Module):
         labels: Tensor,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """This stage's output for one micro-batch.
+        """Compute this stage's output for one micro-batch.
 
         Args:
             before: hidden states [batch, seq_len, hidden_size] from the previous stage; in the

@@ -16,12 +16,12 @@ import signal
 import sys
 from pathlib import Path
 
-#: Option of Linux' prctl: the signal that this process gets when its parent ends.
+#: Option of Linux's prctl: the signal that this process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
 def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
-    """Bind this process' life to its launcher's, redirect its output, and run the command.
+    """Bind this process's life to its launcher's, redirect its output, and run the command.
 
     Args:
         folder: folder for the output of ranks other than 0.

@@ -39,7 +39,7 @@ FAILED = "failed"
 #: Limit in seconds of calls on a store that may no longer answer.
 TALK_SECONDS = 2.0
 
-#: Seconds between two looks for ranks that have not connected yet.
+#: Seconds between two checks for ranks that have not connected yet.
 _LOOK_SECONDS = 0.05
 
 
@@ -52,7 +52,7 @@ class RankInfo:
     """The description of a process that the other processes read.
 
     Attributes:
-        rank, size: the process' rank and the world size, from its launcher.
+        rank, size: the process's rank and the world size, from its launcher.
         host: name of its machine.
         pid: its process id.
         fingerprint: a hash of its recipe.
@@ -73,7 +73,7 @@ class RankInfo:
 
 
 def own_info(world: World, device: torch.device, fingerprint: str) -> RankInfo:
-    """The `RankInfo` of this process."""
+    """Return the `RankInfo` of this process."""
     gpu = ""
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -81,7 +81,7 @@ def own_info(world: World, device: torch.device, fingerprint: str) -> RankInfo:
 
 
 def hosted_by_agent() -> bool:
-    """True if torch elastic's agent hosts the store; False if rank 0 does."""
+    """Return True if torch elastic's agent hosts the store; False if rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -90,7 +90,7 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
 
     Raises:
         RankError: the store can't be reached within `timeout_seconds`.
-        ConfigError: this process has to host the store and can't open the port.
+        ConfigError: this process has to host the store but can't open the port.
     """
     hosting = world.rank == 0 and not hosted_by_agent()
     try:
@@ -117,7 +117,7 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
 
 
 def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[RankInfo]:
-    """Write this process' `RankInfo`, read those of all ranks, and compare them.
+    """Write this process's `RankInfo`, read those of all ranks, and compare them.
 
     Returns:
         The `RankInfo` of all ranks, in their order.
@@ -130,15 +130,15 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
     try:
         if store.add(f"came/{own.rank}", 1) > 1:
             raise ConfigError(
-                f"{own.name} (pid {own.pid}): another process is rank {own.rank}, too: give each "
-                "process another RANK"
+                f"{own.name} (pid {own.pid}): another process also has rank {own.rank}: give each "
+                "process a different RANK"
             )
         # The heartbeat reads the keys of all ranks in one call, which would wait for a missing key.
         store.set(f"beat/{own.rank}", "0")
         store.set(f"info/{own.rank}", json.dumps(asdict(own)))
         keys = [f"info/{rank}" for rank in range(own.size)]
         deadline = time.monotonic() + timeout_seconds
-        # By looking, because a call that waits would delay signals and the failures of others.
+        # Polled, because a blocking call would delay signals and the failures of other ranks.
         while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             if (failure := failure_of(store)) is not None:
                 raise RankError(failure)
@@ -161,7 +161,7 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
 
 
 def compare(infos: Sequence[RankInfo]) -> None:
-    """Check that all processes have the same world size and recipe, and GPUs of their own.
+    """Check that all processes have the same world size and recipe, and separate GPUs.
 
     Raises:
         ConfigError: a rank differs from rank 0, or two ranks share a GPU; the message names them.
@@ -170,13 +170,13 @@ def compare(infos: Sequence[RankInfo]) -> None:
     for info in infos:
         if info.size != first.size:
             raise ConfigError(
-                f"{info.name} was started as one of {info.size} processes, and {first.name} as "
+                f"{info.name} was started as one of {info.size} processes, but {first.name} as "
                 f"one of {first.size}: start all with the same world size"
             )
     others = [info.name for info in infos if info.fingerprint != first.fingerprint]
     if others:
         raise ConfigError(
-            f"{', '.join(others)} {'has' if len(others) == 1 else 'have'} another recipe than "
+            f"{', '.join(others)} {'has' if len(others) == 1 else 'have'} a different recipe than "
             f"{first.name}: start all with the same recipe, options and version of firstlight"
         )
     owners: dict[str, RankInfo] = {}
@@ -189,7 +189,7 @@ def compare(infos: Sequence[RankInfo]) -> None:
 
 
 def tell_failure(store: Store, text: str) -> None:
-    """Tell all ranks why the run ends, unless another process has told a reason already. A store
+    """Tell all ranks why the run ends, unless another process has already given a reason. A store
     that does not answer is ignored.
 
     Args:
@@ -202,12 +202,12 @@ def tell_failure(store: Store, text: str) -> None:
 
 
 def failure_of(store: Store) -> str | None:
-    """The message that `tell_failure` has written; None if no rank has failed."""
+    """Return the message that `tell_failure` has written; None if no rank has failed."""
     return store.get(FAILED).decode() if store.check([FAILED]) else None
 
 
 def tcp_store(host: str, port: int, seconds: float, *, hosting: bool = False) -> TCPStore:
-    """A connection to the store at `host` and `port`, which this process opens if it is hosting."""
+    """Connect to the store at `host` and `port`, which this process opens if it is hosting."""
     return TCPStore(
         host,
         port,
@@ -220,7 +220,7 @@ def tcp_store(host: str, port: int, seconds: float, *, hosting: bool = False) ->
 
 def in_thread(seconds: float, talk: Callable[[], T]) -> T:
     """Call a function in a daemon thread, and return its result. If the store's host has stopped, a
-    call on the store may never return, whatever its own timeout; and it does not handle signals.
+    call on the store may never return, regardless of its timeout, and it does not handle signals.
 
     Raises:
         TimeoutError: the function takes longer than `seconds`.
@@ -230,7 +230,7 @@ def in_thread(seconds: float, talk: Callable[[], T]) -> T:
     def work() -> None:
         try:
             result.set_result(talk())
-        # The caller gets any error at once, instead of waiting for a thread that has ended.
+        # The caller gets any error at once, instead of waiting for a thread that has already ended.
         except BaseException as error:  # noqa: BLE001
             result.set_exception(error)
 

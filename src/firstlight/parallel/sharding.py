@@ -3,7 +3,7 @@
 Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053): several processes compute
 each layer of a Llama together, each with its own attention heads and its own part of the MLP. It
 uses torch's `parallelize_module`, with DTensors as sharded parameters. All processes compute on the
-same sequences; the residual stream, norms, logits and loss are whole on each.
+same sequences; each has the complete residual stream, norms, logits and loss.
 
 FSDP2 (Zhao et al. 2023, arXiv 2304.11277, for FSDP): each process holds a shard of every parameter,
 its gradient and its optimizer state; a layer's parameters are gathered while it is computed. If
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 
 def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
-    """The reasons why tensor parallelism can't shard a model over `size` processes, each an error
-    message; none if it can."""
+    """Yield the reasons why tensor parallelism can't shard a model over `size` processes, each an
+    error message."""
     if not config.tensor_parallel_sizes:
         able = families_with(
             lambda family: family.config.tensor_parallel_sizes and not family.spec.indivisible
         )
         yield (
-            f"distributed.tensor_parallel cuts {able}, and the model is {config.model_type}: set "
-            "it to 1, and distributed.engine to fsdp"
+            f"distributed.tensor_parallel supports {able}, but the model is {config.model_type}: "
+            "set it to 1, and distributed.engine to fsdp"
         )
     elif config.indivisible:
         yield (
-            f"distributed.tensor_parallel can't cut {config.model_type} models, where "
+            f"distributed.tensor_parallel does not support {config.model_type} models, where "
             f"{config.indivisible}: set it to 1, and distributed.engine to fsdp"
         )
     for name in config.tensor_parallel_sizes:
@@ -80,15 +80,15 @@ class TensorParallelEngine(Engine):
         # torch warns that a sum over two mesh dimensions takes two all-reduces: expected here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard_tensors(model, mesh["tensor"])
-        # Becoming DTensors moved the parameters to the device, but not the buffers.
+        # Converting to DTensors moved the parameters to the device, but not the buffers.
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.to(self.device))
 
     def _mesh(self) -> DeviceMesh:
-        """The device mesh of all processes. It has the dimensions "replicate" (copies of the
+        """Return the device mesh of all processes. It has the dimensions "replicate" (copies of the
         model), "shard" (FSDP2) and "tensor", without those of size 1."""
-        # Imported only here, because it takes most of a second.
+        # Imported here, because the import takes most of a second.
         from torch.distributed.device_mesh import init_device_mesh
 
         # With fewer shards than processes (hybrid sharding), each group of `shard` neighbouring
@@ -108,12 +108,12 @@ class TensorParallelEngine(Engine):
         self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
     ) -> StateTensors:
         """See `Engine.state_tensors`. Tensors are gathered one after the other, so that processes
-        other than the main one hold only one whole tensor at a time."""
+        other than the main one hold only one full tensor at a time."""
         moments = optimizer.state_tensors(keep=self.is_main)
         with optimizer.master_weights(), full_parameters(model, keep=self.is_main):
             weights = on_cpu(tensors_of(model)) if self.is_main else {}
-        # Gathered tensors are copies already. Only tensors that share memory with the run's (whole
-        # ones on the CPU) have to be copied.
+        # Gathered tensors are already copies. Only tensors that share memory with the run's (full
+        # tensors on the CPU) have to be copied.
         own = {
             (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
             for t in (p.detach() for p in (*model.parameters(), *optimizer.state_shards().values()))
@@ -135,7 +135,7 @@ class FSDPEngine(TensorParallelEngine):
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """See `Engine.share`."""
-        # Imported only here, because it takes most of a second.
+        # Imported here, because the import takes most of a second.
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             FSDPModule,
@@ -151,36 +151,37 @@ class FSDPEngine(TensorParallelEngine):
         bf16 = torch.bfloat16 if precision == "bf16" else None
         offload = OffloadPolicy()
         if self.config.offload == "cpu":
-            # Copies between GPU and CPU overlap with computing only from page-locked memory.
+            # Copies between GPU and CPU overlap with computation only from page-locked memory.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         # FSDP2 uses the other dimensions: "tensor" has processes that compute the same sequences.
         names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
         options: dict[str, Any] = {
             "mesh": mesh[names],
             # False keeps layers gathered until their backward pass: this needs memory for the whole
-            # model, and saves one of two gatherings.
+            # model, and saves one of two gathers.
             "reshard_after_forward": self.config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=bf16, reduce_dtype=torch.float32 if bf16 else None
             ),
             "offload_policy": offload,
         }
-        # Each layer is gathered by itself; the outer call takes embedding, final norm and head.
+        # Each layer is gathered separately; the outer call handles embedding, final norm and head.
         for layer in model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
         self._sharded_modules = [part for part in model.modules() if isinstance(part, FSDPModule)]
         for part in self._sharded_modules:
-            # The step divides losses by the valid tokens of all processes: sum, do not average.
+            # The step divides losses by the valid tokens of all processes, so gradients are summed,
+            # not averaged.
             part.set_gradient_divide_factor(1.0)
-            # gloo supports no other reduction than sums.
+            # gloo supports only sums as reductions.
             part.set_force_sum_reduction_for_comms(True)
         return model
 
     @contextlib.contextmanager
     def backward_pass(self, *, last: bool) -> Iterator[None]:
         """See `Engine.backward_pass`."""
-        # Before the last micro-batch of a step, gradients add up unsharded, and are not exchanged.
+        # Before the last micro-batch of a step, gradients add up unsharded and are not exchanged.
         for part in self._sharded_modules:
             part.set_requires_gradient_sync(last, recurse=False)
         yield
@@ -193,7 +194,7 @@ class FSDPEngine(TensorParallelEngine):
 
 def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
     """Shard a model's matrices over processes, in place, by the model's `tensor_parallel_plan`.
-    After that, all processes have to call its forward function with the same inputs, and get the
+    Afterwards, all processes have to call its forward function with the same inputs, and get the
     same outputs.
 
     Args:
@@ -201,7 +202,7 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
             processes.
         mesh: the processes, in one dimension.
     """
-    # Imported only here, because it takes most of a second.
+    # Imported here, because the import takes most of a second.
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -226,57 +227,57 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
             # Each process looks up the tokens of its part of the vocabulary; an all-reduce sums the
             # rows, which are zero for the tokens of other processes.
             "table": RowwiseParallel(input_layouts=whole),
-            # Pairs of matrices: the first gives each process its part of the outputs, with which it
-            # multiplies its part of the second; one all-reduce sums the products.
+            # Pairs of matrices: with the first, each process computes its part of the outputs,
+            # which it multiplies by its part of the second; one all-reduce sums the products.
             "columns": ColwiseParallel(),
             "rows": RowwiseParallel(),
             # Logits of parts of the vocabulary are gathered, so that the loss sees all of them.
             "head": ColwiseParallel(output_layouts=whole),
         }[kind]
 
-    # The plan may name modules that this model lacks (the gate of an MLP).
+    # The plan may name modules that this model lacks (such as the gate of an MLP).
     plan = {
         name: style(name, kind)
         for name, kind in model.tensor_parallel_plan.items()
         if name.replace("*", "0") in names
     }
-    # Every process has the weights already: with None, torch sends nothing.
+    # Every process already has the weights: with None, torch sends nothing.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm | nn.LayerNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
-    # torch makes new parameters for each module of the plan: a tied weight has become two.
+    # torch creates new parameters for each module of the plan, so a tied weight has become two.
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embedding.weight
-    # Each process attends only with its own heads, so its KV cache needs no others.
-    model.make_cache = functools.partial(_cache_of_own_heads, model, mesh.size())  # type: ignore[method-assign]
+    # Each process attends only with its own heads, so its KV cache needs only these.
+    model.make_cache = functools.partial(_cache_for_own_heads, model, mesh.size())  # type: ignore[method-assign]
 
 
 def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_heads: bool) -> None:
-    """Keep the parameters of a norm whole on all processes.
+    """Keep the complete parameters of a norm on all processes.
 
-    The parameters become replicated DTensors, so that optimizer and gradient norm get DTensors
-    only; the norm itself computes with them as plain tensors.
+    The parameters become replicated DTensors, so that optimizer and gradient norm get only
+    DTensors; the norm itself computes with them as plain tensors.
 
     Args:
         norm: the norm, changed in place.
         mesh: the processes, in one dimension.
-        sees_own_heads: True for norms of queries and keys, which get only this process' heads.
+        sees_own_heads: True for norms of queries and keys, which get only this process's heads.
     """
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
     for name, before in list(norm.named_parameters()):
-        # All processes have the same values already: with None, torch sends nothing.
+        # All processes already have the same values: with None, torch sends nothing.
         whole = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
         setattr(norm, name, nn.Parameter(whole, before.requires_grad))
     # Other processes apply the weight to the queries and keys of their heads, so the gradient here
-    # is only a part of the sum.
+    # is only one term of the sum.
     placement = Partial() if sees_own_heads else Replicate()
     norm.forward = functools.partial(_norm_with_plain_parameters, norm, placement)  # type: ignore[method-assign]
 
 
 def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: Tensor) -> Tensor:
-    """The forward function of a norm whose parameters are replicated DTensors.
+    """Run the forward function of a norm whose parameters are replicated DTensors.
 
     Args:
         norm: the norm.
@@ -289,7 +290,7 @@ def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: 
     for name, parameter in norm.named_parameters():
         whole = cast("DTensor", parameter)
         # In the forward pass this sends nothing; in the backward pass it sums the partial gradients
-        # of the processes. torch 2.11 refuses the call in inference mode.
+        # of the processes. torch 2.11 rejects the call in inference mode.
         if torch.is_grad_enabled():
             whole = whole.redistribute(placements=[Replicate()])
         plain[name] = whole.to_local(grad_placements=[gradient])
@@ -297,10 +298,10 @@ def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: 
     return type(norm).forward(cast(Any, SimpleNamespace(**vars(norm), **plain)), x)
 
 
-def _cache_of_own_heads(
+def _cache_for_own_heads(
     model: Model, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
 ) -> KVCache:
-    """The model's `make_cache`, for the key-value heads that one of `size` processes has."""
+    """Run the model's `make_cache`, for the key-value heads that one of `size` processes has."""
     config = model.config
     return KVCache(
         config.num_hidden_layers,

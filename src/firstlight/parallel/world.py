@@ -1,8 +1,8 @@
 """Rank and world size of this process, from the environment variables of its launcher.
 
 torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
-srun set other variables. Incomplete or contradictory variables are refused, because the run would
-have another number of processes than requested.
+srun set other variables. Incomplete or contradictory variables are rejected, because the run would
+have a different number of processes than requested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from firstlight.errors import ConfigError
 
-#: Range of the ports that are derived from a job's id: below Linux' ephemeral ports (32768 on).
+#: Range of the ports that are derived from a job's id: below Linux's ephemeral ports (32768 on).
 _PORTS = range(10_000, 30_000)
 
 #: Step ids from here on are Slurm's special ids for steps that srun did not start (batch script,
@@ -31,14 +31,14 @@ _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all processes of its run.
+    """The position of this process among all processes of its run.
 
     Attributes:
-        rank: the process' number, 0 to size - 1; rank 0 writes files and messages.
+        rank: the process's number, 0 to size - 1; rank 0 writes files and messages.
         size: number of processes on all machines.
-        local_rank: the process' number on its machine, from 0.
-        local_size: number of processes on its machine; a lower bound if the launcher does not tell
-            the number.
+        local_rank: the process's number on its machine, from 0.
+        local_size: number of processes on its machine; a lower bound if the launcher does not
+            report the number.
         host: name or address of the machine of the rendezvous; "" in a world of one process.
         port: port of the rendezvous; 0 in a world of one process.
     """
@@ -77,7 +77,7 @@ _SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 
 
 def find_world(variables: Mapping[str, str] | None = None) -> World:
-    """Read the place of this process in its world from environment variables.
+    """Read the position of this process in its world from environment variables.
 
     If there are variables of several launchers, the innermost launcher counts: RANK and WORLD_SIZE
     come before those of MPI and Slurm, because srun or mpirun may start torchrun on each machine. A
@@ -96,13 +96,13 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
     found = [
         (launcher, place)
         for launcher in (_TORCH, _OPEN_MPI, _MPICH, _SLURM)
-        if (place := _place(launcher, variables)) is not None
+        if (place := _world_from(launcher, variables)) is not None
     ]
     if not found:
         if "PMIX_RANK" in variables:
             raise ConfigError(
-                f"PMIX_RANK is {variables['PMIX_RANK']}, and no variable says how many processes "
-                "there are: set RANK and WORLD_SIZE"
+                f"PMIX_RANK is {variables['PMIX_RANK']}, but no variable gives the number of "
+                "processes: set RANK and WORLD_SIZE"
             )
         return World(0, 1, 0, 1)
     launcher, place = found[0]
@@ -115,27 +115,27 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
     return World(place.rank, place.size, place.local_rank, place.local_size, host, port)
 
 
-def _place(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """The world according to one kind of launcher, without host and port; None if the launcher's
-    variables are not set."""
+def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
+    """Return the world according to one kind of launcher, without host and port; None if the
+    launcher's variables are not set."""
     if launcher is _SLURM:
-        return _slurm_place(variables)
+        return _slurm_world(variables)
     names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
     known = [name for name in names if name in variables]
-    # Intel's libraries set MPICH's variables for the local rank, too, also without a launcher.
+    # Intel's libraries also set MPICH's variables for the local rank, even without a launcher.
     if not known or (launcher is _MPICH and launcher.rank not in known):
         return None
     for name in names[:2]:
         if name not in variables:
             raise ConfigError(
-                f"{' and '.join(known)} {'is' if len(known) == 1 else 'are'} set and {name} is "
+                f"{' and '.join(known)} {'is' if len(known) == 1 else 'are'} set, but {name} is "
                 f"not: set {launcher.rank} and {launcher.size}, or neither"
             )
     rank, size = _number(launcher.rank, variables), _number(launcher.size, variables)
     alone = launcher.local_size in variables and launcher.local_rank not in variables
     if alone and _number(launcher.local_size, variables) > 1:
         raise ConfigError(
-            f"{launcher.local_size} is {variables[launcher.local_size]} and "
+            f"{launcher.local_size} is {variables[launcher.local_size]}, but "
             f"{launcher.local_rank} is not set: set both"
         )
     local_rank = _number(launcher.local_rank, variables, 0)
@@ -150,9 +150,9 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
     return World(rank, size, local_rank, local_size)
 
 
-def _slurm_place(variables: Mapping[str, str]) -> World | None:
-    """The world according to srun; None if srun did not start this process. A batch script and a
-    shell in an allocation have most of srun's variables, too."""
+def _slurm_world(variables: Mapping[str, str]) -> World | None:
+    """Return the world according to srun; None if srun did not start this process. A batch script
+    and a shell in an allocation also have most of srun's variables."""
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
     if _number("SLURM_STEP_ID", variables) >= _LARGEST_STEP:
@@ -160,12 +160,12 @@ def _slurm_place(variables: Mapping[str, str]) -> World | None:
     sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     size_name = next((name for name in sizes if name in variables), None)
     if size_name is None:
-        raise ConfigError("SLURM_PROCID is set and SLURM_NTASKS is not: start the run with srun")
+        raise ConfigError("SLURM_PROCID is set, but SLURM_NTASKS is not: start the run with srun")
     rank, size = _number("SLURM_PROCID", variables), _number(size_name, variables)
     if size == 1 and rank == 0:
         return World(0, 1, 0, 1)
     if "SLURM_LOCALID" not in variables:
-        raise ConfigError("SLURM_PROCID is set and SLURM_LOCALID is not: start the run with srun")
+        raise ConfigError("SLURM_PROCID is set, but SLURM_LOCALID is not: start the run with srun")
     local_rank = _number("SLURM_LOCALID", variables)
     _require_in("SLURM_PROCID", rank, size_name, size)
     if local_rank > rank:
@@ -179,8 +179,8 @@ def _slurm_place(variables: Mapping[str, str]) -> World | None:
 
 
 def _tasks_on(counts: str, node: int) -> int:
-    """The number of tasks on a node, from Slurm's list: 3 for "4(x2),3" and node 2 (from 0); 0 if
-    the list lacks the node."""
+    """Return the number of tasks on a node, from Slurm's list: 3 for "4(x2),3" and node 2 (from 0);
+    0 if the list lacks the node."""
     tasks: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
@@ -194,21 +194,21 @@ def _number(name: str, variables: Mapping[str, str], default: int | None = None)
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"[0-9]{1,12}", text):
-        raise ConfigError(f"{name} is '{text}', and has to be a whole number from 0 on")
+        raise ConfigError(f"{name} is '{text}': it must be a whole number of at least 0")
     return int(text)
 
 
 def _require_in(rank_name: str, rank: int, size_name: str, size: int) -> None:
     if rank >= size:
         raise ConfigError(
-            f"{rank_name} is {rank} and {size_name} is {size}: the ranks of {size} processes are "
+            f"{rank_name} is {rank}, but {size_name} is {size}: the ranks of {size} processes are "
             f"0 to {size - 1}"
         )
 
 
 def _require_same(place: World, other: _Launcher, theirs: World) -> None:
-    """Refuse RANK and WORLD_SIZE that were set by hand and contradict another launcher: it started
-    more processes, or gave this process another rank."""
+    """Reject RANK and WORLD_SIZE that were set by hand and contradict another launcher, which
+    started more processes, or gave this process another rank."""
     if theirs.size > place.size or (theirs.size == place.size and theirs.rank != place.rank):
         raise ConfigError(
             f"RANK is {place.rank} and WORLD_SIZE is {place.size}, but {other.name} started "
@@ -220,8 +220,9 @@ def _require_same(place: World, other: _Launcher, theirs: World) -> None:
 def _rendezvous_address(
     launcher: _Launcher, place: World, variables: Mapping[str, str]
 ) -> tuple[str, int]:
-    """Host and port of the rendezvous: MASTER_ADDR and MASTER_PORT; if they are not set, derived
-    from the node list and job id of Slurm, or from the job id of an MPI launcher on one machine.
+    """Return host and port of the rendezvous: MASTER_ADDR and MASTER_PORT; if they are not set,
+    derived from the node list and job id of Slurm, or from the job id of an MPI launcher on one
+    machine.
 
     Raises:
         ConfigError: the address is invalid, or is not set and can't be derived.
@@ -231,13 +232,13 @@ def _rendezvous_address(
     if "MASTER_PORT" in given:
         port = _number("MASTER_PORT", variables)
         if not 0 < port < 65_536:
-            raise ConfigError(f"MASTER_PORT is {port}, and has to be from 1 to 65535")
+            raise ConfigError(f"MASTER_PORT is {port}: it must be from 1 to 65535")
     if len(given) == 2:
         return host, port
     if launcher is _TORCH:
         missing = " and ".join(name for name in _ADDRESS_VARIABLES if name not in given)
         raise ConfigError(
-            f"WORLD_SIZE is {place.size} and {missing} not set: set MASTER_ADDR to the name of "
+            f"WORLD_SIZE is {place.size} without {missing}: set MASTER_ADDR to the name of "
             "rank 0's machine and MASTER_PORT to a free port there"
         )
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST")
@@ -245,24 +246,25 @@ def _rendezvous_address(
     job = variables.get("SLURM_JOB_ID")
     if nodes and job:
         job = f"{job}.{variables.get('SLURM_STEP_ID', '')}"
-        return host or _first_host(nodes), port or _port_of(job)
+        return host or _first_host(nodes), port or _port_for(job)
     names = [variables[name] for name in _MPI_JOB_IDS if name in variables]
     if names and place.local_size == place.size:
-        return host or "127.0.0.1", port or _port_of(names[0])
+        return host or "127.0.0.1", port or _port_for(names[0])
     raise ConfigError(
-        f"{launcher.size} is {place.size}, and the address of the rendezvous is not known: set "
+        f"{launcher.size} is {place.size}, but the address of the rendezvous is not known: set "
         "MASTER_ADDR to the name of rank 0's machine and MASTER_PORT to a free port there "
         "(mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
     )
 
 
-def _port_of(job: str) -> int:
-    """A port that is the same in all processes of a job, and most likely differs between jobs."""
+def _port_for(job: str) -> int:
+    """Return a port that is the same in all processes of a job, and probably differs between
+    jobs."""
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of Slurm's list of nodes: "node[07-09,12]-a,other" -> "node07-a"."""
+    """Return the first host of Slurm's list of nodes: "node[07-09,12]-a,other" -> "node07-a"."""
     # Commas inside brackets separate numbers of one name; only those outside separate names.
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

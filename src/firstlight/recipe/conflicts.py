@@ -1,5 +1,5 @@
-"""Refuses combinations of methods that can't work at all or not on the given hardware, before a run
-starts. Each message names the nearest combination that works.
+"""Rejects combinations of methods that never work or do not work on the given hardware, before a
+run starts. Each message names the nearest combination that works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def require_combination(
     tensor_parallel: int = 1,
     pipeline: int = 1,
 ) -> None:
-    """Refuse a recipe whose methods can't work together on this hardware.
+    """Reject a recipe whose methods can't be combined on this hardware.
 
     Args:
         recipe: recipe of the run.
@@ -52,9 +52,9 @@ def require_combination(
             else ()
         ),
         *(_conflicts_in_parts(recipe, "distributed.pipeline") if pipeline > 1 else ()),
-        *_conflicts_of_pairs(recipe, spec, tensor_parallel, pipeline),
-        *_conflicts_of_sharded(recipe, spec, tensor_parallel),
-        *_conflicts_of_average(recipe),
+        *_preference_conflicts(recipe, spec, tensor_parallel, pipeline),
+        *_sharded_checkpoint_conflicts(recipe, spec, tensor_parallel),
+        *_average_conflicts(recipe),
         *(_conflicts_with_deepspeed(recipe) if spec.updates_itself else ()),
         *(unshardable(recipe.model, tensor_parallel) if tensor_parallel > 1 else ()),
     ]
@@ -63,44 +63,44 @@ def require_combination(
 
 
 def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
-    """Warnings: a sentence for each setting of the recipe that has no effect with the recipe's
-    other settings or on this hardware."""
-    yield from _ineffective_of_optimizer(recipe)
+    """Yield a warning for each setting of the recipe that has no effect with the recipe's other
+    settings or on this hardware."""
+    yield from _ineffective_optimizer_keys(recipe)
     config, device = recipe.efficiency, hardware.device.type
     if config.matmul_precision is not None and config.precision not in ("fp32", "tf32"):
         yield (
-            "efficiency.matmul_precision is for products of fp32 tensors, and those of "
-            f"efficiency.precision {config.precision} are not: set precision to fp32"
+            "efficiency.matmul_precision applies only to products of fp32 tensors, not to those of "
+            f"efficiency.precision {config.precision}: set precision to fp32"
         )
     if config.bf16_residual and config.precision == "bf16_params":
         yield (
-            "efficiency.bf16_residual does nothing with efficiency.precision bf16_params, whose "
+            "efficiency.bf16_residual has no effect with efficiency.precision bf16_params, whose "
             "activations are all bf16"
         )
     if config.precision == "fp8" and not config.compile:
         yield (
-            "efficiency.precision fp8 is slower than bf16 without torch.compile, which joins its "
+            "efficiency.precision fp8 is slower than bf16 without torch.compile, which fuses its "
             "casts: set efficiency.compile to true"
         )
     if device == "cuda":
         return
     if config.precision == "tf32":
-        yield f"efficiency.precision tf32 is fp32 on a {device} device"
+        yield f"efficiency.precision tf32 is the same as fp32 on a {device} device"
     if config.activation_offload and device == "cpu":
-        yield "efficiency.activation_offload gains nothing on a CPU, where all is in its memory"
+        yield "efficiency.activation_offload has no effect on a CPU, where all memory is the CPU's"
     if config.empty_cache_steps:
-        yield f"efficiency.empty_cache_steps does nothing on a {device} device"
+        yield f"efficiency.empty_cache_steps has no effect on a {device} device"
     if config.compile and config.compile_mode != "default":
-        yield f"efficiency.compile_mode {config.compile_mode} is for GPUs"
+        yield f"efficiency.compile_mode {config.compile_mode} has an effect on GPUs only"
     if config.compile and config.compile_backend == "cudagraphs":
         yield (
-            f"efficiency.compile_backend cudagraphs is for GPUs, and like aot_eager on a {device} "
-            "device"
+            "efficiency.compile_backend cudagraphs needs a GPU, and equals aot_eager on a "
+            f"{device} device"
         )
 
 
-def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
-    """Settings of the `optimizer` section without effect."""
+def _ineffective_optimizer_keys(recipe: ResolvedRecipe) -> Iterator[str]:
+    """Yield a warning for each setting of the `optimizer` section that has no effect."""
     config, name = recipe.optimizer, recipe.optimizer.name
     roles = {"embedding": "embedding", "head": "head", "vector": "norm or bias"}
     if recipe.lora is None:
@@ -113,195 +113,196 @@ def _ineffective_of_optimizer(recipe: ResolvedRecipe) -> Iterator[str]:
             continue
         role, _, setting = key.partition("_")
         if role in roles:
-            yield f"optimizer.{key} does nothing with lora, which trains no {roles[role]}"
+            yield f"optimizer.{key} has no effect with lora, which trains no {roles[role]}"
         elif role == "head" and recipe.model.tie_word_embeddings:
             yield (
-                f"optimizer.{key} does nothing with model.tie_word_embeddings true: a tied head "
-                f"has optimizer.embedding_{setting}"
+                f"optimizer.{key} has no effect with model.tie_word_embeddings true: a tied head "
+                f"uses optimizer.embedding_{setting}"
             )
         elif key.endswith("betas") and "betas" not in OPTIMIZERS[name].options:
-            yield f"optimizer.{key} does nothing with optimizer.name {name}, which has no betas"
+            yield f"optimizer.{key} has no effect with optimizer.name {name}, which has no betas"
         elif role == "muon" and name != "muon":
-            yield f"optimizer.{key} does nothing with optimizer.name {name}: it is for muon"
+            yield f"optimizer.{key} has no effect with optimizer.name {name}: it applies to muon"
 
 
 def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
-    """Conflicts that depend neither on the engine nor on the hardware."""
+    """Yield the conflicts that depend neither on the engine nor on the hardware."""
     config, model = recipe.efficiency, recipe.model
     if config.optimizer_in_backward:
         yield from _conflicts_in_backward(recipe, recipe.data.seq_len)
     if config.activation_checkpointing == "budget" and not config.compile:
         yield (
-            "efficiency.activation_checkpointing budget is torch.compile's: set "
+            "efficiency.activation_checkpointing budget requires torch.compile: set "
             "efficiency.compile to true, or activation_checkpointing to selective"
         )
     if not config.compile and (config.compile_regional or config.compile_mode != "default"):
         yield (
-            "efficiency.compile_regional and compile_mode say how to compile: set "
-            "efficiency.compile to true, or leave them out"
+            "efficiency.compile_regional and compile_mode require compilation: set "
+            "efficiency.compile to true, or remove them"
         )
     if config.compile_backend != "inductor" and config.compile_mode != "default":
         yield (
-            f"efficiency.compile_mode {config.compile_mode} is inductor's: set "
+            f"efficiency.compile_mode {config.compile_mode} requires the inductor backend: set "
             "efficiency.compile_backend to inductor, or compile_mode to default"
         )
     if config.precision == "fp8" and not fp8_layers(meta_model(model)):
         yield NO_FP8_LAYERS
     if config.bf16_residual and config.precision in ("fp32", "tf32", "fp16"):
         yield (
-            "efficiency.bf16_residual is for precision bf16 or fp8, and efficiency.precision is "
+            "efficiency.bf16_residual requires precision bf16 or fp8, but efficiency.precision is "
             f"{config.precision}: set precision to bf16, or bf16_residual to false"
         )
     if config.attention in ("flex", "flash") and model.attention_spec(0).dropout:
         yield (
-            f"efficiency.attention {config.attention} has no dropout: set model.attn_pdrop to 0, "
-            "or efficiency.attention to auto"
+            f"efficiency.attention {config.attention} does not support dropout: set "
+            "model.attn_pdrop to 0, or efficiency.attention to auto"
         )
 
 
 def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
-    """Conflicts with an engine of several processes, most of them with sharding."""
+    """Yield the conflicts with an engine of several processes, most of them due to sharding."""
     if engine is Engine:  # the engine of one process
         return
     if engine.shards_state and recipe.model.family.has_buffers:
         yield (
-            f"distributed.engine {engine.name} saves parameters alone, and "
-            f"{recipe.model.model_type} models have a bias of their routers that is none: use "
+            f"distributed.engine {engine.name} saves only parameters, but the routers of "
+            f"{recipe.model.model_type} models have a bias that is not a parameter: use "
             "distributed.engine ddp"
         )
     if recipe.efficiency.optimizer_in_backward:
         yield (
-            "efficiency.optimizer_in_backward updates before the processes' gradients are added "
-            "up: switch it off (distributed.engine fsdp frees more memory than it does)"
+            "efficiency.optimizer_in_backward updates before the processes' gradients are summed: "
+            "set it to false (distributed.engine fsdp frees more memory than it does)"
         )
     if not engine.keeps_shards:
         return
     if recipe.efficiency.precision in ("bf16_params", "fp8"):
         yield (
-            f"efficiency.precision {recipe.efficiency.precision} is not for distributed.engine "
-            "fsdp: use bf16, which keeps the shards in fp32 and puts layers together in bf16"
+            f"distributed.engine fsdp does not support efficiency.precision "
+            f"{recipe.efficiency.precision}: use bf16, which keeps fp32 shards and gathers bf16 "
+            "layers"
         )
     spec = OPTIMIZERS[recipe.optimizer.name]
     if not (spec.elementwise or spec.gathers):
         yield (
-            f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "
-            "distributed.engine fsdp cuts them: use "
+            f"optimizer.name {recipe.optimizer.name} needs full parameters, but "
+            "distributed.engine fsdp shards them: use "
             f"{sharded_optimizers()}, or distributed.engine ddp"
         )
     if spec.gathers and recipe.distributed.offload == "cpu":
         yield (
             f"optimizer.name {recipe.optimizer.name} computes matrix products in the update, which "
-            "distributed.offload cpu would leave to the CPU: set distributed.offload to none, or "
+            "distributed.offload cpu would run on the CPU: set distributed.offload to none, or "
             "optimizer.name to adamw"
         )
     if recipe.efficiency.activation_offload:
         yield (
-            "efficiency.activation_offload does not work on distributed.engine fsdp's shards: use "
+            "distributed.engine fsdp does not support efficiency.activation_offload: use "
             "activation_checkpointing full, or distributed.engine ddp"
         )
     if recipe.lora is not None and recipe.lora.quantize != "none":
         yield (
-            f"lora.quantize {recipe.lora.quantize} packs weights, which distributed.engine fsdp "
-            "can't cut: set it to none, or use distributed.engine ddp"
+            f"distributed.engine fsdp can't shard the packed weights of lora.quantize "
+            f"{recipe.lora.quantize}: set it to none, or use distributed.engine ddp"
         )
 
 
-def _conflicts_of_pairs(
+def _preference_conflicts(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """Conflicts of training on preference pairs, whose loss is a function of whole answers'
-    log-probabilities."""
+    """Yield the conflicts of training on preference pairs, whose loss is a function of the
+    log-probabilities of whole answers."""
     if recipe.preference is None:
         return
     for key, parts in (("tensor_parallel", tensor_parallel), ("pipeline", pipeline)):
         if parts > 1:
-            yield f"distributed.{key} is not for preference pairs: use distributed.engine fsdp"
+            yield (
+                f"distributed.{key} does not support preference pairs: use distributed.engine fsdp"
+            )
     if engine.updates_itself:
-        yield "distributed.engine deepspeed is not for preference pairs: use ddp or fsdp"
+        yield "distributed.engine deepspeed does not support preference pairs: use ddp or fsdp"
     if recipe.efficiency.loss_chunk_tokens:
         yield (
-            "efficiency.loss_chunk_tokens computes the cross-entropy, and preference pairs need "
+            "efficiency.loss_chunk_tokens computes the cross-entropy, but preference pairs need "
             "each answer's log-probability: set it to 0 (a smaller batch.micro_batch_size frees "
             "memory too)"
         )
     if recipe.loss.z_loss_coef:
         yield (
-            "loss.z_loss_coef belongs to the cross-entropy, which preference pairs have not: set "
-            "it to 0"
+            "loss.z_loss_coef applies to cross-entropy only, not to preference pairs: set it to 0"
         )
     if recipe.model.expert_count:
         yield (
-            f"preference pairs are not for experts ({recipe.model.model_type}), whose balancing "
-            "loss is not part of theirs: use a dense model"
+            f"preference pairs do not support experts ({recipe.model.model_type}), whose balancing "
+            "loss is not part of the preference loss: use a dense model"
         )
 
 
 def _conflicts_with_deepspeed(recipe: ResolvedRecipe) -> Iterator[str]:
-    """Further conflicts with the engine deepspeed."""
+    """Yield further conflicts with the engine deepspeed."""
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield (
-            f"efficiency.precision {config.precision} is not for distributed.engine deepspeed: use "
-            "bf16 or fp16, with fp32 parameters"
+            "distributed.engine deepspeed does not support efficiency.precision "
+            f"{config.precision}: use bf16 or fp16, with fp32 parameters"
         )
     if config.compile:
         yield (
-            "efficiency.compile does not see through distributed.engine deepspeed: set it to "
+            "distributed.engine deepspeed does not support efficiency.compile: set it to "
             "false, or distributed.engine to fsdp"
         )
     if config.activation_offload:
         yield (
-            "efficiency.activation_offload is not for distributed.engine deepspeed: use "
+            "distributed.engine deepspeed does not support efficiency.activation_offload: use "
             "activation_checkpointing full"
         )
     if recipe.optimizer.clip_after_warmup:
         yield (
-            "optimizer.clip_after_warmup is not for distributed.engine deepspeed, which clips in "
-            "all steps: set it to false, or distributed.engine to fsdp"
+            "optimizer.clip_after_warmup does not work with distributed.engine deepspeed, which "
+            "clips in all steps: set it to false, or distributed.engine to fsdp"
         )
     if not OPTIMIZERS[recipe.optimizer.name].elementwise:
         yield (
-            f"optimizer.name {recipe.optimizer.name} needs whole parameters, and "
-            "distributed.engine deepspeed cuts its state: use "
+            f"optimizer.name {recipe.optimizer.name} needs full parameters, but "
+            "distributed.engine deepspeed shards its state: use "
             f"{elementwise_optimizers()}, or distributed.engine ddp"
         )
     if recipe.lora is not None:
-        yield "lora is not for distributed.engine deepspeed: set it to ddp or fsdp"
+        yield "distributed.engine deepspeed does not support lora: set the engine to ddp or fsdp"
 
 
-def _conflicts_of_average(recipe: ResolvedRecipe) -> Iterator[str]:
+def _average_conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
     if recipe.checkpoint.average_last == 0:
         return
     if recipe.checkpoint.sharded:
         yield (
-            "checkpoint.average_last reads whole checkpoints, and checkpoint.sharded writes "
-            "shards: leave one of them out"
+            "checkpoint.average_last reads full checkpoints, but checkpoint.sharded writes "
+            "shards: disable one of them"
         )
     if recipe.lora is not None:
-        yield "checkpoint.average_last is not for lora: set it to 0"
+        yield "checkpoint.average_last does not support lora: set it to 0"
 
 
-def _conflicts_of_sharded(
+def _sharded_checkpoint_conflicts(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int
 ) -> Iterator[str]:
     if not recipe.checkpoint.sharded:
         return
     if not engine.keeps_shards:
         yield (
-            "checkpoint.sharded has each process write its shards, and distributed.engine "
-            f"{engine.name} cuts no model: leave it out, or set distributed.engine to fsdp"
+            "checkpoint.sharded writes each process's shards, but distributed.engine "
+            f"{engine.name} does not shard the model: disable it, or set distributed.engine to fsdp"
         )
     if tensor_parallel > 1:
         yield (
-            "checkpoint.sharded knows nothing of distributed.tensor_parallel's shards: leave one "
-            "of them out"
+            "checkpoint.sharded does not support distributed.tensor_parallel: disable one of them"
         )
     if recipe.lora is not None:
-        yield "checkpoint.sharded is for large checkpoints, and lora's are small: leave it out"
+        yield "checkpoint.sharded does not support lora, whose checkpoints are small: disable it"
 
 
 def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
-    """Conflicts of tensor parallelism or of a pipeline.
+    """Yield the conflicts of tensor parallelism or of a pipeline.
 
     Args:
         recipe: recipe of the run.
@@ -309,37 +310,40 @@ def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
     """
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
-        yield f"efficiency.precision {config.precision} is not for {key}: use bf16"
+        yield f"{key} does not support efficiency.precision {config.precision}: use bf16"
     spec = OPTIMIZERS[recipe.optimizer.name]
     if not (spec.elementwise or spec.gathers):
-        yield f"optimizer.name {recipe.optimizer.name} is not for {key}: use {sharded_optimizers()}"
+        yield (
+            f"{key} does not support optimizer.name {recipe.optimizer.name}: use "
+            f"{sharded_optimizers()}"
+        )
     if config.optimizer_in_backward:
         yield (
-            f"efficiency.optimizer_in_backward is not for {key}: switch it off (distributed.engine "
-            "fsdp frees more memory than it does)"
+            f"{key} does not support efficiency.optimizer_in_backward: set it to false "
+            "(distributed.engine fsdp frees more memory than it does)"
         )
     if recipe.lora is not None:
-        yield f"lora is not for {key}: leave one out (distributed.engine fsdp works with lora)"
+        yield f"{key} does not support lora: remove one (distributed.engine fsdp supports lora)"
     if config.compile:
-        yield f"efficiency.compile is not for {key}: set it to false"
+        yield f"{key} does not support efficiency.compile: set it to false"
     if config.bf16_residual and key == "distributed.pipeline":
-        yield f"efficiency.bf16_residual is not for {key}: set it to false"
+        yield f"{key} does not support efficiency.bf16_residual: set it to false"
     if config.activation_offload:
         yield (
-            f"efficiency.activation_offload is not for {key}: use "
+            f"{key} does not support efficiency.activation_offload: use "
             "efficiency.activation_checkpointing full"
         )
     if config.loss_chunk_tokens:
-        yield f"efficiency.loss_chunk_tokens is not for {key}: set it to 0"
+        yield f"{key} does not support efficiency.loss_chunk_tokens: set it to 0"
 
 
 def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str]:
-    """Conflicts with `efficiency.optimizer_in_backward`."""
+    """Yield the conflicts with `efficiency.optimizer_in_backward`."""
     accumulation = recipe.batch.accumulation(seq_len)
     if recipe.batch.ramp_start_tokens is not None:
         yield (
-            "efficiency.optimizer_in_backward updates after every backward pass, and "
-            "batch.ramp_start_tokens raises the number of passes a step: leave one of them out"
+            "efficiency.optimizer_in_backward updates after every backward pass, but "
+            "batch.ramp_start_tokens raises the number of passes per step: disable one of them"
         )
     elif accumulation > 1:
         change = f"batch.micro_batch_size to {recipe.batch.rows * accumulation}"
@@ -348,22 +352,22 @@ def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str
         yield (
             "efficiency.optimizer_in_backward updates after every backward pass, so it can't "
             f"accumulate gradients over {accumulation} of them: set {change} (with "
-            "activation_checkpointing full if that doesn't fit), or switch it off"
+            "activation_checkpointing full if that doesn't fit), or set it to false"
         )
     if recipe.optimizer.max_grad_norm > 0:
         yield (
             "efficiency.optimizer_in_backward updates before the gradient's norm is known, so it "
-            "can't clip: set optimizer.max_grad_norm to 0, or switch it off"
+            "can't clip: set optimizer.max_grad_norm to 0, or set it to false"
         )
     if recipe.efficiency.precision == "fp16":
         yield (
             "efficiency.optimizer_in_backward updates before it is known whether fp16 gradients "
-            "overflowed: set efficiency.precision to bf16, or switch it off"
+            "overflowed: set efficiency.precision to bf16, or set it to false"
         )
 
 
 def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
-    """Methods that this hardware does not support."""
+    """Yield the methods that this hardware does not support."""
     config, device = recipe.efficiency, hardware.device.type
     if unable := why_unable(recipe.model, config.attention, device):
         yield f"efficiency.attention {config.attention} {unable}"
@@ -371,60 +375,60 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
         able = able_backends(recipe.model) or ("sdpa", "flash", "math", "blockwise", "plain")
         names = [name for name in able if name not in GPU_BACKENDS]
         yield (
-            f"efficiency.attention {config.attention} needs a CUDA GPU, and this is "
+            f"efficiency.attention {config.attention} needs a CUDA GPU, but this is "
             f"{hardware.name}: use auto, {', '.join(names[:-1])} or {names[-1]}"
         )
     if config.attention == "flash" and device not in ("cpu", "cuda"):
         yield (
-            f"efficiency.attention flash is for CPUs and CUDA GPUs, and the device is {device}: "
+            f"efficiency.attention flash needs a CPU or a CUDA GPU, but the device is {device}: "
             "use auto, sdpa, math, blockwise or plain"
         )
     fast_only = config.attention in ("flash", "cudnn") and device == "cuda"
     if fast_only and (recipe.data.document_masking or _window(recipe.model) < recipe.data.seq_len):
         yield (
-            f"efficiency.attention {config.attention} takes no mask on a GPU, which documents and "
-            "sliding windows need: set efficiency.attention to auto, flex or efficient"
+            f"efficiency.attention {config.attention} supports no mask on a GPU, which documents "
+            "and sliding windows need: set efficiency.attention to auto, flex or efficient"
         )
     if hardware.capability is not None:
         yield from _missing_units(recipe, hardware.name, hardware.capability)
     if fast_only and config.precision in ("fp32", "tf32"):
         yield (
-            f"efficiency.attention {config.attention} computes in bf16 or fp16 on a GPU: set "
+            f"efficiency.attention {config.attention} requires bf16 or fp16 on a GPU: set "
             "efficiency.precision to bf16, or efficiency.attention to efficient"
         )
     if recipe.run.deterministic and config.attention == "cudnn" and device == "cuda":
         yield (
-            "efficiency.attention cudnn adds up in no fixed order: set it to flash, or "
+            "efficiency.attention cudnn sums in no fixed order: set it to flash, or "
             "run.deterministic to false"
         )
     if unrecordable := why_unrecordable(recipe.model, config, hardware):
         yield unrecordable
     if recipe.data.pin_memory and device != "cuda":
-        yield "data.pin_memory is for copies to a CUDA GPU: leave it out"
+        yield "data.pin_memory requires a CUDA GPU: remove it"
 
 
 def _missing_units(recipe: ResolvedRecipe, name: str, capability: tuple[int, int]) -> Iterator[str]:
-    """Methods that a GPU of this name and compute capability does not support."""
+    """Yield the methods that a GPU of this name and compute capability does not support."""
     config = recipe.efficiency
     if config.precision == "fp8" and capability < FP8_CAPABILITY:
         yield (
             "efficiency.precision fp8 needs a GPU with fp8 matrix units (compute capability 8.9 "
-            f"or higher), and this is {name}: use bf16"
+            f"or higher), but this is {name}: use bf16"
         )
     compiles = config.compile and config.compile_backend == "inductor"
     if compiles and capability < TRITON_CAPABILITY:
         yield (
-            "efficiency.compile needs triton, and so a GPU of compute capability 7.0 or higher "
-            f"(Volta and later), and this is {name}: set efficiency.compile to false"
+            "efficiency.compile needs triton, and therefore a GPU of compute capability 7.0 or "
+            f"higher (Volta and later), but this is {name}: set efficiency.compile to false"
         )
     if config.attention in ("flash", "cudnn") and capability < (8, 0):
         yield (
             f"efficiency.attention {config.attention} needs a GPU of compute capability 8.0 or "
-            f"higher (Ampere and later), and this is {name}: use auto, sdpa or efficient"
+            f"higher (Ampere and later), but this is {name}: use auto, sdpa or efficient"
         )
 
 
 def _window(model: ModelConfig) -> float:
-    """The shortest sliding window of the model's layers, in tokens; infinity if none has one."""
+    """Return the shortest sliding window of the model's layers, in tokens; infinity without one."""
     windows = (model.attention_spec(layer).window for layer in range(model.num_hidden_layers))
     return min((window for window in windows if window is not None), default=float("inf"))

@@ -33,7 +33,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def override_pairs(
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> list[tuple[str, str]]:
-    """Overrides in the form of command line options: pairs (`section.key`, value as YAML text).
+    """Convert overrides to the form of command-line options: (`section.key`, value as YAML text).
 
     Args:
         overrides: values of any type, by `section.key` or as pairs.
@@ -47,8 +47,8 @@ def override_pairs(
             text = str(value) if isinstance(value, str | Path) else json.dumps(value)
         except TypeError as error:
             raise ConfigError(
-                f"override {name} is {value!r:.80}, which no recipe can hold: give a number, text, "
-                "true, false, null, or a list or dict of them"
+                f"override {name} is {value!r:.80}, which a recipe can't contain: use a number, "
+                "text, true, false, null, or a list or dict of them"
             ) from error
         found.append((name, text))
     return found
@@ -66,7 +66,7 @@ def load_recipe(
 
     Raises:
         ConfigError: the file is missing or not YAML, or keys or values are invalid; one message
-            has all mistakes.
+            lists all mistakes.
     """
     name, path = str(path), Path(path)
     if not path.exists():
@@ -89,7 +89,7 @@ def load_recipe(
 
 
 def _is_recipe(path: Path) -> bool:
-    """True if a YAML file has a section of a recipe."""
+    """Return True if a YAML file has a section of a recipe."""
     try:
         values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
     except (OSError, ValueError, InputError):
@@ -114,11 +114,11 @@ def parse_recipe(
         overrides: pairs (`section.key`, value as YAML text); see `override_pairs`.
 
     Raises:
-        ConfigError: keys or values are invalid; one message has all mistakes.
+        ConfigError: keys or values are invalid; one message lists all mistakes.
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
-        # A given size replaces one that firstlight has chosen, and is kept.
+        # A size set by the user replaces one that firstlight has chosen, and is kept.
         if any(name == "batch.micro_batch_size" for name, _ in overrides):
             _override(changed, "batch.divide_micro_batch", "false")
         for name, text in overrides:
@@ -128,7 +128,7 @@ def parse_recipe(
 
 
 def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a recipe's values with some of them changed.
+    """Copy a recipe's values with some of them changed.
 
     Args:
         values: nested values of a recipe.
@@ -153,7 +153,7 @@ def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> R
 def _parsed(kind: type[AnyRecipe], values: Mapping[str, Any], where: str) -> AnyRecipe:
     model = values.get("model")
     if isinstance(model, Mapping):
-        # Recipes may leave the model family out.
+        # Recipes may omit the model family.
         values = {**values, "model": {"model_type": DEFAULT_FAMILY, **model}}
     try:
         return kind.model_validate(values)
@@ -183,7 +183,7 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
 
 
 def override_value(name: str, text: str) -> Any:
-    """The value of `section.key` from a text; ConfigError if it is not YAML."""
+    """Parse the value of `section.key` from text; ConfigError if it is not YAML."""
     try:
         return text if _takes_text(name) and text not in ("null", "~") else parse_yaml(text)
     except ValueError as error:
@@ -191,8 +191,8 @@ def override_value(name: str, text: str) -> Any:
 
 
 def _takes_text(name: str) -> bool:
-    """True if the key's type is a string, so that `--data.dir 2024` is a folder's name and not a
-    number."""
+    """Return True if the key's type is a string, so that `--data.dir 2024` is a folder's name and
+    not a number."""
     section: type[BaseModel] = Recipe
     *sections, key = name.split(".")
     for part in sections:
@@ -206,7 +206,7 @@ def _takes_text(name: str) -> bool:
 
 
 def _section_types(annotation: Any) -> list[type[BaseModel]]:
-    """The config classes in a field's type annotation."""
+    """Return the config classes in a field's type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if typing.get_origin(annotation) in (Union, types.UnionType, Annotated, list):
@@ -215,12 +215,13 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
 
 
 def known_keys() -> list[str]:
-    """All keys of a recipe as `section.key`, sorted."""
+    """Return all keys of a recipe as `section.key`, sorted."""
     return sorted({f"{section}.{key}" for section, _, key in recipe_fields()})
 
 
 def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Section, class of the section, and key, for each key of a recipe in the schema's order."""
+    """Yield section, class of the section, and key, for each key of a recipe in the schema's
+    order."""
     for section, field in Recipe.model_fields.items():
         for kind in _section_types(field.annotation):
             for key in kind.model_fields:
@@ -229,7 +230,7 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
 
 @functools.cache
 def other_names() -> Mapping[str, str]:
-    """The hint for each name of a setting in another program; see other_names.yaml."""
+    """Return the hint for each name of a setting in another program; see other_names.yaml."""
     text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
     return {name: hint for hint, names in yaml.safe_load(text).items() for name in names}
 
@@ -239,12 +240,12 @@ _OWN_KEY = re.compile(r"(\w+\.\w+)(?:: ([^;]+))?(?:; (.+))?")
 
 
 def hint_for_other_name(name: str, known: Sequence[str] = (), *, as_option: bool = False) -> str:
-    """A hint for the name of another program's setting, or of a key of another section: the key or
-    what else to do; "" if the name is neither.
+    """Return a hint for the name of another program's setting, or of a key of another section: the
+    right key, or what to do instead; "" if the name is neither.
 
     Args:
         name: the unknown key, without its section.
-        known: keys of the section in which the name stands; the hint then leaves the section out.
+        known: keys of the section in which the name occurs; the hint then omits the section.
         as_option: True for an option of the command line.
     """
     elsewhere = [full for full in known_keys() if full.split(".")[1] == name]
@@ -262,7 +263,7 @@ def hint_for_other_name(name: str, known: Sequence[str] = (), *, as_option: bool
 
 
 def _describe(entry: Any) -> str:
-    """The message for one of pydantic's validation errors."""
+    """Return the message for one of pydantic's validation errors."""
     location, owners = _locate([str(part) for part in entry["loc"]])
     name = ".".join(location)
     kind = entry["type"]
@@ -285,7 +286,7 @@ def _describe(entry: Any) -> str:
             f"(known: {context['expected_tags']})"
         )
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{name} must be a section with keys of its own, not {entry['input']!r}"
+        return f"{name} must be a section with keys, not {entry['input']!r}"
     message = entry["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if kind == "value_error":
@@ -294,8 +295,8 @@ def _describe(entry: Any) -> str:
 
 
 def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """A key's location without the tags that pydantic inserts for unions, and the classes of the
-    section that has the key."""
+    """Return a key's location without the tags that pydantic inserts for unions, and the classes of
+    the section that has the key."""
     names: list[str] = []
     owners: list[type[BaseModel]] = [Recipe]
     for position, part in enumerate(location):
@@ -311,7 +312,7 @@ def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
 
 
 def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
-    """The discriminator values of this class in a union: ("llama",) for LlamaConfig."""
+    """Return the discriminator values of this class in a union: ("llama",) for LlamaConfig."""
     for field in section.model_fields.values():
         if typing.get_origin(field.annotation) is typing.Literal:
             return typing.get_args(field.annotation)
@@ -319,15 +320,15 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
-    """A hint for an unknown key: another program's or another section's name, or the nearest key of
-    its section."""
+    """Return a hint for an unknown key: another program's or another section's name, or the nearest
+    key of its section."""
     hint = hint_for_other_name(key, known) or nearest(key, known)
     return hint or f" (known: {', '.join(known)})"
 
 
 def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
-    """The message for an unknown section: a hint for the section, or one for each of its keys that
-    another section or program has, such as those of `training`."""
+    """Return the message for an unknown section: a hint for the section, or one for each of its
+    keys that another section or program has, such as those of `training`."""
     sections = [section for section in Recipe.model_fields if nearest(name, [section])]
     keys = set(known_keys())
     if not any(all(f"{section}.{key}" in keys for key in inner) for section in sections):
@@ -343,16 +344,16 @@ _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
 
 
-#: libyaml's loader, which takes a tenth of the time; PyYAML may be built without it.
+#: libyaml's loader, which is ten times as fast; PyYAML may be built without it.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]
-    """PyYAML's safe loader, which in addition reads 3e-4 as a number, refuses duplicate keys, and
-    limits keys."""
+    """PyYAML's safe loader, which also reads 3e-4 as a number, rejects duplicate keys, and limits
+    keys."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # `<<` merges may multiply: each mapping can merge two others, which merge two others.
+        # `<<` merges may multiply: each mapping can merge two others, which merge two others each.
         super().flatten_mapping(node)
         if len(node.value) > _MAX_VALUES:
             raise yaml.MarkedYAMLError(problem="too many keys", problem_mark=node.start_mark)
@@ -367,7 +368,7 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
             if isinstance(name, Hashable) and name in seen:
                 lines = f"in lines {seen[name]} and {key.start_mark.line + 1}"
                 raise yaml.MarkedYAMLError(problem=f"key '{name}' is given twice, {lines}")
-            # A key that is not hashable is refused below.
+            # A key that is not hashable is rejected below.
             if isinstance(name, Hashable):
                 seen[name] = key.start_mark.line + 1
         found: dict[Hashable, Any] = super().construct_mapping(node, deep)
@@ -375,8 +376,8 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
 
 
 def _require_shallow(text: str) -> None:
-    """Refuse YAML of many levels before it is loaded: libyaml's loader calls itself for each level,
-    and the process would end.
+    """Reject YAML of many levels before it is loaded: libyaml's loader calls itself for each level,
+    which would crash the process.
 
     Raises:
         yaml.YAMLError: there are too many levels, or the text is not YAML.
@@ -392,7 +393,7 @@ def _require_shallow(text: str) -> None:
 
 
 def _require_small(values: object) -> None:
-    """Refuse YAML whose anchors expand to a huge number of values, or contain themselves.
+    """Reject YAML whose anchors expand to a huge number of values, or contain themselves.
 
     Raises:
         ValueError: there are too many values, or one is a number of more than 64 bits.
@@ -419,7 +420,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """The values of a YAML text.
+    """Parse YAML text.
 
     Raises:
         ValueError: the text is not YAML or has too many values; the message is one line.
@@ -431,14 +432,14 @@ def parse_yaml(content: bytes | str) -> Any:
         _require_small(values)
     # ValueError comes from bytes that are not UTF-8, and from invalid dates such as 2001-99-99.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # PyYAML's name for a text that is not read by itself from a file.
+        # PyYAML's name for text that it does not read from a file itself.
         message = str(error).replace('in "<unicode string>", line', "in line")
         raise ValueError(" ".join(message.split())) from error
     return values
 
 
 def yaml_text(values: object) -> str:
-    """Values of a recipe or of a card as YAML, keys in their order."""
+    """Write values of a recipe or of a card as YAML text, keys in their order."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
     return text
@@ -448,8 +449,8 @@ def yaml_text(values: object) -> str:
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
-    """The recipe, with values from the file `distributed.deepspeed_config` for the keys that the
-    recipe leaves open.
+    """Return the recipe, with values from the file `distributed.deepspeed_config` for the keys that
+    the recipe leaves open.
 
     Calling it again with its result changes nothing, so that a resumed run gets the same recipe.
 
@@ -467,9 +468,9 @@ def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
     path = Path(config.deepspeed_config).expanduser().absolute()
     if config.engine not in ("auto", "deepspeed"):
         raise ConfigError(
-            f"distributed.deepspeed_config {config.deepspeed_config} is for distributed.engine "
-            f"deepspeed, and the engine is {config.engine}: set it to deepspeed, or leave "
-            "deepspeed_config out"
+            f"distributed.deepspeed_config {config.deepspeed_config} requires distributed.engine "
+            f"deepspeed, but the engine is {config.engine}: set it to deepspeed, or remove "
+            "deepspeed_config"
         )
     found = read_deepspeed_file(path)
     problems = []
@@ -489,19 +490,19 @@ def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
     if problems:
         raise ConfigError(
             f"distributed.deepspeed_config {path} contradicts the recipe: {'; '.join(problems)}: "
-            "leave one of each out, or make them equal"
+            "remove one of each, or make them equal"
         )
     return _with_whole_batch(_with(recipe, values, path), found, processes, path)
 
 
 def _is_open(recipe: Recipe, section: str, key: str) -> bool:
-    """True if the user has not set the key, or has set it to null or "auto"."""
+    """Return True if the user has not set the key, or has set it to null or "auto"."""
     config = getattr(recipe, section)
     return key not in config.model_fields_set or getattr(config, key) in (None, "auto")
 
 
 def _with(recipe: Recipe, values: dict[str, dict[str, Any]], path: Path) -> Recipe:
-    """The recipe with new values for some keys (section -> key -> value), validated.
+    """Return the recipe with new values for some keys (section -> key -> value), validated.
 
     Raises:
         ConfigError: a value is invalid; the message names the file `path` and the key.
@@ -524,7 +525,7 @@ def _with(recipe: Recipe, values: dict[str, dict[str, Any]], path: Path) -> Reci
 
 
 def _with_whole_batch(recipe: Recipe, found: DeepSpeedFile, processes: int, path: Path) -> Recipe:
-    """The recipe with a global batch of the file's `train_batch_size` sequences.
+    """Return the recipe with a global batch of the file's `train_batch_size` sequences.
 
     Raises:
         ConfigError: `train_batch_size` contradicts the recipe's other keys of the batch.
@@ -538,14 +539,14 @@ def _with_whole_batch(recipe: Recipe, found: DeepSpeedFile, processes: int, path
     if batch.global_batch_tokens is not None:
         if seq_len is None or batch.global_batch_tokens != rows * seq_len:
             raise ConfigError(
-                f"{start} contradicts batch.global_batch_tokens {batch.global_batch_tokens}: leave "
-                "one of them out"
+                f"{start} contradicts batch.global_batch_tokens {batch.global_batch_tokens}: "
+                "remove one of them"
             )
         return recipe
     if not isinstance(batch.micro_batch_size, int):
         if seq_len is None:
             raise ConfigError(
-                f"{start} needs train_micro_batch_size_per_gpu beside it, or data.seq_len in the "
+                f"{start} also needs train_micro_batch_size_per_gpu, or data.seq_len in the "
                 "recipe: set one of them"
             )
         return _with(recipe, {"batch": {"global_batch_tokens": rows * seq_len}}, path)
@@ -553,7 +554,7 @@ def _with_whole_batch(recipe: Recipe, found: DeepSpeedFile, processes: int, path
     if rest or batch.gradient_accumulation_steps not in (None, steps):
         accumulated = batch.gradient_accumulation_steps
         raise ConfigError(
-            f"{start} is not {batch.micro_batch_size} rows a micro-batch"
+            f"{start} is not {batch.micro_batch_size} rows per micro-batch"
             f"{'' if accumulated is None else f' x {accumulated} accumulated'} x {processes} "
             f"process{'' if processes == 1 else 'es'}: change one of them"
         )

@@ -15,7 +15,7 @@ from firstlight.section import Section
 #: Default micro-batch size, in sequences.
 DEFAULT_ROWS = 8
 
-#: Tokens of a forward pass from which a CPU computes matrix products at its full rate.
+#: Tokens per forward pass from which a CPU computes matrix products at its full rate.
 _BUSY_TOKENS = 1024
 
 
@@ -33,15 +33,15 @@ class BatchConfig(Section):
     micro_batch_size: Annotated[int | Literal["auto"] | None, PlainValidator(_number_of_rows)] = (
         None
     )
-    """number of sequences of one forward pass on one device: more use the hardware better, and take
-    more memory for activations. "auto" is the largest number that fits in memory, found before the
-    run in a separate process by trying all of global_batch_tokens, then half of it, and so on. null
-    is 8. With global_batch_tokens, null is the largest number up to 8 that divides a step evenly,
-    and on a CPU at most about 1,024 tokens, which are enough to keep it busy."""
+    """number of sequences of one forward pass on one device: larger values use the hardware better,
+    and take more memory for activations. "auto" is the largest number that fits in memory, found
+    before the run in a separate process by trying all of global_batch_tokens, then half of it, and
+    so on. null is 8. With global_batch_tokens, null is the largest number up to 8 that divides a
+    step evenly, and on a CPU at most about 1,024 tokens, which are enough to keep it busy."""
     divide_micro_batch: bool = False
     """true lowers micro_batch_size to the largest number that divides the sequences of a step
     evenly among the processes, such as 8 to 4 if two processes share a step of 8. firstlight sets
-    it where it has chosen micro_batch_size. false keeps micro_batch_size."""
+    it if it has chosen micro_batch_size itself. false keeps micro_batch_size."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
     """number of forward and backward passes of a step: the gradient of a large batch with the
     memory of a small one."""
@@ -49,37 +49,39 @@ class BatchConfig(Section):
     """number of tokens of a step, over all devices; the number of accumulation steps follows from
     it."""
     ramp_start_tokens: int | None = Field(None, gt=0)
-    """number of tokens of the first steps, a divisor of global_batch_tokens. The tokens of a step
+    """number of tokens of the first steps, a divisor of global_batch_tokens. The tokens per step
     rise from it to global_batch_tokens in increments of this size, by more accumulation steps; null
     is no ramp."""
     ramp_steps: int | None = Field(None, gt=0)
-    """number of steps over which the tokens of a step rise; later steps have
+    """number of steps over which the tokens per step rise; later steps have
     global_batch_tokens."""
 
     @model_validator(mode="after")
     def _whole_ramp(self) -> Self:
         start, whole = self.ramp_start_tokens, self.global_batch_tokens
         if (start is None) != (self.ramp_steps is None):
-            raise ValueError("ramp_start_tokens and ramp_steps belong together: set both, or none")
+            raise ValueError(
+                "ramp_start_tokens and ramp_steps belong together: set both or neither"
+            )
         if start is None:
             return self
         if whole is None:
             raise ValueError("ramp_start_tokens needs global_batch_tokens, where the ramp ends")
         if whole % start or whole == start:
             raise ValueError(
-                f"global_batch_tokens {whole} is not a multiple (2 or more times) of "
+                f"global_batch_tokens {whole} is not a multiple (at least 2 times) of "
                 f"ramp_start_tokens {start}: change one of them"
             )
         return self
 
     @property
     def rows(self) -> int:
-        """The micro-batch size in sequences; it must not be "auto" any more."""
+        """The micro-batch size in sequences, which must be decided ("auto" is not allowed)."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size or DEFAULT_ROWS
 
     def global_rows(self, seq_len: int) -> int:
-        """Sequences of a step, for a micro-batch size that is still "auto".
+        """Return the sequences per step, for a micro-batch size that is still "auto".
 
         Args:
             seq_len: tokens of a sequence.
@@ -90,8 +92,8 @@ class BatchConfig(Section):
         """
         if self.global_batch_tokens is None or self.gradient_accumulation_steps is not None:
             raise ConfigError(
-                "batch.micro_batch_size auto needs batch.global_batch_tokens, the batch that a "
-                "step sees however it is cut, and no batch.gradient_accumulation_steps: set "
+                "batch.micro_batch_size auto needs batch.global_batch_tokens, which fixes the "
+                "batch of a step, and no batch.gradient_accumulation_steps: set "
                 f"global_batch_tokens to a multiple of data.seq_len, {seq_len}"
             )
         rows, rest = divmod(self.global_batch_tokens, seq_len)
@@ -99,12 +101,12 @@ class BatchConfig(Section):
             below = f"{rows * seq_len} or " if rows else ""
             raise ConfigError(
                 f"batch.global_batch_tokens {self.global_batch_tokens} is not a multiple of "
-                f"data.seq_len {seq_len}: take {below}{(rows + 1) * seq_len}"
+                f"data.seq_len {seq_len}: use {below}{(rows + 1) * seq_len}"
             )
         return rows
 
     def accumulation(self, seq_len: int, processes: int = 1) -> int:
-        """Forward passes of each of `processes` processes in an optimizer step.
+        """Return the forward passes of each of `processes` processes in an optimizer step.
 
         Raises:
             ConfigError: `global_batch_tokens` or `ramp_start_tokens` is not a multiple of the
@@ -120,16 +122,16 @@ class BatchConfig(Section):
             raise ConfigError(
                 f"batch.gradient_accumulation_steps {self.gradient_accumulation_steps} and "
                 f"global_batch_tokens (which makes it {steps}) disagree: set the first to {steps}, "
-                "or leave one out"
+                "or remove one"
             )
         return steps
 
     def _passes(self, key: str, tokens: int, seq_len: int, processes: int) -> int:
-        """Forward passes of each process for a step of this number of tokens."""
+        """Return the forward passes of each process for a step of this number of tokens."""
         steps, rest = divmod(tokens, self.rows * seq_len * processes)
         if not rest:
             return steps
-        # A chosen micro-batch follows the number of tokens.
+        # A chosen micro-batch size adapts to the number of tokens.
         unit = (1 if self.divide_micro_batch else self.rows) * seq_len * processes
         name = "seq_len" if self.divide_micro_batch else "micro_batch_size x seq_len"
         share = f" x {processes} processes" if processes > 1 else ""
@@ -137,12 +139,12 @@ class BatchConfig(Section):
         raise ConfigError(
             f"batch.{key} {tokens} is not a multiple of {name}{share} = {unit}: "
             f"{self._same_tokens(seq_len, processes)}"
-            f"take {f'{below} or ' if below else ''}{below + unit}"
+            f"use {f'{below} or ' if below else ''}{below + unit}"
         )
 
     def _same_tokens(self, seq_len: int, processes: int) -> str:
-        """What to change so that a step can be divided and keeps its tokens, as the beginning of a
-        piece of advice; "" if there is nothing."""
+        """Return advice on how to divide a step without changing its tokens, as the beginning of a
+        sentence; "" if there is none."""
         assert self.global_batch_tokens is not None
         if rows := self.dividing_rows(seq_len, processes, self.rows):
             return f"set batch.micro_batch_size to {rows}, or "
@@ -155,7 +157,7 @@ class BatchConfig(Section):
         return f"start {' or '.join(map(str, near))} processes, or "
 
     def dividing_rows(self, seq_len: int, processes: int, most: int) -> int | None:
-        """The largest micro-batch size up to `most` with which the processes share each step
+        """Return the largest micro-batch size up to `most` with which the processes share each step
         evenly, or the one with which they have `gradient_accumulation_steps`; None if there is
         none.
 
@@ -165,7 +167,7 @@ class BatchConfig(Section):
             most: largest micro-batch size in sequences.
         """
         assert self.global_batch_tokens is not None
-        # The micro-batch has to divide the smallest steps of a ramp too.
+        # The micro-batch must also divide the smallest steps of a ramp.
         first = self.ramp_start_tokens or self.global_batch_tokens
         whole, rest = divmod(self.global_batch_tokens, seq_len * processes)
         total, first_rest = divmod(first, seq_len * processes)
@@ -177,7 +179,7 @@ class BatchConfig(Section):
         return next(rows for rows in range(min(most, total), 0, -1) if total % rows == 0)
 
     def schedule(self, seq_len: int, processes: int = 1) -> BatchSchedule:
-        """The number of sequences of each optimizer step, over all `processes` processes together.
+        """Return the number of sequences of each optimizer step, over all `processes` processes.
 
         Raises:
             ConfigError: see `accumulation`.
@@ -197,13 +199,13 @@ def resolve_micro_batch(
     is_tried: bool,
     tell: Callable[[str], None],
 ) -> BatchConfig:
-    """The section with the micro-batch size decided; it stays "auto" only if trials have to find it
-    (`training/micro_batch_trials.py`).
+    """Return the section with the micro-batch size decided; it stays "auto" only if trials have to
+    find it (`training/micro_batch_trials.py`).
 
     The default is the largest size up to a limit that divides the global batch evenly. The limit is
-    8 sequences, on a CPU also about 1,024 tokens: these keep it busy, and more sequences would not
-    be faster, but take more memory for activations. A size that firstlight has chosen, such as that
-    of an earlier run, is lowered so that the processes share a step evenly.
+    8 sequences, and on a CPU also about 1,024 tokens: these keep it busy, and more sequences would
+    not be faster, but would take more memory for activations. A size that firstlight has chosen,
+    such as that of an earlier run, is lowered so that the processes share a step evenly.
 
     Args:
         batch: the section as written.
@@ -211,7 +213,7 @@ def resolve_micro_batch(
         device: type of the device: "cpu", "cuda" or "mps".
         processes: number of processes that share each step.
         earlier: size of the run that is resumed; None for a new run.
-        is_tried: True if "auto" is found by trials; False takes the default for it.
+        is_tried: True if trials will find the size for "auto"; False uses the default instead.
         tell: called with a message if a chosen size is lowered.
     """
     rows, is_chosen = batch.micro_batch_size, batch.divide_micro_batch
@@ -236,8 +238,8 @@ def _default_size(batch: BatchConfig, seq_len: int, device: str, processes: int)
 def _divided(
     batch: BatchConfig, seq_len: int, rows: int, processes: int, *, tell: Callable[[str], None]
 ) -> int:
-    """A chosen micro-batch size, lowered so that the processes share a step evenly; unchanged if
-    the batch of the recipe follows from it, or if they can't."""
+    """Return a chosen micro-batch size, lowered so that the processes share a step evenly;
+    unchanged if the batch of the recipe follows from it, or if they can't."""
     if batch.global_batch_tokens is None:
         return rows
     fitting = batch.dividing_rows(seq_len, processes, rows) or rows

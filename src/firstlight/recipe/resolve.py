@@ -2,7 +2,7 @@
 open is decided from facts about the machine, the data and the run.
 
 The facts are gathered first: the kind of the data, the config of the model that is trained, the
-number of processes, the rates of the device. `resolve` decides by them: document masking and the
+number of processes, the rates of the device. From them, `resolve` decides document masking and the
 `preference` section, the settings of new models, the length of a row, the micro-batch size,
 precision, attention, compilation, and the variant of the optimizer.
 """
@@ -20,7 +20,7 @@ import torch
 from firstlight.data.corpus import Kind
 from firstlight.data.loader import NO_MASKING
 from firstlight.errors import ConfigError
-from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling, best_way
+from firstlight.hardware.compiling import NOT_COMPILED, Compiler, Compiling, best_compile_mode
 from firstlight.hardware.device import Hardware, peak_flops
 from firstlight.methods import (
     EfficiencyConfig,
@@ -45,13 +45,13 @@ from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
 #: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
 USUAL_MFU = 0.4
 
-#: Seconds of a run whose length is not known: most runs are long.
+#: Seconds of a run whose length is unknown: most runs are long.
 _LONG_SECONDS = 1e6
 
-#: Seconds of a step that a GPU waits for a layer's kernels to be launched, at least.
+#: Minimum seconds per step that a GPU waits for a layer's kernels to be launched.
 _LAUNCH_SECONDS = 2e-3
 
-#: Vocabulary size from which computing the loss in chunks saves much memory.
+#: Vocabulary size above which computing the loss in chunks saves much memory.
 _LARGE_VOCABULARY = 16384
 
 
@@ -70,7 +70,8 @@ class Facts:
         device: type of the device: "cpu", "cuda" or "mps".
         precision: the precision to which "auto" is resolved.
         compiler: torch.compile for the device; None if it does not work there.
-        flops: function from a dtype to the peak rate of matrix products in FLOP/s; None if unknown.
+        flops: function that maps a dtype to the peak rate of matrix products in FLOP/s; None if
+            unknown.
         processes: number of processes that share each optimizer step.
         epoch_tokens: number of tokens of the training split; None if the data is not on this
             machine.
@@ -80,7 +81,7 @@ class Facts:
         run_folder: the run folder; None keeps the recipe's `run.dir`.
         earlier: resolved recipe of the run that is resumed; {} for a new run.
         largest_micro_batch: function that finds the largest micro-batch size that fits in memory,
-            by trial; None takes the default size.
+            by trial; None uses the default size.
     """
 
     device: str
@@ -98,7 +99,7 @@ class Facts:
 
 
 def facts_here(hardware: Hardware, **more: Any) -> Facts:
-    """`Facts` for a device of this machine.
+    """Return the `Facts` for a device of this machine.
 
     Args:
         hardware: device to run on.
@@ -118,12 +119,12 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
 def for_new_model(
     recipe: Recipe, earlier: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None
 ) -> Recipe:
-    """The recipe with the settings `NEW_MODEL` for optimizer, schedule and initial weights, if it
-    names none of these.
+    """Return the recipe with the settings `NEW_MODEL` for optimizer, schedule and initial weights,
+    if it sets none of these.
 
-    These settings were measured together. So a recipe that sets any key of the optimizer, of the
-    schedule's shape or of the initial weights gets none of them, but the defaults of the keys that
-    it leaves out.
+    These settings were measured together. A recipe that sets any key of the optimizer, of the
+    schedule's shape or of the initial weights therefore gets none of them, and its unset keys have
+    their usual defaults.
 
     Args:
         recipe: recipe of a model that starts from new weights.
@@ -139,7 +140,7 @@ def for_new_model(
         "schedule": {**NEW_MODEL["schedule"], "warmup_ratio": WARMUP_RATIO},
     }
     if not earlier:
-        tell("the recipe names no optimizer, schedule or initial weights: those of new models")
+        tell("the recipe sets no optimizer, schedule or initial weights: using those of new models")
     length = recipe.schedule.model_dump(include=set(_LENGTHS))
     changes = {
         "init": InitConfig.model_validate(chosen.get("init", {})),
@@ -150,9 +151,9 @@ def for_new_model(
 
 
 def _names_no_settings(recipe: Recipe) -> bool:
-    """True if the model has the layout with which `NEW_MODEL` was measured, the recipe sets no key
-    of the optimizer, the schedule's shape or the initial weights, and its engine supports the
-    optimizer of `NEW_MODEL`."""
+    """Return True if the model has the layout with which `NEW_MODEL` was measured, the recipe sets
+    no key of the optimizer, the schedule's shape or the initial weights, and its engine supports
+    the optimizer of `NEW_MODEL`."""
     model, parts = recipe.model, recipe.distributed
     return (
         model is not None
@@ -170,7 +171,7 @@ def _names_no_settings(recipe: Recipe) -> bool:
 
 
 def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> None:
-    """Refuse a recipe that contradicts its data.
+    """Reject a recipe that contradicts its data.
 
     Args:
         recipe: the recipe as written.
@@ -179,19 +180,21 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
 
     Raises:
         ConfigError: document masking is off although the data are conversations or pairs; there is
-            a `preference` section, but the data are not pairs; or there are pairs, but no model.
+            a `preference` section, but the data are not pairs; or the data are pairs, but the run
+            starts from new weights.
     """
     is_off = "document_masking" in recipe.data.model_fields_set and not recipe.data.document_masking
     if kind in ("chat", "preference") and is_off:
         raise ConfigError(f"data.{NO_MASKING}")
     if kind != "preference" and recipe.preference is not None:
         raise ConfigError(
-            "the preference section is for pairs of answers: set data.kind preference, or leave it "
+            "the preference section is for pairs of answers: set data.kind preference, or remove "
+            "the section"
             "out"
         )
     if kind == "preference" and not from_weights:
         raise ConfigError(
-            "preference pairs need a model that answers already: fine-tune one on conversations "
+            "preference pairs need a model that already answers: fine-tune one on conversations "
             "(data.kind chat), and name it with --init-from"
         )
 
@@ -199,10 +202,11 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
 def resolve(
     recipe: Recipe, facts: Facts, tell: Callable[[str], None] = lambda _: None
 ) -> ResolvedRecipe:
-    """The recipe with every open key resolved.
+    """Return the recipe with every open key resolved.
 
-    A resumed run must compute as before, but a choice that depends on machine or measurement could
-    differ: so choices of the resumed run (`facts.earlier`) have precedence.
+    A resumed run must compute as before, but a choice that depends on the machine or on a
+    measurement could differ. The choices of the resumed run (`facts.earlier`) therefore take
+    precedence.
 
     Args:
         recipe: the recipe as written.
@@ -243,7 +247,7 @@ def resolve(
             "data": dict(known.data),
             "efficiency": dict(efficiency),
             "optimizer": _resolve_optimizer(optimizer, facts.earlier.get("optimizer", {}), tell),
-            # 1 is a placeholder for a size that trials find below.
+            # 1 is a placeholder for a size that trials find later.
             "batch": {**dict(batch), **({"micro_batch_size": 1} if is_tried else {})},
         }
     )
@@ -256,15 +260,15 @@ def resolve(
 def _with_known(
     recipe: Recipe, facts: Facts, data: dict[str, Any], tell: Callable[[str], None]
 ) -> Recipe:
-    """The recipe with the values that follow from its data and its run without a choice, and with
-    the settings of a new model.
+    """Return the recipe with the values that follow from its data and its run without a choice, and
+    with the settings of a new model.
 
     Args:
         data: further values of the `data` section.
     """
     sections: dict[str, Any] = {}
     if facts.kind in ("chat", "preference"):
-        data = {**data, "document_masking": True}  # examples never see each other
+        data = {**data, "document_masking": True}  # examples must not see each other
     if facts.kind == "preference":
         data = {**data, "kind": "preference"}
         sections["preference"] = recipe.preference or PreferenceConfig()
@@ -276,7 +280,8 @@ def _with_known(
 
 
 def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
-    """Tokens of a training sequence: `data.seq_len`, or if that is null the model's context.
+    """Return the tokens of a training sequence: `data.seq_len`, or the model's context if it is
+    null.
 
     Raises:
         ConfigError: `data.seq_len` is longer than the model's context.
@@ -294,7 +299,7 @@ def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
 def attention_backend(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts, precision: str
 ) -> str:
-    """The attention backend to which "auto" is resolved for a recipe in a precision."""
+    """Return the attention backend to which "auto" is resolved for a recipe in a precision."""
     return resolve_attention(
         EfficiencyConfig(),
         facts.device,
@@ -309,34 +314,36 @@ def attention_backend(
 def _resolve_efficiency(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts
 ) -> EfficiencyConfig:
-    """The `efficiency` section with precision, compile, loss_chunk_tokens and attention set."""
+    """Return the `efficiency` section with precision, compile, loss_chunk_tokens and attention
+    set."""
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
-        # An update in the backward pass comes before it is known whether fp16 gradients overflowed.
+        # The update in the backward pass is made before it is known whether fp16 gradients
+        # overflow.
         overflows = facts.precision == "fp16" and config.optimizer_in_backward
         own = "fp32" if overflows else facts.precision
         chosen["precision"] = earlier.get("precision", own)
     precision = chosen.get("precision", config.precision)
     if config.compile == "auto":
         size = model.hidden_size, model.num_hidden_layers
-        ways = open_ways(config, recipe.distributed, facts.compiler, size)
-        way = ways[0]
-        if len(ways) > 1 and (before := earlier.get("compile")) is not None:
-            way = Compiling(before is True, earlier.get("compile_regional", False))
-        elif len(ways) > 1:
+        modes = open_compile_modes(config, recipe.distributed, facts.compiler, size)
+        mode = modes[0]
+        if len(modes) > 1 and (before := earlier.get("compile")) is not None:
+            mode = Compiling(before is True, earlier.get("compile_regional", False))
+        elif len(modes) > 1:
             seconds = usual_seconds(recipe, model, seq_len, precision, facts=facts)
-            way = best_way(ways, lambda way: seconds / way.gain)
-        chosen["compile"] = needs_compiling(config) or way.compiles
-        chosen["compile_regional"] = config.compile_regional or way.regional
+            mode = best_compile_mode(modes, lambda mode: seconds / mode.gain)
+        chosen["compile"] = needs_compiling(config) or mode.compiles
+        chosen["compile_regional"] = config.compile_regional or mode.regional
     if config.loss_chunk_tokens is None:
         chunk = _loss_chunk_tokens(recipe, model, facts.device, precision)
         chosen["loss_chunk_tokens"] = earlier.get("loss_chunk_tokens", chunk)
     config = config.model_copy(update=chosen)
     if config.attention != "auto":
         return config
-    # The earlier run's backend is kept only for the same precision and compiling, and if this
-    # device has it.
+    # The earlier run's backend is kept only for the same precision and compilation, and if this
+    # device supports it.
     same = all(earlier.get(key) == getattr(config, key) for key in ("precision", "compile"))
     kept = earlier.get("attention") if same else None
     if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else GPU_BACKENDS):
@@ -348,12 +355,12 @@ def _resolve_efficiency(
 def _resolve_optimizer(
     config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
 ) -> OptimizerConfig:
-    """The `optimizer` section with 8-bit library, bits of embeddings and variant of Adafactor
-    resolved."""
+    """Return the `optimizer` section with 8-bit library, bits of embeddings and variant of
+    Adafactor resolved."""
     chosen: dict[str, Any] = {}
     has_choice = "embeddings_in_32_bits" in OPTIMIZERS[config.name].options
     if has_choice and config.embeddings_in_32_bits is None:
-        # Runs of older versions go on in 8 bits.
+        # Runs of older versions continue in 8 bits.
         before = earlier.get("embeddings_in_32_bits", False) if earlier else None
         chosen["embeddings_in_32_bits"] = before is not False
     if config.name == "adamw8bit" and config.eight_bit_library == "auto":
@@ -373,12 +380,12 @@ def _resolve_optimizer(
 
 
 def _is_whole(parts: DistributedConfig) -> bool:
-    """True without tensor and pipeline parallelism, so that each process computes all layers
-    whole."""
+    """Return True without tensor and pipeline parallelism, so that each process computes every
+    layer completely."""
     return parts.tensor_parallel * parts.pipeline == 1
 
 
-def open_ways(
+def open_compile_modes(
     config: EfficiencyConfig,
     parts: DistributedConfig,
     compiler: Compiler | None,
@@ -386,7 +393,7 @@ def open_ways(
     *,
     is_busy: bool = False,
 ) -> list[Compiling]:
-    """The ways to compile a model, or not to, that a recipe leaves open.
+    """Return the compilation modes, including none, that a recipe leaves open.
 
     Args:
         config, parts: the recipe's sections `efficiency` and `distributed`.
@@ -394,24 +401,24 @@ def open_ways(
         size: hidden size and number of layers of the model.
         is_busy: True if other programs use the cores.
     """
-    # `conflicts.py` refuses compiling with other engines and with parts of layers.
+    # `conflicts.py` rejects compilation with other engines and with layers that are split.
     is_refused = (
         not _is_whole(parts)
         or named_engine(parts).updates_itself
         or parts.deepspeed_config is not None
     )
-    ways = [] if compiler is None or is_refused else compiler.ways(size, is_busy=is_busy)
+    modes = [] if compiler is None or is_refused else compiler.modes(size, is_busy=is_busy)
     compiles = config.compile is True or needs_compiling(config)
     if compiles or "compile_regional" in config.model_fields_set:
-        ways = [way for way in ways if way.regional == config.compile_regional]
-    if config.compile is False or not ways:
+        modes = [mode for mode in modes if mode.regional == config.compile_regional]
+    if config.compile is False or not modes:
         return [NOT_COMPILED]
-    # Uncompiled, the casts of fp8 take longer than its products save.
-    return ways if compiles or config.precision == "fp8" else [NOT_COMPILED, *ways]
+    # Without compilation, the casts of fp8 take longer than its products save.
+    return modes if compiles or config.precision == "fp8" else [NOT_COMPILED, *modes]
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
-    """The value of `efficiency.loss_chunk_tokens` if it is null: 512, or 0 for no chunks.
+    """Return the value of `efficiency.loss_chunk_tokens` if it is null: 512, or 0 for no chunks.
 
     In fp32 on a CPU, chunks cost no time and save the memory of all logits. In bf16, torch.compile
     fuses head and loss, which is faster than chunks.
@@ -430,13 +437,13 @@ def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precisio
 def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe], int]) -> int:
     if recipe.preference is not None:
         raise ConfigError(
-            "batch.micro_batch_size auto tries rows of text, not preference pairs: give a number"
+            "batch.micro_batch_size auto does not support preference pairs: set a number"
         )
     for key in ("tensor_parallel", "pipeline"):
         if getattr(recipe.distributed, key) > 1:
             raise ConfigError(
-                f"batch.micro_batch_size auto tries the whole model, of which distributed.{key} "
-                "gives each process a part: give a number"
+                f"batch.micro_batch_size auto tries the full model, but distributed.{key} "
+                "gives each process only a part: set a number"
             )
     return find(recipe)
 
@@ -444,11 +451,11 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
 def usual_seconds(
     recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, *, facts: Facts
 ) -> float:
-    """Seconds that the run's steps usually take without torch.compile."""
+    """Return the seconds that the run's steps usually take without torch.compile."""
     batch, schedule = recipe.batch, recipe.schedule
     minutes = schedule.max_minutes
     rows = 1 if batch.micro_batch_size == "auto" else batch.rows
-    # The part of each process.
+    # Each process's part.
     tokens: float = rows * (batch.gradient_accumulation_steps or 1) * seq_len
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens / facts.processes

@@ -27,28 +27,27 @@ class RunConfig(Section):
     """The `run` section."""
 
     dir: str | None = Field(None, min_length=1)
-    """the run folder, for metrics, report and checkpoints. null is runs/NAME, with the name of the
-    recipe's file."""
+    """the run folder, for metrics, report and checkpoints. null is runs/NAME, where NAME is the
+    name of the recipe's file."""
     seed: int = Field(1337, ge=0, lt=2**63)
     """seed of the initial weights, of the order of the training rows, and of dropout."""
     device: str = "auto"
-    """device to run on: "auto" (a CUDA GPU if there is one, else the CPU), "cpu", "cuda", "cuda:1",
-    "mps"."""
+    """device to run on: "auto" (a CUDA GPU if there is one, otherwise the CPU), "cpu", "cuda",
+    "cuda:1", "mps"."""
     check_device: bool = True
     """true compares a GPU that has not passed `firstlight info --check` with the CPU before a run,
-    in a second or two, and refuses it if it computes wrongly. A GPU that has passed is compared
-    again with another driver or version of torch, precision or attention."""
+    in a second or two, and stops if its results are wrong. A GPU that has passed is compared again
+    with another driver or version of torch, precision or attention."""
     deterministic: bool = False
     """true computes bit-identical results each time on a CUDA GPU, so that a run that was stopped
-    and resumed equals one that was not. It costs speed, above all in attention's backward pass. On
-    a CPU results are always bit-identical."""
+    and resumed equals an uninterrupted run. It costs speed, above all in attention's backward pass.
+    On a CPU, results are always bit-identical."""
     max_minutes: float | None = Field(None, gt=0)
-    """minutes after which the run saves and stops, but at least one step is done; null is no
-    limit."""
+    """minutes after which the run saves and stops, after at least one step; null is no limit."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
-    """experiment trackers that also get metrics, samples, recipe and reports: tensorboard (in the
-    run folder's tensorboard/; only metrics and samples), wandb (offline), mlflow and trackio (in
-    their local stores). Nothing leaves the machine unless the tracker's own environment variables
+    """experiment trackers that also receive metrics, samples, recipe and reports: tensorboard (in
+    the run folder's tensorboard/; only metrics and samples), wandb (offline), mlflow and trackio
+    (in their local stores). Nothing leaves the machine unless the tracker's environment variables
     say so."""
     tracker_checkpoints: bool = False
     """true lets wandb, mlflow and trackio also store the run's last checkpoint."""
@@ -68,7 +67,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _each_tracker_once(self) -> Self:
         if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError(f"trackers names one twice: {', '.join(self.trackers)}")
+            raise ValueError(f"trackers has a duplicate: {', '.join(self.trackers)}")
         return self
 
 
@@ -76,8 +75,8 @@ class EvaluationConfig(Section):
     """The `evaluation` section."""
 
     every_steps: int = Field(200, ge=0)
-    """number of steps between evaluations (validation loss and sample texts); 0 evaluates at the
-    end only."""
+    """number of steps between evaluations (validation loss and sample texts); 0 evaluates only at
+    the end."""
     on_start: bool = True
     """true also evaluates the losses before the first step, as step 0 of metrics.jsonl, unless
     every_steps is 0."""
@@ -92,33 +91,33 @@ class EvaluationConfig(Section):
     """texts that the model continues at each evaluation (see samples_at); with data of
     conversations, messages that it answers."""
     samples_at: Literal["evaluation", "epoch"] = "evaluation"
-    """when sample texts are written: at each "evaluation" but the one before the first step, or
+    """when sample texts are written: at each "evaluation" except the one before the first step, or
     with the step that ends an "epoch", a pass over the training split; both also with the last
     step."""
     sample_tokens: int = Field(64, ge=1)
-    """largest number of tokens of a sample."""
+    """maximum number of tokens of a sample."""
     temperature: float = Field(0.8, ge=0)
     """temperature of the samples; 0 is greedy decoding."""
     tasks: list[str] = Field(default=[])
     """tasks in which the model is scored, as with `firstlight eval --tasks`: "hellaswag",
     "hellaswag,FILE.jsonl" or "lm-eval:NAME"."""
     tasks_every_steps: int = Field(0, ge=0)
-    """number of steps between scores of the tasks, which are also computed at the end; 0 is at each
-    evaluation."""
+    """number of steps between scores of the tasks, which are also computed at the end; 0 scores
+    them at each evaluation."""
     task_items: int = Field(0, ge=0)
-    """number of items of each task that are scored, the first ones; 0 is all."""
+    """number of items of each task that are scored, starting with the first; 0 is all."""
     task_folder: str | None = None
     """folder with further tasks for lm-evaluation-harness."""
 
 
-#: Fewest earlier steps for a z-score: a standard deviation of fewer values is too uncertain.
+#: Minimum number of earlier steps for a z-score: with fewer, a standard deviation is too uncertain.
 FEWEST_STEPS = 16
 
 
 class GuardConfig(Section):
-    """The `guard` section: a step whose loss or gradient is not finite, or has a spike, is skipped:
-    weights and moments stay unchanged. With efficiency.optimizer_in_backward the update is already
-    done when this is known, so on_divergence applies after one such step.
+    """The `guard` section: a step whose loss or gradient is not finite, or has a spike, is skipped,
+    so that weights and moments stay unchanged. With efficiency.optimizer_in_backward the update is
+    already done when this is known, so on_divergence applies after one such step.
     """
 
     max_skipped_steps: int = Field(5, ge=1)
@@ -128,7 +127,7 @@ class GuardConfig(Section):
     """"rollback" restores weights, moments and random states of the newest good checkpoint and
     continues with the next data (Chowdhery et al. 2022, section 5.1); "stop" ends the run."""
     max_rollbacks: int = Field(2, ge=0)
-    """largest number of rollbacks; the next divergence ends the run."""
+    """maximum number of rollbacks; the next divergence ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
     """number of standard deviations: a step is skipped if its loss or gradient norm is more than
     this above the mean of earlier steps; null is off."""
@@ -145,7 +144,7 @@ class PreferenceConfig(Section):
     reference))), where each term is the log-probability of an answer, summed over its tokens. The
     references are the log-probabilities under the model from which the run starts."""
     beta: float = Field(0.1, gt=0)
-    """strength of the pull towards the starting model; a greater value keeps the model closer to
+    """strength of the pull towards the starting model; a larger value keeps the model closer to
     it."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """assumed fraction of pairs whose answers are swapped (conservative DPO)."""
@@ -170,7 +169,7 @@ class PlanningConfig(Section):
 class Recipe(Section):
     """All settings of a run as the user wrote them.
 
-    `model` may be null if the run starts from given weights; `lora` is null if all weights are
+    `model` may be null if the run starts from existing weights; `lora` is null if all weights are
     trained; `preference` is only for data of the kind preference.
     """
 
@@ -195,13 +194,13 @@ class Recipe(Section):
     def _one_head(self) -> Self:
         if self.model is not None and self.model.tie_word_embeddings and self.init.head_std:
             raise ValueError(
-                "init.head_std is for a head of its own, and model.tie_word_embeddings is true: "
+                "init.head_std applies to an untied head, but model.tie_word_embeddings is true: "
                 "set init.embedding_std, or model.tie_word_embeddings to false"
             )
         return self
 
     def with_keys(self, section: str, **values: Any) -> Self:
-        """The recipe with new values for some keys of a section, which are not validated."""
+        """Return the recipe with new values for some keys of a section, which are not validated."""
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})
 
@@ -238,7 +237,7 @@ class ResolvedEfficiency(EfficiencyConfig):
     @model_validator(mode="after")
     def _without_auto(self) -> Self:
         if "auto" in (self.precision, self.attention):
-            raise ValueError("precision and attention are undecided")
+            raise ValueError("precision and attention must not be auto")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints that a run saves and goes back to, and the average of its last weights."""
+"""The checkpoints that a run saves and rolls back to, and the average of its last weights."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, s
 
 
 class RunCheckpoints:
-    """The checkpoints that a run saves and goes back to. A context manager: at its end, all
-    checkpoints that were begun are on the disk.
+    """The checkpoints that a run saves and rolls back to. A context manager that, on exit, waits
+    until all checkpoints are on the disk.
 
     Args:
         run: the run, inside `open_run`.
@@ -67,7 +67,8 @@ class RunCheckpoints:
             self.saver.close()
 
     def require_written(self) -> None:
-        """Raise an error of the background writer, once, and take over the time of its last write.
+        """Raise a pending error of the background writer, once, and record the time of its last
+        write.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -81,8 +82,8 @@ class RunCheckpoints:
 
         A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. If
         the best checkpoint is kept, one is also due when the validation loss is the lowest so far.
-        None is due while steps are being skipped, since it would replace a checkpoint from before
-        the divergence.
+        No checkpoint is due while steps are being skipped, since it would replace a checkpoint from
+        before the divergence.
         """
         run, asked = self.run, self._is_asked
         config, state = run.recipe.checkpoint, run.state
@@ -101,20 +102,20 @@ class RunCheckpoints:
         """Save a checkpoint of the current state. The saver deletes checkpoints that are not kept.
 
         Raises:
-            CheckpointError, StorageError: this checkpoint or the one before could not be written.
+            CheckpointError, StorageError: this checkpoint or the previous one could not be written.
         """
         with self.run.times.part("save"):
             self._save()
 
     def _save(self) -> None:
         run, asked = self.run, self._is_asked
-        # Before the checkpoint, since resuming needs the lines up to its step.
+        # Logs come first, since resuming needs their lines up to the checkpoint's step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
         run.saved_step, run.unsaved = run.state.step, False
         if asked:
-            # Delete the request only when the checkpoint is written: the user may then kill the
-            # run.
+            # Delete the request only after the checkpoint is written, because the user may then
+            # kill the run.
             self.saver.wait()
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
@@ -129,19 +130,19 @@ class RunCheckpoints:
             self.save()
         self.saver.wait()
         self.saver.close()
-        # So that no process ends while another one is still writing.
+        # No process may end while another one is still writing.
         barrier()
 
     def go_back(self, error: DivergedError) -> None:
-        """Set the run to an earlier checkpoint's weights, moments, random states and step. Training
-        continues from there with the data that follow, without those of the dropped steps.
+        """Roll the run back to an earlier checkpoint's weights, moments, random states and step.
+        Training continues from there with the next data, not with the data of the dropped steps.
 
         Args:
             error: the divergence.
 
         Raises:
-            DivergedError: the recipe says to stop, `max_rollbacks` is reached, or there is no
-                checkpoint.
+            DivergedError: `guard.on_divergence` is "stop", `max_rollbacks` is reached, or there is
+                no checkpoint.
         """
         run, failed = self.run, self.run.state
         problem = f"step {failed.step}: {error}"
@@ -158,7 +159,7 @@ class RunCheckpoints:
         # Keep the position in the data, the micro-batch size that fits, and the events.
         run.state.rows_seen = run.loader.state_dict()["rows_seen"]
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
-        # Drop texts and statistics of the steps that do not count.
+        # Drop texts and statistics of the dropped steps.
         run.samples = []
         run.program.forget_statistics()
         run.logs.drop_after(run.logged_step)
@@ -166,7 +167,7 @@ class RunCheckpoints:
         run.bar.message(f"{problem}; back to step {run.state.step}")
 
     def _checkpoint_before(self, problem: str) -> Path:
-        """The folder of the checkpoint to go back to.
+        """Return the folder of the checkpoint to roll back to.
 
         Raises:
             DivergedError: see `go_back`; its message begins with `problem`.
@@ -175,12 +176,12 @@ class RunCheckpoints:
         targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
         before, every = run.state.step, run.recipe.checkpoint.every_steps
         if targets and before - targets[-1] == run.guard.skipped_in_a_row:
-            before = targets[-1]  # not a step could be made from there
+            before = targets[-1]  # no step could be made from there
         if run.recipe.guard.on_divergence == "stop":
             raise DivergedError(problem)
         if len(targets) >= run.recipe.guard.max_rollbacks:
             raise DivergedError(f"{problem} (after {len(targets)} rollbacks)")
-        # The checkpoint that is being written may be the one to go back to.
+        # The run may have to roll back to the checkpoint that is still being written.
         self.saver.wait()
 
         def find() -> str | None:
@@ -194,8 +195,8 @@ class RunCheckpoints:
 
 
 def captured(run: Run) -> Checkpoint:
-    """The checkpoint of a run in its current state; with `checkpoint.sharded`, this process' part
-    of it. A collective."""
+    """Return the checkpoint of a run in its current state; with `checkpoint.sharded`, only this
+    process's shards. A collective operation."""
     program, recipe = run.program, run.recipe
     model, engine = program.model, run.engine
     engine.reshard()
@@ -211,7 +212,7 @@ def captured(run: Run) -> Checkpoint:
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
-        # With a config.json, transformers would look for the weights of a whole model here.
+        # With a config.json, transformers would look for the weights of a full model here.
         del files[CONFIG_NAME]
     # Not the loader's count, which includes batches that were read but not used.
     rows_seen = run.state.rows_seen
@@ -249,12 +250,12 @@ _EVALUATION_NAME = "averaged.json"
 
 def write_average(run: Run) -> None:
     """Average the weights of a finished run's last checkpoints, evaluate and write them (Izmailov
-    et al. 2018, arXiv 1803.05407; of checkpoints: Kaddour 2022, arXiv 2209.14981). Afterwards the
-    model has the averaged weights.
+    et al. 2018, arXiv 1803.05407; applied to checkpoints: Kaddour 2022, arXiv 2209.14981).
+    Afterwards the model has the averaged weights.
 
     The average is computed from the checkpoints on the disk when the run is complete, so that it
     takes no memory during training. Checkpoints that a stop or a request saved between two regular
-    ones are left out, so that a resumed run has the same average as one that was not interrupted.
+    checkpoints are ignored, so that a resumed run has the same average as an uninterrupted one.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
@@ -263,7 +264,7 @@ def write_average(run: Run) -> None:
     config = run.recipe.checkpoint
     if not config.average_last or run.goes_on:
         return
-    # Every process reads the checkpoints: all see run.dir, which resuming needs too.
+    # All processes can read the checkpoints: resuming also requires that they see run.dir.
     past = own_past(saved_checkpoints(run.folder))
     found = averaged_checkpoints(past, config)
     average = mean_weights(found)
@@ -291,7 +292,7 @@ def write_average(run: Run) -> None:
 
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
-    """The mean of each tensor over checkpoints, in the tensor's shape and in fp32, added up in
+    """Return the mean of each tensor over checkpoints, in the tensor's shape and in fp32, summed in
     fp64. Tensors are read in parts, so that only the means take memory.
 
     Raises:

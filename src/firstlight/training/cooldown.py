@@ -1,8 +1,8 @@
-"""Cooldowns: runs that branch off another run, the trunk, at a checkpoint with a constant learning
-rate, and let the learning rate fall.
+"""Cooldowns: runs that branch off from another run, the trunk, at a checkpoint with a constant
+learning rate, and lower the learning rate from there.
 
-Several cooldowns of one trunk give the losses of runs of several lengths without training each run
-from its start (Hu et al. 2024; Haegele et al. 2024).
+Several cooldowns of one trunk give the losses of runs of several lengths without training each of
+them from the start (Hu et al. 2024; Haegele et al. 2024).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _FREE_KEYS = ("decay_shape", "decay_starts_at_peak", "min_lr_ratio", "min_learni
 def cooldown_recipe(
     trunk: str | Path, steps: int, overrides: Sequence[tuple[str, str]] = ()
 ) -> tuple[Recipe, Path]:
-    """The recipe of a cooldown and the checkpoint that it branches off: `recipe` and `branch_from`
-    of `train`.
+    """Return the recipe of a cooldown and the checkpoint from which it branches off, for the
+    arguments `recipe` and `branch_from` of `train`.
 
-    The learning rate falls over `steps` steps from the checkpoint's step on. Shape and minimum are
-    those of the trunk's schedule if it is wsd, and else linear and 0; `overrides` can change them.
-    All other keys are as in the trunk's recipe. The run folder is named after the trunk and the
-    step.
+    The learning rate falls over `steps` steps, starting at the checkpoint's step. Shape and minimum
+    are those of the trunk's schedule if it is wsd, otherwise linear and 0; `overrides` can change
+    them. All other keys are as in the trunk's recipe. The run folder is named after the trunk and
+    the step.
 
     Args:
-        trunk: run folder, for its newest checkpoint, or the folder of a checkpoint.
+        trunk: run folder, whose newest checkpoint is used, or folder of a checkpoint.
         steps: optimizer steps of the cooldown.
         overrides: (`section.key`, value as YAML text) pairs.
 
@@ -50,8 +50,7 @@ def cooldown_recipe(
     """
     if Path(trunk).is_file():
         raise ConfigError(
-            f"{trunk} is a file: name the run folder that the cooldown branches off, or one of its "
-            "checkpoints"
+            f"{trunk} is a file: name the run folder to branch off from, or one of its checkpoints"
         )
 
     def read(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -84,24 +83,24 @@ def cooldown_recipe(
     for key, value in recipe.schedule.model_dump(exclude=set(_FREE_KEYS)).items():
         if value != decided[key]:
             raise ConfigError(
-                f"a cooldown sets schedule.{key} to {decided[key]} itself: leave the key out"
+                f"a cooldown sets schedule.{key} to {decided[key]} itself: remove the key"
             )
     return recipe, folder
 
 
 def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
-    """The trunk's schedule.
+    """Return the trunk's schedule.
 
     Raises:
         ConfigError: the checkpoint is not in the part of the schedule with a constant rate.
         CheckpointError: the saved schedule is damaged.
     """
-    # Versions that knew only "cosine" wrote no schedule into the trainer state.
+    # Versions that supported only "cosine" wrote no schedule into the trainer state.
     saved = state.get("schedule") or {"kind": "cosine"}
     if saved.get("kind") not in ("wsd", "constant"):
         raise ConfigError(
-            f"{folder} is of a run with schedule.kind {saved.get('kind')}, whose learning rate is "
-            "never constant: name a run of kind wsd or constant"
+            f"{folder} belongs to a run with schedule.kind {saved.get('kind')}, whose learning "
+            "rate is never constant: name a run of kind wsd or constant"
         )
     try:
         schedule = Schedule(**saved)
@@ -122,7 +121,7 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
 
 
 def _cooldown_folder(checkpoint: Path, step: int) -> Path:
-    """The run folder of a cooldown: TRUNK-cooldown-STEP beside the trunk's run folder."""
+    """Return the run folder of a cooldown: TRUNK-cooldown-STEP next to the trunk's run folder."""
     is_in_run = checkpoint.parent.name == CHECKPOINTS
     trunk = checkpoint.parent.parent if is_in_run else checkpoint
     trunk = trunk if trunk.name not in ("", "..") else trunk.resolve()

@@ -1,5 +1,5 @@
-"""The data of a run: one prepared corpus or a mix of several, in a folder or behind a URL; or files
-of conversations."""
+"""The data of a run: one prepared corpus or a mix of several, in a folder or at a URL; or files of
+conversations."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def open_splits(
     tokenizer: Callable[[], Path] | None = None,
     progress: bool = False,
 ) -> tuple[Corpus, Corpus | None]:
-    """(training split, validation split or None) of a recipe's `data` section.
+    """Open the splits of a recipe's `data` section: (training split, validation split or None).
 
     Args:
         data: the recipe's section.
-        tell: called with each message for people.
-        tokenizer: returns the folder of the tokenizer for `files` if the section names none; None
-            if there is no model to take a tokenizer from.
+        tell: called with each message to the user.
+        tokenizer: function that returns the folder of the tokenizer for `files` if the section does
+            not name one; None if there is no model to take a tokenizer from.
         progress: show a progress bar while data are downloaded or prepared.
 
     Raises:
         DataError: a corpus is missing or damaged, or does not fit the others.
-        ConfigError: `files` without a tokenizer.
+        ConfigError: `files` is set, but there is no tokenizer.
         InputError, TokenizerError: see `prepare_chat`.
         MissingDependencyError, StorageError: see `remote.local_folder`.
     """
@@ -59,15 +59,15 @@ def open_splits(
     if data.kind is not None:
         _require_kind(data.kind, train)
     elif data.mix is not None and any(one.kind == "preference" for one in train):
-        raise DataError("preference pairs can't be mixed: name their folder as data.dir")
+        raise DataError("preference pairs can't be mixed: set data.dir to the folder of one corpus")
     held_out = [
         open_split(one.folder, "val", verify=data.verify, long=data.long)
         if "val" in one.manifest["splits"]
         else None
         for one in train
     ]
-    # A message and no error: a corpus may be meant for training only.
-    _tell_of_missing(train, held_out, tell)
+    # A message rather than an error, because a corpus may be meant for training only.
+    _report_missing(train, held_out, tell)
     if data.mix is None:
         return train[0], held_out[0]
     parts = whole_weights([entry.weight for entry in data.mix])
@@ -80,12 +80,12 @@ def open_splits(
     return MixedDataset(mixed), MixedDataset(evaluated) if evaluated else None
 
 
-def _tell_of_missing(
+def _report_missing(
     train: Sequence[TokenDataset],
     held_out: Sequence[TokenDataset | None],
     tell: Callable[[str], None],
 ) -> None:
-    """Give a message that names the corpora without a validation split."""
+    """Report which corpora have no validation split."""
     without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
     if len(without) == len(train):
         have = "has" if len(without) == 1 else "have"
@@ -101,15 +101,15 @@ def _prepared(
     *,
     progress: bool,
 ) -> Path:
-    """The folder in the cache with the prepared conversations of `files`."""
+    """Return the folder in the cache with the prepared conversations of `files`."""
     if data.tokenizer:
         place = Path(data.tokenizer).expanduser()
     elif tokenizer is not None:
         place = tokenizer()
     else:
         raise ConfigError(
-            "conversations need a tokenizer: start from a model with --init-from, or name the "
-            "folder of one as data.tokenizer"
+            "conversations need a tokenizer: start from a model with --init-from, or set "
+            "data.tokenizer to a tokenizer's folder"
         )
     return cached_chat(
         data.files or (),
@@ -140,7 +140,7 @@ def _require_kind(kind: str, splits: Sequence[TokenDataset]) -> None:
 
 
 def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """(name, folder or URL) of each corpus."""
+    """Yield (name, folder or URL) of each corpus."""
     for entry in data.mix or ():
         yield entry.label, entry.dir
     if data.dir is not None:
@@ -148,10 +148,10 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Identity of a run's data as JSON values, by which resuming on other data is refused.
+    """Return the identity of a run's data as JSON values, used to reject resuming on other data.
 
-    With a mix, it has the weights and folders of the corpora; with a corpus at a URL, the URL; with
-    conversations, the treatment of long ones; with preference pairs, the reference model.
+    It includes the weights and folders of the corpora of a mix, the URL of a corpus at a URL, the
+    treatment of long conversations, and the reference model of preference pairs.
 
     Args:
         recipe: recipe of the run.
@@ -159,7 +159,7 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
         tokenizer: tokenizer of the data.
     """
     data = recipe.data
-    # Sorted, since the order of keys in the manifest's file is not part of the data.
+    # Sorted, since the order of keys in the manifest is not part of the data.
     manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     identity: dict[str, Any] = {
         "dir": str(dataset.folder.resolve()),
@@ -175,6 +175,6 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
             for name, location in _locations(data)
         }
     elif data.dir is not None and is_url(data.dir):
-        # The URL, not the folder in the cache, which is elsewhere on another machine.
+        # The URL, not the folder in the cache, which differs between machines.
         identity["dir"] = data.dir
     return identity | dataset.identity()

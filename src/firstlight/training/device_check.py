@@ -1,8 +1,8 @@
-"""Check of a device: a small training step and a small generation on it, compared with fp64 on the
-CPU; if they differ, each of their operations, to name the wrong one.
+"""Check of a device. A small training step and a small generation on it are compared with fp64 on
+the CPU; if they differ, each operation is compared, to name the wrong one.
 
 PyTorch has had kernels that return wrong numbers without an error, above all on Apple GPUs: the
-loss falls more slowly or is wrong, and nothing says why.
+loss then falls more slowly or is wrong, with no hint of the cause.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class CheckedKeys(NamedTuple):
 
 
 def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The results of `check_device` for the CPU and each GPU of this machine, in fp32 and in the
-    precision of "auto".
+    """Run `check_device` on the CPU and each GPU of this machine, in fp32 and in the precision that
+    "auto" selects, and return the results.
 
     Args:
         tell: called with a message before each check.
@@ -74,7 +74,7 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
     for name in names:
         try:
             hardware = find_hardware(name)
-        except ConfigError as error:  # a GPU that the installed torch has no code for
+        except ConfigError as error:  # a GPU that the installed torch does not support
             unknown = {"device": name, "name": name, "precision": "", "attention": ""}
             results.append({**unknown, "problem": str(error)})
             continue
@@ -104,19 +104,19 @@ def require_checked_device(
         return
     tell(f"comparing a small step on {hardware.device} ({hardware.name}) with the CPU, once")
     if (problem := check_device(hardware, keys)["problem"]) is not None:
-        raise ConfigError(f"{problem}; run.check_device: false trains nevertheless")
+        raise ConfigError(f"{problem}; set run.check_device to false to train nevertheless")
 
 
 def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
-    """Check a device, and note in the cache that it has passed.
+    """Check a device, and record in the cache that it has passed.
 
     Returns:
-        JSON values: "device", "name", "precision", "attention"; "problem", what is wrong and what
-        to do in one line, or None if the device has passed.
+        JSON values: "device", "name", "precision", "attention"; "problem", one line with the fault
+        and the remedy, or None if the device has passed.
     """
     problem, name = None, f"{hardware.device} ({hardware.name})"
     try:
-        if not _error(hardware, keys) <= 1:  # NaN is wrong, too
+        if not _error(hardware, keys) <= 1:  # true for NaN as well
             wrong = _wrong_operation(hardware, keys)
             problem = f"{name} computes wrong values in {keys.precision}: {wrong}"
     except (RuntimeError, MemoryError, FirstlightError) as error:
@@ -129,7 +129,7 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
             )
         problem = f"{name} fails in {keys.precision}: {first_line(error)}"
     result = _result(hardware, keys, problem and f"{problem}: {_advice(hardware, keys)}")
-    # Without the file, the check is only repeated.
+    # If the file can't be written, the check is repeated next time.
     with contextlib.suppress(StorageError, *_NO_CACHE):
         if problem is None:
             write_json(_passed_file(hardware, keys), result)
@@ -144,12 +144,12 @@ def _result(hardware: Hardware, keys: CheckedKeys, problem: str | None) -> dict[
     return {**device, **keys._asdict(), "problem": problem}
 
 
-#: Errors of a cache folder that can't be read, and of a person without a home.
+#: Errors raised if the cache folder can't be read or the user has no home directory.
 _NO_CACHE = (OSError, RuntimeError)
 
 
 def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
-    """True if the cache says that a device has passed."""
+    """Return True if the cache records that a device has passed."""
     try:
         return _passed_file(hardware, keys).exists()
     except _NO_CACHE:
@@ -157,41 +157,42 @@ def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
 
 
 def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
-    """The file of the cache that exists if a device has passed."""
+    """Return the file in the cache that exists if a device has passed."""
     nvidia = Path("/proc/driver/nvidia/version")
-    # Other drivers come with the system's kernel. WSL2 has no such file either.
+    # Other GPUs' drivers are part of the operating system's kernel. WSL2 has no such file either.
     driver = nvidia.read_text() if nvidia.exists() else platform.release()
     name, device = hardware.name, hardware.device
     if device.type == "cuda":
-        # One of several equal GPUs may be the one that is wrong.
+        # Of several identical GPUs, one may be faulty.
         name += f" {torch.cuda.get_device_properties(device).uuid}"
     facts = "\n".join((name, driver, str(torch.__version__), *keys))
     return cache_folder() / f"device-checks/{hashlib.sha256(facts.encode()).hexdigest()}.json"
 
 
 def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
-    """The first operation with a wrong result, and how far it is off."""
+    """Return the first operation with a wrong result, and its distance from the right one."""
     comparison = _Comparison(BOUNDS[keys.precision][1])
     with contextlib.suppress(RuntimeError, FirstlightError):
         _error(hardware, keys, comparison)
-    return comparison.wrong or "no operation alone, but the result of a step or of a generation"
+    return comparison.wrong or "no single operation, but the result of a step or a generation"
 
 
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
-    """What to do with a device that computes wrong values; first a setting with which it passes."""
-    ways = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
+    """Return what to do about a device that computes wrong values, starting with a setting with
+    which it passes, if there is one."""
+    remedies = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
     for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
         other = keys._replace(**{key: value})
         with contextlib.suppress(RuntimeError, FirstlightError):
             if other != keys and _error(hardware, other) <= 1:
-                ways.insert(0, f"efficiency.{key}: {value}")
+                remedies.insert(0, f"efficiency.{key}: {value}")
                 break
-    return f"use {' or '.join([*ways, 'another version of torch'])}"
+    return f"use {' or '.join([*remedies, 'another version of torch'])}"
 
 
 def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
-    """The greatest difference of a training step and a generation of each model from fp64 on the
-    CPU, as a multiple of its bound.
+    """Return the largest difference of a training step and a generation of each model from fp64 on
+    the CPU, as a multiple of its bound.
 
     Args:
         hardware: hardware of the device.
@@ -217,10 +218,10 @@ def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None =
 
 
 def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
-    """The program of a model of `_MODELS`, and a batch."""
-    # With this eps, updates are proportional to gradients, so that both have the same relative
-    # error. With a small one, they have the signs of gradients, even of those that are nothing but
-    # rounding errors.
+    """Create the program of model `number` of `_MODELS`, and a batch."""
+    # This large eps makes updates proportional to gradients, so that both have the same relative
+    # error. With a small eps, updates have the signs of the gradients, even of gradients that are
+    # only rounding errors.
     optimizer = {"learning_rate": 5.0, "eps": 1.0, "weight_decay": 0.01}
     efficiency = {"matmul_precision": "highest", "compile": False, "loss_chunk_tokens": 24 * number}
     values = {
@@ -237,7 +238,8 @@ def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[Traini
 
 
 def _train(program: TrainingProgram, batch: Batch) -> tuple[float, list[Tensor]]:
-    """Loss of a step, and [norm of the gradient, movement of each parameter], on the CPU."""
+    """Run a step and return its loss and [norm of the gradient, movement of each parameter], on the
+    CPU."""
     before = [parameter.detach().cpu().clone() for parameter in program.model.parameters()]
     result = program.step([batch, batch], lr_scale=1.0)
     after = [parameter.detach().cpu() for parameter in program.model.parameters()]
@@ -247,7 +249,7 @@ def _train(program: TrainingProgram, batch: Batch) -> tuple[float, list[Tensor]]
 
 @functools.cache
 def _train_exactly(number: int) -> tuple[float, list[Tensor]]:
-    """`_train` in fp64 on the CPU."""
+    """Run `_train` in fp64 on the CPU."""
     program, batch = _program(number, CheckedKeys("fp32"), find_hardware("cpu"))
     program.model.double()
     return _train(program, batch)
@@ -255,12 +257,12 @@ def _train_exactly(number: int) -> tuple[float, list[Tensor]]:
 
 @torch.no_grad()
 def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | None) -> list[float]:
-    """Differences of a generation with the program's model from fp64 on the CPU, in nats: the mean
-    difference of the loss of the next token, and the mean loss that is added by choosing other
-    tokens as the likeliest.
+    """Compare a generation with the program's model with fp64 on the CPU. Return two differences in
+    nats: the mean difference of the loss of the next token, and the mean loss added by choosing
+    other tokens as the most likely ones.
 
     Args:
-        program: program of the model, which is changed.
+        program: program of the model, which is modified.
         ids: texts, int64 [2, tokens], on the CPU.
         watching: see `_error`.
     """
@@ -273,7 +275,7 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     takes_masks = config.attention not in ("flash", "cudnn", "flex")
     choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
-        # Otherwise torch would see no operation of recorded steps and of kernels for few rows.
+        # Not while watching: torch does not see operations inside recorded steps and these kernels.
         use_few_rows(model)
     decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
     with watching or contextlib.nullcontext(), matmul_precision(config):
@@ -297,15 +299,16 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
 
 
 class _Comparison(TorchFunctionMode):
-    """Mode in which each operation, and its backward pass with random gradients, is repeated in
-    fp64 on the CPU with the same inputs, until one has a wrong result.
+    """Mode that repeats each operation, and its backward pass with random gradients, in fp64 on the
+    CPU with the same inputs, until a result is wrong.
 
     Args:
-        bound: greatest distance of a right result from fp64, as a share of its L2 norm.
+        bound: largest accepted distance from the fp64 result, as a fraction of its L2 norm.
 
     Attributes:
-        bound: greatest distance of a right result.
-        wrong: the first operation with a wrong result and the distance, in words; None without one.
+        bound: largest accepted distance.
+        wrong: text with the first operation that has a wrong result and its distance; None if there
+            is none.
     """
 
     def __init__(self, bound: float) -> None:
@@ -321,7 +324,7 @@ class _Comparison(TorchFunctionMode):
         inputs = (args, kwargs or {})
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         leaves = tree_flatten(inputs)[0]
-        # Once for each layout: layers repeat their calls.
+        # Compared once per layout, because layers repeat their calls.
         layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
         call = str((name, layouts))
         has_values = any(t.is_floating_point() for t in _tensors(inputs)) and "empty" not in name
@@ -334,9 +337,9 @@ class _Comparison(TorchFunctionMode):
         # Some operations can't be repeated on another device or in another dtype.
         with contextlib.suppress(Exception):
             expected = func(*exact[0], **exact[1])
-            # With the inputs, because the operation may have written to them.
+            # The inputs are compared as well, because the operation may have written to them.
             self._compare(name, (result, inputs), (expected, exact))
-            # Repeated in place, it would write twice.
+            # In-place operations are skipped: repeated, they would write twice.
             if not name.endswith("_") and (wanted := _tensors(expected, learns=True)):
                 roots = _tensors(func(*own[0], **own[1]), learns=True)
                 self._compare_backward(name, (own, roots), (exact, wanted))
@@ -353,10 +356,10 @@ class _Comparison(TorchFunctionMode):
 
     def _compare(self, name: str, found: Any, expected: Any) -> None:
         for pair in list(zip(_tensors(found), _tensors(expected), strict=True)):
-            # NaN and infinity count as 0, which is wrong, too, but where fp64 has them.
+            # NaN and infinity count as 0, which is also wrong unless fp64 has them too.
             one, exact = (x.detach().cpu().double().nan_to_num(0, 0, 0) for x in pair)
             if not pair[1].is_floating_point():
-                one = one.where(one == exact, 0)  # an index is right or wrong, never near
+                one = one.where(one == exact, 0)  # an index is right or wrong, never close
             distance = float((one - exact).norm() / exact.norm())
             if self.wrong is None and distance > self.bound:
                 self.wrong = (
@@ -365,12 +368,12 @@ class _Comparison(TorchFunctionMode):
 
 
 def _tensors(values: Any, *, learns: bool = False) -> list[Tensor]:
-    """The tensors in nested values; with `learns` those with gradients only."""
+    """Return the tensors in nested values; with `learns`, only those that require gradients."""
     found = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
     return [tensor for tensor in found if tensor.requires_grad or not learns]
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, in fp64 if its values are floating-point numbers."""
+    """Return a copy on the CPU, in fp64 if its values are floating-point numbers."""
     new = tensor.detach().cpu().clone()
     return new.double().requires_grad_(tensor.requires_grad) if new.is_floating_point() else new

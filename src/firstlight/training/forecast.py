@@ -1,7 +1,7 @@
 """The forecast of a run's memory and speed, compared with measurements.
 
-The forecaster is an argument: the planner, which makes forecasts, runs the training step itself and
-is in a higher layer than this package.
+The forecaster is passed as an argument, because the planner, which makes forecasts, runs the
+training step itself and belongs to a higher layer than this package.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from firstlight.run_log.names import FORECAST_NAME
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
 #: Memory of a process on a CPU in addition to its resident memory before the first step and to the
-#: tensors that are still to be made. docs/benchmarks/planner.md has the measurements.
+#: tensors that are created later. docs/benchmarks/planner.md has the measurements.
 #:
-#: - bytes of libraries that load late: oneDNN's code, buffers of the threads
+#: - bytes of libraries that are loaded late: oneDNN's code, buffers of the threads
 #: - bytes of torch's compiler
-#: - bytes of the gaps that the C library's allocator keeps, for each byte of further tensors
+#: - bytes of the gaps that the C library's allocator keeps, per byte of further tensors
 _LIBRARY_BYTES = 28 * 2**20
 _COMPILER_BYTES = 110 * 2**20
 _KEPT_SHARE = 0.2
 
-#: First steps of a process, which allocate memory and compile, and are slower than the others.
+#: Number of first steps of a process, which are slower because they allocate memory and compile.
 _SLOW_STEPS = 2
 
 
@@ -87,7 +87,7 @@ class Forecaster(Protocol):
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
     ) -> Forecast | None:
-        """The forecast of a run; None if it can't be made.
+        """Return the forecast of a run; None if none can be made.
 
         Args:
             recipe: the recipe of the run.
@@ -96,8 +96,8 @@ class Forecaster(Protocol):
         """
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
-        """The reason why memory ran out, and the one change of the recipe with which it would fit,
-        with its cost in speed, as text; None if neither is found.
+        """Return text with the reason why memory ran out and the one change of the recipe with
+        which the run would fit, with its cost in speed; None if neither is known.
 
         Args:
             recipe: the recipe with the micro-batch size that did not fit.
@@ -107,16 +107,16 @@ class Forecaster(Protocol):
 
 
 class ForecastComparison:
-    """The forecast of a run and its measurements. A context manager; it stops measuring at its end.
+    """The forecast of a run and its measurements. A context manager that stops measuring on exit.
 
-    To be made before the run takes any memory.
+    Create it before the run takes any memory.
 
     Args:
         hardware: hardware of this process.
 
     Attributes:
         forecast: the forecast of the run; None without one.
-        label_share: share of the tokens of the run's sequences that have a loss.
+        label_share: fraction of the tokens in the run's sequences that have a loss.
         seq_len: tokens of a sequence.
     """
 
@@ -125,7 +125,7 @@ class ForecastComparison:
         self.label_share, self.seq_len = 1.0, 1
         self._hardware = hardware
         on_gpu = hardware.device.type == "cuda"
-        #: Bytes that are allocated on the GPU before the run; 0 on a CPU.
+        #: Bytes that are allocated on the GPU before the run starts; 0 on a CPU.
         self._level = torch.cuda.memory_allocated(hardware.device) if on_gpu else 0
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
         self._steps = 0
@@ -139,19 +139,21 @@ class ForecastComparison:
         self._allocated.__exit__(*of_error)
 
     def predict_process(self, held_bytes: int, *, compiles: bool, code_bytes: int = 0) -> None:
-        """Set `forecast.process_bytes` on a CPU: the resident memory at this moment, and the memory
-        of further tensors and libraries. Begins the measurement of both kinds of memory, that of
-        tensors and that of the process. Does nothing on a GPU or without a forecast.
+        """Predict `forecast.process_bytes` on a CPU, and start measuring.
+
+        The prediction is the resident memory at this moment plus the memory of further tensors and
+        libraries. From here on, both the tensors' and the process's memory are measured. Does
+        nothing on a GPU or without a forecast.
 
         Args:
-            held_bytes: bytes of the forecast's tensors that are in memory already.
+            held_bytes: bytes of the forecast's tensors that are already in memory.
             compiles: True if torch's compiler will be loaded.
             code_bytes: bytes of the code that oneDNN will compile for experts.
         """
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
         coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
-        # Libraries are loaded, and their buffers made, when they are first used.
+        # Libraries are loaded, and their buffers allocated, on first use.
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
         total = int(psutil.Process().memory_info().rss + coming + libraries + code_bytes)
         self.forecast = replace(self.forecast, process_bytes=total)
@@ -174,16 +176,17 @@ class ForecastComparison:
                 found.append(float(rate))
 
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors that exist now, between two steps; takes a tenth of a second."""
+        """Return the bytes of all tensors that exist between two steps; takes a tenth of a
+        second."""
         sizes: dict[int, int] = {}
         found: dict[int, weakref.ref[torch.Tensor]] = {}
-        # Those that the garbage collector has been told to leave alone since the last time are no
-        # longer among its objects.
+        # Tensors that were frozen for the garbage collector since the last call are no longer among
+        # its objects.
         remembered = [reference() for reference in self._tensors]
-        # Chained: a list that is being made would be one of the objects, and so hold itself.
+        # Chained, because a list of these objects would be one of them and contain itself.
         for one in itertools.chain(gc.get_objects(), remembered):
-            # No subclasses: those that wrap tensors hold plain ones, and the planner's fake tensors
-            # have no memory.
+            # Subclasses are skipped: wrappers hold plain tensors, which are counted, and the
+            # planner's fake tensors have no memory.
             if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
                 found[id(one)] = weakref.ref(one)
                 # A measurement must not end a run.
@@ -195,14 +198,14 @@ class ForecastComparison:
         return sum(sizes.values())
 
     def measured(self) -> dict[str, Any]:
-        """The measurements of the run so far.
+        """Return the measurements of the run so far.
 
         Returns:
             - "peak_bytes": on a GPU, the peak of tensors by torch's allocator; None on a CPU, for
               which torch does not count.
             - "allocated_bytes": on a CPU, the peak of tensors and of libraries' buffers in a step,
               by the C library's allocator; None if that does not count.
-            - "process_bytes": on a CPU, the peak of the process' resident memory since the
+            - "process_bytes": on a CPU, the peak of the process's resident memory since the
               prediction; None on a GPU.
             - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians of all
               steps except the first two; None without any.
@@ -222,7 +225,8 @@ class ForecastComparison:
         }
 
     def _predicted(self, forecast: Forecast) -> dict[str, Any]:
-        """The forecast as JSON values, with its speed in learned tokens and in sequences too."""
+        """Return the forecast as JSON values, including its speed in learned tokens and
+        sequences."""
         rates = forecast.tokens_per_second
         factors = {
             "learned_tokens_per_second": self.label_share,
@@ -234,8 +238,8 @@ class ForecastComparison:
         }
 
     def write(self, run_folder: Path) -> str | None:
-        """Write forecast.json, and return measurements and forecast as text for messages; does
-        nothing and returns None without a forecast.
+        """Write forecast.json, and return measurements and forecast as text for messages. Without a
+        forecast, do nothing and return None.
 
         Raises:
             StorageError: the file can't be written.

@@ -1,5 +1,5 @@
-"""Steps that are skipped: the guard against outliers of the loss and of the gradient norm, and the
-dynamic loss scale of fp16, in which many gradients would otherwise underflow."""
+"""Skipped steps: the guard against outliers of the loss and of the gradient norm, and the dynamic
+loss scale of fp16, in which many gradients would otherwise underflow."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from firstlight.errors import DIVERGED_EXIT_CODE, DIVERGED_REMEDY, CheckpointError, TrainingError
 from firstlight.recipe.schema import FEWEST_STEPS, GuardConfig
 
-#: Lower bound of the standard deviation as a share of the mean, so that no value counts as a spike
-#: where all are nearly the same.
+#: Lower bound of the standard deviation as a fraction of the mean, so that no value counts as a
+#: spike if all values are nearly equal.
 _LEAST_DEVIATION = 0.01
 
 
@@ -26,7 +26,7 @@ class Guard:
     """Accepts or skips a step by its loss and gradient norm.
 
     Attributes:
-        skipped_in_a_row: number of steps refused since the last accepted step.
+        skipped_in_a_row: number of steps rejected since the last accepted step.
         reason: reason for the last refusal, as text for messages; "" before the first.
     """
 
@@ -38,14 +38,14 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=config.spike_window)
 
     def accepts(self, loss: float, grad_norm: float) -> bool:
-        """Judge a step.
+        """Decide whether to accept a step.
 
         Args:
             loss: loss of the step.
             grad_norm: L2 norm of the gradients.
 
         Returns:
-            True if the update is to be made. Only the values of accepted steps are remembered.
+            True if the update should be made. Only the values of accepted steps are remembered.
         """
         reason = self._refusal(loss, grad_norm)
         if reason is not None:
@@ -63,7 +63,7 @@ class Guard:
         return self.config.spike_z_score is None
 
     def _refusal(self, loss: float, grad_norm: float) -> str | None:
-        """The reason to refuse a step, as text for messages; None to accept it."""
+        """Return the reason to refuse a step, as text for messages; None to accept it."""
         # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
         if not abs(loss) + abs(grad_norm) < math.inf:
             return f"loss {loss}, gradient norm {grad_norm}: not finite"
@@ -80,10 +80,10 @@ class Guard:
         return None
 
     def require_fit(self) -> None:
-        """Raise an error if too many steps in a row were refused.
+        """Raise an error if too many steps in a row were rejected.
 
         Raises:
-            DivergedError: `guard.max_skipped_steps` steps in a row were refused.
+            DivergedError: `guard.max_skipped_steps` steps in a row were rejected.
         """
         if self.skipped_in_a_row >= self.config.max_skipped_steps:
             count = self.skipped_in_a_row
@@ -91,7 +91,7 @@ class Guard:
             raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED_REMEDY}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The remembered losses and norms and the count of refusals, as JSON values."""
+        """Return the remembered losses and norms and the count of refusals, as JSON values."""
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "losses": list(self._losses),
@@ -118,22 +118,22 @@ class Guard:
 
 
 def z_score(value: float, before: deque[float]) -> float:
-    """Number of standard deviations by which `value` is above the mean of the values before; 0 if
-    there are fewer than `FEWEST_STEPS`. A standard deviation of less than 1 % of the mean counts as
-    1 %."""
+    """Return the number of standard deviations by which `value` exceeds the mean of the previous
+    values; 0 if there are fewer than `FEWEST_STEPS`. A standard deviation of less than 1 % of the
+    mean counts as 1 %."""
     if len(before) < FEWEST_STEPS:
         return 0.0
     mean = math.fsum(before) / len(before)
     variance = math.fsum((x - mean) ** 2 for x in before) / len(before)
     deviation = max(math.sqrt(variance), _LEAST_DEVIATION * abs(mean))
     if deviation == 0:
-        # All values before are 0, so that any larger value is a spike.
+        # All previous values are 0, so any larger value is a spike.
         return math.inf if value > mean else 0.0
     return (value - mean) / deviation
 
 
-#: Factors of the loss scale after this many good steps in a row, and after an overflow, as in
-#: torch.amp.GradScaler.
+#: Factors of the loss scale after `_STEPS_BETWEEN_GROWTHS` good steps in a row, and after an
+#: overflow, as in torch.amp.GradScaler.
 _GROWTH, _BACKOFF = 2.0, 0.5
 _STEPS_BETWEEN_GROWTHS = 2000
 #: Smallest loss scale: fp16's smallest normal number. Gradients that still overflow have a cause
@@ -179,13 +179,13 @@ class LossScaler:
                 )
             return
         self.good_steps += 1
-        # Raised again now and then: with a low scale, small gradients underflow in fp16.
+        # Raised again at intervals, because with a low scale small gradients underflow in fp16.
         if self.good_steps == _STEPS_BETWEEN_GROWTHS:
             self.scale *= _GROWTH
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counts, as JSON values."""
+        """Return scale and counts as JSON values."""
         return {
             "scale": self.scale,
             "good_steps": self.good_steps,
@@ -202,7 +202,7 @@ class LossScaler:
             scale = float(state["scale"])
             counts = int(state["good_steps"]), int(state["skipped_steps"])
             if not 0 < scale < math.inf:
-                raise ValueError(f"{scale} is no scale")
+                raise ValueError(f"{scale} is not a valid scale")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's loss scale is damaged: {error}") from error
         self.scale, (self.good_steps, self.skipped_steps) = scale, counts

@@ -59,7 +59,7 @@ class RunSummary:
     """The time of a run, and medians over all its steps, including those before it was resumed.
 
     Attributes:
-        seconds: seconds of the training loop of this call, evaluations and saves included.
+        seconds: seconds of this call's training loop, including evaluations and saves.
         step_seconds: median seconds of a step; None, as the other medians, without any step.
         samples_per_second: median; a sample is a sequence of `seq_len` tokens.
         tokens_per_second: median.
@@ -128,7 +128,7 @@ def train(
     began: float | None = None,
     is_announced: bool = False,
 ) -> TrainResult:
-    """Train a model by a recipe.
+    """Train a model according to a recipe.
 
     Processes that were started together (`firstlight train --nproc`, torchrun, srun) train one
     model and get the same result. From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and
@@ -139,25 +139,27 @@ def train(
         resume: continue from the run folder's newest checkpoint, if there is one, as if the run had
             not been interrupted.
         init_from: model folder, run or hub id to start from; replaces the recipe's `model`.
-        new_rows: rows of embedding and head for tokens that `init_from` lacks: "mean" of the old
-            tokens' rows, or "copy:TOKEN", the rows of an old token.
-        branch_from: checkpoint of another run that this run continues with all of its state, unless
-            `resume` finds one in this run's own folder. See `cooldown_recipe`.
+        new_rows: initial rows of embedding and head for tokens that `init_from` lacks: "mean" of
+            the old tokens' rows, or "copy:TOKEN" for the rows of an old token.
+        branch_from: checkpoint of another run that this run continues with its full state, unless
+            `resume` finds a checkpoint in this run's own folder. See `cooldown_recipe`.
         on_step: called with each step's metrics in the main process. It may use the global random
             generators of Python, numpy and torch, which are seeded, saved and resumed.
         progress: show the run on stderr, or in a notebook; None shows it in a notebook only.
         forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
-        began: `time.time()` from which `schedule.max_minutes` counts; None is the first step.
+        began: `time.time()` from which `schedule.max_minutes` counts; None counts from the first
+            step.
         is_announced: True if data, memory, speed and schedule were shown to the user before; they
             are not shown again.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: recipe, data, model or checkpoint do
-            not fit, and nothing has been written. Later: data can't be read, for which a checkpoint
-            is saved; the run folder was moved, and nothing is written in its place.
-        RankError, DivergedError: another process failed; `guard` can't go back to a checkpoint.
-        TrainingError: memory does not suffice for one row or an update, or a batch has no labels.
-        StorageError: a file system error. The checkpoints stay.
+        ConfigError, DataError, ModelError, CheckpointError: recipe, data, model and checkpoint do
+            not fit; raised before anything is written. During training: data can't be read (a
+            checkpoint is saved), or the run folder was moved (nothing is written in its place).
+        RankError: another process failed.
+        DivergedError: the run diverged and `guard` can't roll back to a checkpoint.
+        TrainingError: one row or an update does not fit into memory, or a batch has no labels.
+        StorageError: a file system error. The checkpoints are kept.
     """
     recipe = _read_recipe(recipe)
     if progress is None:
@@ -206,7 +208,7 @@ def training_loop(
 
     Args:
         run: the run.
-        checkpoints: saves checkpoints, and takes the run back to one after a divergence.
+        checkpoints: saves checkpoints, and rolls the run back to one after a divergence.
         stopping: the requests to stop.
         show: called with each step's metrics after they are written to the logs.
 
@@ -214,17 +216,17 @@ def training_loop(
         DivergedError, TrainingError, CheckpointError, StorageError: see `train`.
     """
     program, engine = run.program, run.engine
-    # Of several processes, one that stopped in an evaluation would leave the others waiting.
+    # With several processes, one that stopped in an evaluation would leave the others waiting.
     check = stopping.check if engine.world.size == 1 else lambda: None
     while run.goes_on:
         run.times.begin_step()
-        run.decide_length()  # of a run in minutes
+        run.decide_length()  # for a run in minutes
         batches = run.read_batches()
         run.stopped_by = first_reason(stopping.reason or run.unreadable)
         if run.stopped_by is not None:
             break
         try:
-            if run.state.pending is None:  # else the evaluation of a step comes first
+            if run.state.pending is None:  # otherwise the evaluation of a step comes first
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
@@ -246,15 +248,15 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            break  # in an evaluation: the saved step is pending, and resuming evaluates it first
+            break  # in an evaluation: the saved step stays pending, and resuming evaluates it first
         except DataError as error:
-            # In the validation split. Only the process that read the damaged part knows of it, so
-            # several can't save a checkpoint together.
+            # The validation split is damaged. Only the process that read the damaged part knows, so
+            # several processes can't save a checkpoint together.
             if engine.world.size > 1:
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
-        record = run.write_record()  # before the checkpoint, whose step then is in the logs
+        record = run.write_record()  # before the checkpoint, whose step is then in the logs
         try:
             show(record)
         except RunReplacedError:
@@ -274,12 +276,12 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 
 @contextlib.contextmanager
 def _frozen_objects() -> Iterator[Callable[[], None]]:
-    """Context in which Python's garbage collector leaves alone the objects that exist when the
-    yielded function is first called.
+    """Context in which Python's garbage collector ignores the objects that exist when the yielded
+    function is first called.
 
     After the first step, hundreds of thousands of objects (modules, the model, compiled code) stay
-    until the end of the run. A full collection would look through them again and again, while a GPU
-    waits. Objects that the caller has frozen stay frozen, and then nothing is changed.
+    until the end of the run. A full collection would scan them again and again while a GPU waits.
+    If the caller has frozen objects, they stay frozen and nothing is changed.
     """
     is_callers = gc.get_freeze_count() > 0
     is_frozen = False
@@ -304,17 +306,17 @@ def _watched(
     on_step: Callable[[Mapping[str, Any]], None] | None,
     freeze: Callable[[], None],
 ) -> Callable[[Mapping[str, Any]], None]:
-    """The function that gives each step's metrics to the progress view, to the comparison with the
-    forecast, and to `on_step`. After a step it calls `freeze`, see `_frozen_objects`. It keeps the
-    time of compiling as soon as a settled step shows it, unless other programs kept the cores busy
-    when the run began."""
+    """Return the function that passes each step's metrics to the progress view, to the comparison
+    with the forecast, and to `on_step`. After a step it calls `freeze`, see `_frozen_objects`. It
+    records the compile time as soon as a settled step shows it, unless other programs kept the
+    cores busy when the run began."""
     efficiency, model = run.recipe.efficiency, run.recipe.model
     record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)
-    is_busy = cores_are_busy()  # now: later the threads of the steps would count
+    is_busy = cores_are_busy()  # checked now, since later the threads of the steps would count
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
-            return  # the evaluation before the first step has no figures of a step
+            return  # the evaluation before the first step has no metrics of a step
         run.bar.step(record)
         comparison.add(record)
         if run.times.settled_steps == 1 and run.engine.is_main and not is_busy:
@@ -327,7 +329,7 @@ def _watched(
 
 
 def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> TrainResult:
-    """The result of a run, whose last checkpoint is saved.
+    """Return the result of a run whose last checkpoint is saved.
 
     Raises:
         DataError: the run was stopped by data that could not be read.
@@ -337,7 +339,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
         if problem is not None:
             raise DataError(f"{problem} (saved at step {run.state.step})")
     wait_for_main(run.engine, run.require_folder)
-    # Before the report is drawn, since the libraries for that would count as memory of the run.
+    # Before the report is drawn, since its libraries would count as memory of the run.
     measured = comparison.write(run.folder) if run.engine.is_main else None
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed

@@ -1,7 +1,7 @@
-"""Trials of micro-batch sizes in separate processes: the largest one that fits into memory.
+"""Find the largest micro-batch size that fits into memory, by trials in separate processes.
 
 A process that runs out of memory may not be able to continue, or may be killed by the system, so
-trials never run in the process that is to train. `recipe/resolve.py` decides if they are needed.
+trials never run in the training process. `recipe/resolve.py` decides whether they are needed.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Share of the free memory that a trial may take on a CPU, where other programs use the memory too.
+#: Fraction of the free memory that a trial may take on a CPU, where other programs need memory too.
 _SHARE = 0.9
 
 
 def largest_micro_batch(
     recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None], processes: int = 1
 ) -> int:
-    """The largest micro-batch, in rows, whose training step fits into the memory that is free now.
+    """Return the largest micro-batch, in rows, whose training step fits into the free memory.
 
-    The trials begin with the whole global batch. The next size is the largest divisor of it that is
-    at most half as large, and so on. So the global batch stays as it is.
+    The trials begin with the full global batch. Each further size is the largest divisor of the
+    global batch that is at most half of the previous size, so that the global batch stays the same.
 
     Args:
         recipe: recipe with batch.global_batch_tokens; its micro-batch size is ignored.
         hardware: the device to run on.
         tell: called with a message about the result.
-        processes: number of processes that share each step; a trial has the share of one process.
+        processes: number of processes that share each step; a trial runs one process's share.
 
     Raises:
-        ConfigError: the global batch can't be shared evenly, not even one row fits, or the recipe's
-            methods can't work together.
+        ConfigError: the global batch can't be divided evenly, not even one row fits, or the
+            recipe's methods can't be combined.
     """
     whole = recipe.batch.global_rows(recipe.data.seq_len)
     total, rest = divmod(whole, processes)
@@ -65,9 +65,9 @@ def largest_micro_batch(
             f"batch.global_batch_tokens is {whole} rows, which {processes} processes can't share "
             f"evenly: set it to a multiple of {processes} x {recipe.data.seq_len} tokens"
         )
-    # The trial runs in one process with that process's share of the batch.
+    # The trial runs in one process, with that process's share of the batch.
     tokens = total * recipe.data.seq_len
-    # The micro-batch has to divide the smaller global batches of a ramp too.
+    # The micro-batch must also divide the smaller global batches of a ramp.
     first = (recipe.batch.ramp_start_tokens or 0) // (recipe.data.seq_len * processes)
     batch = {"global_batch_tokens": tokens, "ramp_start_tokens": None, "ramp_steps": None}
     recipe = recipe.with_keys("batch", **batch).model_copy(
@@ -85,7 +85,7 @@ def largest_micro_batch(
 
 
 def cuts(total: int) -> Iterator[int]:
-    """Divisors of `total`, from itself down, each at most half of the one before."""
+    """Yield divisors of `total`, from `total` down, each at most half of the previous one."""
     rows = total
     while rows:
         yield rows
@@ -93,8 +93,8 @@ def cuts(total: int) -> Iterator[int]:
 
 
 def fewer_rows(rows: int) -> int:
-    """The next smaller micro-batch: the largest divisor of `rows` that is at most half as large; 0
-    if there is none."""
+    """Return the next smaller micro-batch: the largest divisor of `rows` that is at most half as
+    large; 0 if there is none."""
     return next(itertools.islice(cuts(rows), 1, None), 0)
 
 
@@ -112,8 +112,8 @@ class Trial:
 
 
 def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | None:
-    """Do two steps with a micro-batch of `rows` rows in a separate process; None if it does not
-    fit, or if the process is killed by a signal.
+    """Run two steps with a micro-batch of `rows` rows in a separate process; return None if it does
+    not fit, or if the process is killed by a signal.
 
     Args:
         recipe: recipe of one process; its micro-batch size is ignored.
@@ -121,7 +121,7 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
         rows: rows of the micro-batch.
 
     Raises:
-        ConfigError: the recipe's methods can't work together, or the trial failed otherwise.
+        ConfigError: the recipe's methods can't be combined, or the trial failed for another reason.
     """
     values = recipe.with_keys("batch", micro_batch_size=rows).model_dump()
     request = {"recipe": values, "device": str(hardware.device)}
@@ -129,21 +129,22 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     if "error" not in found:
         return Trial(**found)
     kind, message = found["error"]["type"], found["error"]["message"]
-    # Killed: for instance by the system when memory ran out.
+    # Killed, for example by the system when memory ran out.
     if kind in ("MemoryError", "Killed"):
         return None
     if kind == "Failed":
         raise ConfigError(
-            f"batch.micro_batch_size auto can't be tried: {message} (give a number instead)"
+            f"batch.micro_batch_size auto can't be tried: {message} (set a number instead)"
         )
     raise ConfigError(message)
 
 
 def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
-    """The program of a recipe with new weights, and a micro-batch of random tokens on the device.
+    """Create the program of a recipe with new weights, and a micro-batch of random tokens on the
+    device.
 
     Raises:
-        ConfigError: the recipe's methods can't work together.
+        ConfigError: the recipe's methods can't be combined.
     """
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(0), recipe.init)
@@ -153,19 +154,19 @@ def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingP
     input_ids = torch.randint(recipe.model.vocab_size, shape)
     documents = references = None
     if recipe.preference is not None:
-        # One pair in each row: the halves of the row are its answers.
+        # One pair per row: the halves of the row are its answers.
         documents = (torch.arange(shape[1]) >= shape[1] // 2).int().expand(shape).contiguous()
         references = torch.zeros((shape[0], 2), dtype=torch.float64)
     elif recipe.data.document_masking:
         documents = torch.zeros(shape, dtype=torch.int32)
-    # Every token is a label, which takes the most memory that a batch of this shape can take.
+    # Every token has a label, which is the worst case for memory with a batch of this shape.
     batch = Batch(input_ids, input_ids, input_ids.numel(), documents, references=references)
     return program, batch.to(hardware.device)
 
 
 def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
-    """Do two steps in this process: the first one makes the optimizer's state, with which the
-    second one reaches the peak of memory.
+    """Run two steps in this process: the first creates the optimizer's state, with which the second
+    reaches the peak of memory.
 
     Raises:
         RuntimeError, MemoryError: the micro-batch does not fit into memory.
@@ -189,7 +190,7 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Do the steps that `try_rows` asks for; see `hardware.fresh_process`."""
+    """Run the steps that `try_rows` requests; see `hardware.fresh_process`."""
     hardware = find_hardware(request["device"])
     recipe = parse_resolved_recipe(request["recipe"])
     if hardware.device.type == "cpu":
@@ -209,7 +210,7 @@ def _limit_memory(more: int) -> None:
     if not status.exists():
         return
     lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
-    # RLIMIT_DATA counts private memory; RLIMIT_AS would count mapped files and libraries, too.
+    # RLIMIT_DATA counts private memory; RLIMIT_AS would also count mapped files and libraries.
     used = int(lines["VmData"].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)

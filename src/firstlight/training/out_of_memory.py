@@ -1,4 +1,4 @@
-"""Out of memory during a step: the step is repeated with smaller micro-batches."""
+"""Recovery from running out of memory: the step is repeated with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
     Raises:
         TrainingError: not even one row fits into memory, or memory ran out in the update.
     """
-    # Kept, because dropout draws random numbers in an attempt that fails later.
+    # Saved, because an attempt may draw random numbers for dropout before it fails.
     random = torch_random_states()
     size = run.micro_batch_size
     step = run.state.step
@@ -42,7 +42,7 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
     except TrainingError as error:
         raise TrainingError(f"step {step}: {error}") from None
     except (RuntimeError, MemoryError) as error:
-        # Memory ran out in the update, part of which may be made: the step can't be repeated.
+        # Memory ran out in the update, which may be partly applied: the step can't be repeated.
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
@@ -58,7 +58,7 @@ def _halve_micro_batch(run: Run, problem: str) -> None:
     """Lower the micro-batch size, for the rest of this run and for runs that resume it.
 
     Raises:
-        TrainingError: a micro-batch has one row already.
+        TrainingError: a micro-batch already has only one row.
     """
     size, step = run.micro_batch_size, run.state.step
     fewer, advice = fewer_rows(size), run.advise()

@@ -2,10 +2,10 @@
 of a chosen and a rejected answer, without a reward model.
 
 Shape letters as in `models/ops.py`, and P pairs of a row, D = 2 P answers of a row. Each answer is
-in a document of its own; the chosen answer of a pair comes first.
+a separate document; the chosen answer of a pair comes first.
 
 The references, which are the starting model's log-probabilities of the answers, are computed once
-and kept in
+and stored in
 
     FIRSTLIGHT_CACHE (or XDG_CACHE_HOME/firstlight, or ~/.cache/firstlight) / references / KEY.json
 
@@ -50,7 +50,7 @@ from firstlight.training.starting_model import ModelIdentity
 def answer_log_probs(
     logits_BTV: Tensor, labels_BT: Tensor, document_ids_BT: Tensor, documents: int
 ) -> Tensor:
-    """The log-probability in nats of each document's labels, summed over the document.
+    """Return the log-probability in nats of each document's labels, summed over the document.
 
     Args:
         logits_BTV: logits.
@@ -67,22 +67,22 @@ def answer_log_probs(
         ignore_index=IGNORE_INDEX,
         reduction="none",
     ).view_as(labels_BT)
-    # Not scatter_add, which on a GPU adds in an order that differs from run to run.
+    # Not scatter_add, whose order of additions on a GPU differs from run to run.
     numbers_D1 = torch.arange(documents, device=labels_BT.device)[:, None]
     own_BDT = document_ids_BT[:, None] == numbers_D1
     return -torch.where(own_BDT, losses_BT[:, None], 0).sum(-1)
 
 
 def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
-    """The implicit reward of each answer, beta * (log-probability - reference).
+    """Return the implicit reward of each answer, beta * (log-probability - reference).
 
     Args:
         log_probs_BD: log-probabilities of the answers, in nats.
-        references_BD: those of the starting model; NaN where a row has no answer.
+        references_BD: log-probabilities of the starting model; NaN where a row has no answer.
         beta: see `PreferenceConfig`.
 
     Returns:
-        [B, P, 2], of the chosen and the rejected answers; 0 where there is no answer.
+        [B, P, 2]: rewards of the chosen and the rejected answers; 0 where there is no answer.
     """
     known = references_BD.isfinite()
     ratio_BD = log_probs_BD - references_BD.nan_to_num(0.0).to(log_probs_BD.dtype)
@@ -91,11 +91,11 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
 
 
 def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The DPO loss of each pair, -log(sigmoid(margin)) without label smoothing, in the shape of
-    `margins`.
+    """Return the DPO loss of each pair, -log(sigmoid(margin)) without label smoothing, in the shape
+    of `margins`.
 
     Args:
-        margins: reward of the chosen answer minus that of the rejected one; any shape.
+        margins: reward of the chosen answer minus the reward of the rejected one; any shape.
         label_smoothing: see `PreferenceConfig`.
     """
     # Not log(sigmoid(x)), which is -inf for large negative margins.
@@ -112,7 +112,8 @@ class PreferenceObjective:
         config: the recipe's section.
 
     Attributes:
-        log_probs: `answer_log_probs`; the planner replaces it by a function that also marks phases.
+        log_probs: `answer_log_probs`; the planner replaces it with a function that also marks
+            phases.
     """
 
     def __init__(self, config: PreferenceConfig) -> None:
@@ -123,10 +124,10 @@ class PreferenceObjective:
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """The loss function, which returns the sum of the losses of a batch's pairs, [].
+        """Return the loss function, which computes the sum of the losses of a batch's pairs, [].
 
         Args:
-            forward: function from (input_ids, None, document_ids) to logits.
+            forward: function that maps (input_ids, None, document_ids) to logits.
         """
 
         def loss_sum(
@@ -157,12 +158,12 @@ class PreferenceObjective:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, prefix: str, *, shared: bool = False) -> dict[str, float]:
-        """Mean rewards of the pairs since the last call, as metrics; {} if there were no pairs.
+        """Return the mean rewards of the pairs since the last call, as metrics; {} without pairs.
 
         Args:
             prefix: prefix of the metrics' names, such as "val".
-            shared: True to add up the pairs of several processes; then a collective, which all of
-                them have to call.
+            shared: True to add up the pairs of several processes; the call is then a collective
+                operation.
         """
         sums, self._sums = self._sums, None
         if sums is None:
@@ -178,12 +179,12 @@ class PreferenceObjective:
         }
 
     def forget(self) -> None:
-        """Drop the sums, because the step that they are of is given up."""
+        """Drop the sums of a step that is abandoned."""
         self._sums = None
 
 
-#: Version of the cache's files, a part of KEY: to be raised when the content for a key changes; and
-#: the largest file that is read.
+#: Version of the cache's files, which is part of KEY: increase it when the content for a key
+#: changes. The other constant is the largest file that is read.
 _VERSION = 1
 _MAX_BYTES = 1 << 32
 
@@ -202,10 +203,10 @@ def give_references(
 
     Args:
         recipe: see `take_references`.
-        splits: the run's data; splits without preference pairs are left as they are.
+        splits: the run's data; splits without preference pairs are not changed.
         model: the model that will be trained, with its initial weights in a new run.
         newest: the checkpoint that the run is resumed from. It names the starting model, which is
-            loaded only if the cache has no references of it.
+            loaded only if the cache has no references for it.
         started_from: the starting model of a new run; None for a resumed run.
 
     Raises:
@@ -232,23 +233,23 @@ def give_references(
 
 
 def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
-    """The model that a run started from, in fp32.
+    """Load the model that a run started from, in fp32.
 
     Raises:
         CheckpointError: the model is missing, or its weights have changed.
     """
     name = start.get("name", "")
-    advice = "which is needed again, since the cache has no reference of it"
+    advice = "which is needed again, because the cache has no references for it"
     try:
         folder = resolve_model_folder(name)
-        # Compared by the weights, since another model may be in the folder of that name by now.
+        # Compared by the weights, because that folder may contain another model by now.
         same = base_identity(folder) == start.get("sha256")
         loaded = load_model(folder, dtype=torch.float32, mode="sequential").model
     except (ModelError, CheckpointError) as error:
         raise CheckpointError(f"{newest} started from {name}, {advice}: {error}") from error
     if not same:
         raise CheckpointError(
-            f"{newest} started from {name}, {advice}: the model there has changed; restore the "
+            f"{newest} started from {name}, {advice}: the model there has changed: restore the "
             "old one"
         )
     return loaded
@@ -262,7 +263,7 @@ def take_references(
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
-    """Set the references of a split, from the cache or computed by the model.
+    """Set the references of a split, from the cache or computed with the model.
 
     Several processes may call this at once: one of them computes, and the others wait for its file.
 
@@ -272,7 +273,7 @@ def take_references(
         identity: sha256 of the model's weights.
         model: function that loads the model in fp32, called if the cache has no references.
         hardware: the device to compute on.
-        tell: called with each message for people.
+        tell: called with each message to the user.
 
     Raises:
         ModelError: a log-probability is not finite.
@@ -309,7 +310,8 @@ def _place(
 
 
 def _read(path: Path, dataset: PreferenceDataset) -> npt.NDArray[np.float64] | None:
-    """The references in a file of the cache, fp64 [examples]; None if it is missing or damaged."""
+    """Read the references from a file of the cache, fp64 [examples]; None if it is missing or
+    damaged."""
     try:
         content = read_json(path, _MAX_BYTES)
         values = [np.nan if value is None else value for value in content["log_probs"]]
@@ -332,8 +334,8 @@ def _digest(values: npt.NDArray[np.float64]) -> str:
 def reference_log_probs(
     dataset: PreferenceDataset, recipe: ResolvedRecipe, model: Model, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
-    """The log-probability in nats of each example's answer, fp64 [examples]; NaN for examples that
-    are left out of the rows.
+    """Compute the log-probability in nats of each example's answer, fp64 [examples]; NaN for
+    examples that are left out of the rows.
 
     Args:
         dataset: the split.

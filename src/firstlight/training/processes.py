@@ -1,5 +1,5 @@
-"""The processes of a run: their rendezvous, work of the main process alone, and an early, orderly
-end by a signal or a time limit."""
+"""The processes of a run: their rendezvous, work of the main process only, and an early, orderly
+stop on a signal or at a time limit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         if world.size == 1:
             hardware = find_hardware(recipe.run.device)
             if hardware.device.type == "cuda":
-                # Otherwise code that names no GPU by number would use memory of the first one too.
+                # Otherwise code that does not select a GPU would use memory of the first one too.
                 stack.enter_context(torch.cuda.device(hardware.device))
         else:
             hardware = stack.enter_context(_join_others(recipe, world))
@@ -77,7 +77,8 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = own_device(world, name)
     if device.type == "cuda":
-        # Before the process group is made: NCCL uses the current device, by default the first GPU.
+        # Before the process group is created: NCCL uses the current device, by default the first
+        # GPU.
         torch.cuda.set_device(device)
     # Processes with different recipes would wait for each other in different operations.
     text = json.dumps(recipe.model_dump(), sort_keys=True)
@@ -92,23 +93,23 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
 
 def on_main(engine: Engine, compute: Callable[[], T]) -> T:
     """Call a function in the main process only, and return its result, a JSON value, in all
-    processes. A collective."""
+    processes. A collective operation."""
     result: T = broadcast_object(compute() if engine.is_main else None)
     return result
 
 
 def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
-    """Call a function in the main process only; all processes return once it is done. A
-    collective."""
+    """Call a function in the main process only; all processes return once it is done. A collective
+    operation."""
     if engine.is_main:
         act()
     barrier()
 
 
 def first_reason(reason: str | None) -> str | None:
-    """The reason to stop of the first process that has one, in all processes; None if none has. A
-    collective."""
-    # A flag first, because this is called in every step: texts are gathered only in the last one.
+    """Return, in all processes, the stop reason of the first process that has one; None if none
+    has. A collective operation."""
+    # A flag comes first, because this is called in every step, and only the last one needs texts.
     if not agree(reason is not None):
         return None
     return next((one for one in gather_objects(reason) if one is not None), None)
@@ -126,17 +127,17 @@ class StopRequestedError(Exception):
 
 
 class Stopping:
-    """The reasons to end a run early: signals and a time limit. A context manager, which restores
-    the signals' handlers.
+    """The reasons to end a run early: signals and a time limit. A context manager that restores the
+    signal handlers.
 
-    Until `watch` is called, signals have their former effect, and the time limit has none.
+    Until `watch` is called, signals have their previous effect, and the time limit is ignored.
 
     Args:
-        max_minutes: time limit in minutes from the creation of this object; None for no limit.
+        max_minutes: time limit in minutes from the creation of this object; None means no limit.
         shown: report on stderr that a signal was received.
 
     Attributes:
-        signal: name of the signal that was received; None if none was.
+        signal: name of the signal that was received; None if there was none.
     """
 
     def __init__(self, max_minutes: float | None, *, shown: bool = False) -> None:
@@ -148,10 +149,10 @@ class Stopping:
         self._early: str | None = None
 
     def __enter__(self) -> Stopping:
-        # Python lets only the main thread set handlers.
+        # Python allows only the main thread to set handlers.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # None is a handler that was not set by Python, and that Python can't restore.
+                # None is a handler that was not set by Python, and Python can't restore it.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._hear)
         return self
@@ -167,12 +168,12 @@ class Stopping:
             signal.raise_signal(signal.Signals[self.signal])
 
     def watch(self) -> None:
-        """Begin to treat SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop; a second signal
-        has its former effect. Also begin to apply the time limit. A signal that is ignored (nohup)
-        stays ignored. In another thread than Python's main thread, only the time limit applies.
+        """Start treating SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop, and start
+        applying the time limit. A second signal has its previous effect. A signal that is ignored
+        (nohup) stays ignored. Outside Python's main thread, only the time limit applies.
 
-        To be called when a step is done: a run that ends before has nothing to save, and with a
-        time limit every run makes at least one step.
+        Call this when a step is done: a run that ends earlier has nothing to save, and with a time
+        limit every run makes at least one step.
         """
         if self._watching:
             return
@@ -196,16 +197,16 @@ class Stopping:
             raise StopRequestedError
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """The handler of all four signals."""
+        """Handle one of the four signals."""
         name = signal.Signals(number).name
         if not self._watching:
-            # Noted, because an exception that the former handler raises may be swallowed, for
+            # Recorded, because an exception raised by the former handler may be swallowed, for
             # example in a destructor.
             self.signal = name
             self._do(self._before[number], number, frame)
             return
         if name == self._early:
-            # The signal that was noted before `watch` has come again: it is not the second one.
+            # The signal recorded before `watch` is delivered again: it does not count as a second.
             self._early = None
             return
         if self.signal is None:
@@ -214,16 +215,16 @@ class Stopping:
                 # Not by print: Python's streams do not allow a write during another write.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
-                except OSError:  # the terminal has gone
+                except OSError:  # the terminal is gone
                     silence()
             return
-        # The second signal has its former effect, which may be to end the process at once.
+        # The second signal has its previous effect, which may end the process at once.
         before = self._before[number]
         self._put_back()
         self._do(before, number, frame)
 
     def _do(self, before: Any, number: int, frame: FrameType | None) -> None:
-        """Give a signal its former effect."""
+        """Give a signal its previous effect."""
         if callable(before):
             before(number, frame)
         else:

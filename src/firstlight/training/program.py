@@ -1,4 +1,4 @@
-"""Model, optimizer, loss function and methods of a recipe, set up for optimizer steps."""
+"""The model, optimizer, loss function and methods of a recipe, set up for optimizer steps."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class TrainingProgram:
 
     Args:
         recipe: the recipe of the run.
-        model: the model with its weights, in fp32 (a frozen base may be in fewer bits). It is moved
-            to the device, and changed as the recipe's methods need it.
+        model: the model with its weights, in fp32 (a frozen base may have fewer bits). It is moved
+            to the device, and changed as the recipe's methods require.
         hardware: the hardware of this process.
         engine: the engine by which the run's processes share the model; None for one process.
 
@@ -51,7 +51,8 @@ class TrainingProgram:
         preference: the loss over preference pairs; None for other data.
 
     Raises:
-        ConfigError: methods do not work together, or not on this machine; names an alternative.
+        ConfigError: methods can't be combined or do not work on this machine; the message names an
+            alternative.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TrainingProgram:
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
         # Not moved if the engine shards it, since the full model may not fit on the device; nor if
-        # it is there already, since `nn.Module.to` would replace a planner's fake parameters.
+        # it is already there, since `nn.Module.to` would replace a planner's fake parameters.
         is_there = all(p.device == hardware.device for p in model.parameters())
         self.model = model if self.engine.keeps_shards or is_there else model.to(hardware.device)
         # Before the engine, since DDP and FSDP2 have to wrap layers with activation checkpointing.
@@ -82,8 +83,8 @@ class TrainingProgram:
         self.dtype = resolve_precision(config, hardware)
         initial: dict[str, Tensor] = {}
         if config.precision == "bf16_params":
-            # Keep the fp32 values, which the model loses here, as master weights. Frozen weights
-            # need none.
+            # Keep the fp32 values, which the model loses here, as master weights. Frozen weights do
+            # not need master weights.
             trained = (p for p in self.model.named_parameters() if p[1].requires_grad)
             initial = {name: parameter.detach() for name, parameter in trained}
             self.model.cast(torch.bfloat16)
@@ -112,8 +113,8 @@ class TrainingProgram:
             lr_scale: the learning rate as a fraction of its peak.
         """
         self.optimizer.set_learning_rate(lr_scale)
-        # An evaluation may have come before, which switches dropout off and can leave parameters
-        # gathered. `train` visits all modules, for which a GPU would wait in each step.
+        # An evaluation may have run before, which switches dropout off and can leave parameters
+        # gathered. `train` visits all modules, and a GPU would wait for that in each step.
         if not self.model.training:
             self.model.train()
         self.engine.reshard()
@@ -121,15 +122,15 @@ class TrainingProgram:
         same = same_bits(config, self.hardware, deterministic=self.recipe.run.deterministic)
         with matmul_precision(config), same:
             yield
-        # Evaluations and saves need the gradients' memory; and a GPU, which still computes the
-        # update, would wait if they were freed before the next step.
+        # Freed now, because evaluations and saves need the gradients' memory, and because a GPU
+        # that is still computing the update would wait if they were freed before the next step.
         self.optimizer.zero_grad()
         self._steps += 1
         if self._steps == 1:
             # Compiling and the optimizer's first step have used memory only temporarily.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
-        # Return cached blocks to the device, which may fit no tensor any more.
+        # Return cached blocks to the device, since they may no longer fit any tensor.
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -139,7 +140,7 @@ class TrainingProgram:
         lr_scale: float,
         accepts: Callable[[float, float], bool] | None = None,
     ) -> StepResult:
-        """One optimizer step over the micro-batches of a global batch, outside of a run.
+        """Run one optimizer step over the micro-batches of a global batch, outside of a run.
 
         Args:
             batches: micro-batches on the device.
@@ -160,8 +161,8 @@ class TrainingProgram:
             )
 
     def router_metrics(self, tokens: int) -> dict[str, float]:
-        """Router metrics of a mixture-of-experts model for the last step, over all processes; {}
-        for a dense model.
+        """Return the router metrics of a mixture-of-experts model for the last step, over all
+        processes; {} for a dense model.
 
         Args:
             tokens: valid tokens of the step.
@@ -176,7 +177,8 @@ class TrainingProgram:
         return statistics.take(tokens)
 
     def preference_metrics(self, prefix: str) -> dict[str, float]:
-        """Mean rewards of the pairs since the last call, over all processes; {} without pairs.
+        """Return the mean rewards of the pairs since the last call, over all processes; {} without
+        pairs.
 
         Args:
             prefix: prefix of the metrics' names, such as "val".
@@ -186,7 +188,7 @@ class TrainingProgram:
         return self.preference.take(prefix, shared=self.engine.world.size > 1)
 
     def forget_statistics(self) -> None:
-        """Drop the statistics of preference pairs and routers, because their step is given up."""
+        """Drop the statistics of preference pairs and routers of a step that is abandoned."""
         if self.preference is not None:
             self.preference.forget()
         if (statistics := self.model.router_statistics) is not None:

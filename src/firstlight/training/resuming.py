@@ -38,7 +38,7 @@ from firstlight.training.time_budget import length_of
 #: Keys of the `optimizer` section on which the tensors of the optimizer's state depend.
 _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bits")
 
-#: Values of keys that the recipe in a checkpoint of an older version lacks.
+#: Values of keys that recipes in checkpoints of older versions lack.
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
 #: Entries of the data's identity that must not change -> value of an absent entry.
@@ -48,21 +48,21 @@ _KEPT_OF_DATA = {
 }
 
 
-#: Difference of two learning rates, as a share of the higher one, that is not worth a warning.
+#: Difference of two learning rates, as a fraction of the higher one, that causes no warning.
 _SAME_RATE = 0.01
 
 
 def take_up(run: Run, folder: Path) -> None:
-    """Set a run to the state of a checkpoint.
+    """Restore a run to the state of a checkpoint.
 
     Args:
         run: the run.
-        folder: a checkpoint of this run, or of a run that this run branches off.
+        folder: a checkpoint of this run, or of a run from which this run branches off.
 
     Raises:
         CheckpointError: data, order of the data or optimizer differ from the checkpoint's.
     """
-    checkpoint = load_checkpoint(folder, verify=False)  # `newest_checkpoint` did
+    checkpoint = load_checkpoint(folder, verify=False)  # verified by `newest_checkpoint`
     saved, identity = checkpoint.trainer_state, run.data_identity
     for key, default in _KEPT_OF_DATA.items():
         before, is_now = saved.get("data", {}).get(key, default), identity.get(key, default)
@@ -76,14 +76,14 @@ def take_up(run: Run, folder: Path) -> None:
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
     run.init_from = saved.get("init_from")
-    # A micro-batch size that the user has changed is tried, even if the old one was lowered when
+    # A micro-batch size that the user has changed is tried, even if the old one was reduced when
     # memory ran out.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
     if run.recipe.batch.rows % run.micro_batch_size:
         raise CheckpointError(
             f"{folder}: trainer_state.json is damaged: micro_batch_rows is "
-            f"{run.state.micro_batch_rows}, and a micro-batch has {run.recipe.batch.rows} rows"
+            f"{run.state.micro_batch_rows}, but a micro-batch has {run.recipe.batch.rows} rows"
         )
     is_branch = folder.parent.parent.resolve() != run.folder.resolve()
     if is_branch:
@@ -91,7 +91,7 @@ def take_up(run: Run, folder: Path) -> None:
     run.tell(
         f"{'branching off' if is_branch else 'resuming from'} {folder} (step {run.state.step})"
     )
-    # A warning and no error: the checkpoint fits, and the user may want the change.
+    # A warning rather than an error: the checkpoint fits, and the change may be intended.
     changed = [
         f"{section}.{key}"
         for section, values in now.items()
@@ -116,8 +116,9 @@ def take_up(run: Run, folder: Path) -> None:
 
 
 def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """The learning rate of the next step by the checkpoint's schedule and by that of the run, as
-    text, if they differ, as they do in a cosine run that is made longer; None if they are equal.
+    """Compare the learning rate of the next step by the checkpoint's schedule with that by the
+    run's schedule. Return text if they differ, for example in a cosine run that is made longer;
+    None if they are equal.
 
     Args:
         run: the run, set to the checkpoint.
@@ -134,15 +135,15 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
         peak = float(before["optimizer"]["learning_rate"])
         rounded_up = config.warmup_tokens is not None and "decay_tokens" not in before["schedule"]
         if rounded_up:
-            # Earlier versions rounded a warm-up in tokens up to whole steps.
+            # Earlier versions rounded a warm-up in tokens up to a whole number of steps.
             steps = run.batch.steps_for(Fraction(config.warmup_tokens or 0, seq_len))
             config = config.model_copy(update={"warmup_tokens": None, "warmup_steps": steps})
         if config.max_minutes is not None and length is None:
-            return None  # of an older version
+            return None  # a checkpoint of an older version
         known = None if length is None else length_of(length)
         old = resolve_schedule(config, peak, rows, run.batch, seq_len=seq_len, length=known)
     except (KeyError, TypeError, ValidationError, ConfigError):
-        return None  # of an older version, or of another batch
+        return None  # a checkpoint of an older version, or with another batch
     was = peak * old.lr_scale(step)
     now = run.recipe.optimizer.learning_rate * run.schedule.lr_scale(step)
     if abs(now - was) <= _SAME_RATE * max(now, was):
@@ -150,15 +151,15 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     keeps = ""
     # At a minimum of 0, further steps would learn nothing.
     falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
-    # A warm-up as a share of the run would follow the new length.
+    # A warm-up given as a fraction of the run would follow the new length.
     falls = falls and config.warmup_ratio is None
     if rounded_up:
         keeps = f" (schedule.warmup_steps {old.warmup_steps} without warmup_tokens keeps it)"
     elif falls and run.recipe.schedule.max_minutes is None:
         keeps = f" (schedule.decay_steps {old.decay_steps} keeps the old schedule)"
     return (
-        f"the schedule of the learning rate has changed: step {step + 1} would have had {was:.4g} "
-        f"by that of the checkpoint, and has {now:.4g} now{keeps}"
+        f"the learning-rate schedule has changed: step {step + 1} would have had {was:.4g} with "
+        f"that of the checkpoint, and has {now:.4g} now{keeps}"
     )
 
 
@@ -172,7 +173,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
     Raises:
         ConfigError: `init_from` is None, the recipe has a `lora` section, or no step is left.
-        CheckpointError: `init_from` is not a checkpoint, or it is one of another model or
+        CheckpointError: `init_from` is not a checkpoint, or it belongs to another model or
             optimizer.
     """
     if init_from is None:
@@ -181,7 +182,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
         )
     if run.recipe.lora is not None:
         raise ConfigError(
-            "schedule.resume trains all weights of a model: leave it out, or leave out lora"
+            "schedule.resume trains all weights of a model: remove it, or remove the lora section"
         )
 
     def restored(folder: Path) -> tuple[Path, TrainState]:
@@ -190,24 +191,24 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"{init_from} has no optimizer state, which schedule.resume needs: name a run or "
                 "one of its checkpoints, or leave schedule.resume out"
             )
-        checkpoint = load_checkpoint(folder, verify=False)  # finding it did
+        checkpoint = load_checkpoint(folder, verify=False)  # verified when it was found
         keys = _STATE_KEYS
         if run.recipe.optimizer.name == "adafactor":
             keys = (*keys, "adafactor_variant")
         saved = _as_written_now(checkpoint.trainer_state.get("recipe", {}))
-        for key, before, now in _changed_of_optimizer(saved, run, keys):
+        for key, before, now in _changed_optimizer_keys(saved, run, keys):
             raise CheckpointError(
                 f"{folder} has the state of optimizer.{key} {before}, which schedule.resume "
                 f"continues: set that instead of {now}, or leave schedule.resume out"
             )
-        # Restores all of the state; what belongs to the other run alone is dropped below.
+        # Restores the full state; the parts that belong only to the other run are dropped below.
         return folder, restore(checkpoint, run.program)
 
     folder, found = read_start(init_from, run.engine, restored)
     # max_steps counts from the beginning of the schedule, in the other run.
     if found.step >= run.max_steps:
         raise ConfigError(
-            f"schedule.resume continues at step {found.step} of {init_from}, and "
+            f"schedule.resume continues at step {found.step} of {init_from}, but "
             f"schedule.max_steps is {run.max_steps}, counted from that run's beginning: set it "
             "higher"
         )
@@ -219,8 +220,8 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
 
 def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The recipe in a checkpoint, with null for `optimizer.embeddings_in_32_bits` of an optimizer
-    without 8 bits, for which older versions wrote false."""
+    """Return the recipe in a checkpoint, with null for `optimizer.embeddings_in_32_bits` of an
+    optimizer that is not 8-bit, for which older versions wrote false."""
     optimizer = saved.get("optimizer", {})
     spec = OPTIMIZERS.get(optimizer.get("name"))
     if spec is None or "embeddings_in_32_bits" in spec.options:
@@ -229,7 +230,7 @@ def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) -> None:
-    for key, before, now in _changed_of_optimizer(saved, run, _STATE_KEYS):
+    for key, before, now in _changed_optimizer_keys(saved, run, _STATE_KEYS):
         raise CheckpointError(
             f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
             f"{before}, not {now}: set the key back, or start a new run in another "
@@ -237,10 +238,10 @@ def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) ->
         )
 
 
-def _changed_of_optimizer(
+def _changed_optimizer_keys(
     saved: Mapping[str, Any], run: Run, keys: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value in the checkpoint's recipe, value now) of the keys whose values differ."""
+    """Return (key, value in the checkpoint's recipe, value now) of the keys whose values differ."""
     before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), run.recipe.optimizer.model_dump()
     return ((key, before[key], now[key]) for key in keys if before.get(key, now[key]) != now[key])
 
@@ -262,30 +263,30 @@ def shared_newest(
     branch_from: Path | None,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """The checkpoint from which all processes continue: the run's own, or the one to branch off;
-    None for a new run.
+    """Return the checkpoint from which all processes continue: the run's own, or the one to branch
+    off from; None for a new run.
 
     Args:
         engine: the engine of the run.
         run_folder: the run folder.
         resume: True to continue from the run's newest checkpoint.
-        branch_from: checkpoint of another run, used if the run has no checkpoint of its own.
-        tell: called with each message for people.
+        branch_from: checkpoint of another run, used if the run does not have a checkpoint yet.
+        tell: called with each message to the user.
 
     Raises:
-        CheckpointError: without `resume`, the run folder has checkpoints; a checkpoint is of
-            another run or about to be deleted; or a process does not see it.
+        CheckpointError: the run folder has checkpoints, but `resume` is False; a checkpoint belongs
+            to another run or is about to be deleted; or a process does not see it.
     """
 
     def find() -> str | None:
         newest = _newest_checkpoint(run_folder, resume, branch_from, tell)
         if newest is None:
             return None
-        require_kept(newest)  # a trunk that goes on may have deleted it
+        require_kept(newest)  # a trunk that is still running may have deleted it
         return str(newest)
 
     found = on_main(engine, find)
-    # Otherwise each machine would write its part of the checkpoints to a disk of its own.
+    # Otherwise each machine would write its shards of the checkpoints to its own disk.
     if found is not None and not Path(found).is_dir():
         raise CheckpointError(
             f"rank {engine.world.rank} does not see {found}: set run.dir to a folder in a file "
@@ -295,8 +296,8 @@ def shared_newest(
 
 
 def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
-    """The resolved recipe of the run that is resumed, whose values for "auto" are kept; {} without
-    one.
+    """Return the resolved recipe of the run that is resumed, whose values for "auto" are kept; {}
+    if there is none.
 
     A run that was killed before its first checkpoint has left the recipe as a file.
     """
@@ -313,14 +314,15 @@ def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dic
         now.global_batch_tokens,
         now.ramp_start_tokens,
     )
-    # Another global batch needs another division into micro-batches.
+    # A different global batch needs a different division into micro-batches.
     return before.model_dump(exclude=None if same else {"batch"})
 
 
 def _newest_checkpoint(
     run_folder: Path, resume: bool, branch_from: Path | None, tell: Callable[[str], None]
 ) -> Path | None:
-    """The checkpoint from which the run continues; None to start a new run. See `shared_newest`."""
+    """Return the checkpoint from which the run continues; None to start a new run. See
+    `shared_newest`."""
     for problem in foreign_checkpoints(run_folder):
         raise CheckpointError(
             f"{problem}: move it out of the folder (--init-from starts a new run from its weights)"
@@ -337,7 +339,7 @@ def _newest_checkpoint(
         if not (folder / MANIFEST_NAME).is_file():
             tell(f"warning: {folder} has no {MANIFEST_NAME}: it is not a checkpoint and is ignored")
     for problem in problems:
-        # A damaged checkpoint costs the steps since the one before it, but not the run.
+        # A damaged checkpoint costs the steps since the previous one, but not the run.
         tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from

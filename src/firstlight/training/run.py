@@ -60,21 +60,21 @@ class Run:
         dataset: training split.
         validation: validation split; None without one.
         tasks: the tasks of the recipe's `evaluation` section.
-        init_from: the model folder, run or hub id that the run started from; None for a new model.
+        init_from: model folder, run or hub id that the run started from; None for a new model.
         base: the frozen base model of a run with `lora`; None for other runs.
-        tell: called with each message for people.
+        tell: called with each message to the user.
         branch_from: checkpoint of another run that this run continues, with that run's data order
             and random states, until this run has its own checkpoint.
-        held: the main process' lock on the run folder; None in other processes.
-        advise: returns the reason why memory ran out and a remedy, or None, as it always does
-            without a forecaster.
+        held: the main process's lock on the run folder; None in other processes.
+        advise: function that returns the reason why memory ran out and a remedy, or None; without a
+            forecaster it always returns None.
         state: progress of the run, saved with each checkpoint.
         saved_step: step of this run's newest checkpoint; -1 if there is none.
         unsaved: True if the state has changed since the newest checkpoint.
         evaluation: last evaluation of this call.
         last_record: metrics of the last step of this call.
         samples: sample texts of the current step, as lines of samples.jsonl.
-        unreadable: message of the error with which reading data ended; None without an error.
+        unreadable: message of the error that stopped the reading of data; None without an error.
         stopped_by: reason for ending before the last step; None without one.
         save_stall_seconds: seconds for which training waited in the last save.
         times: seconds of the loop's steps, evaluations and saves.
@@ -121,7 +121,7 @@ class Run:
             self.times = self.budget.times
         self.schedule = self._resolved_schedule()
         self.data_identity = data_identity(recipe, self.dataset, self.tokenizer)
-        # Of the full model, since a process may hold only a shard or a stage of it.
+        # Computed for the full model, since a process may hold only a shard or a stage of it.
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
         )
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def engine(self) -> Engine:
-        """The engine by which processes share the model."""
+        """The engine by which the processes share the model."""
         return self.program.engine
 
     @property
@@ -164,18 +164,19 @@ class Run:
         return self.schedule.is_open or self.state.step < self.max_steps
 
     def is_last(self, step: int) -> bool:
-        """True if a step is the last one of the run."""
+        """Return True if a step is the last one of the run."""
         return step == self.max_steps and not self.schedule.is_open
 
     def is_due(self, every_steps: int) -> bool:
-        """True if an action with a period in steps, which is also done at the end, is due now."""
-        # At the end in any case, so that the last weights are evaluated and saved.
+        """Return True if a periodic action (every `every_steps` steps and at the end) is due
+        now."""
+        # Always due at the end, so that the last weights are evaluated and saved.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
     @property
     def ends_epoch(self) -> bool:
-        """True if the last step took the last row of a pass over the training split."""
+        """Return True if the last step took the last row of a pass over the training split."""
         if self.state.step == 0:
             return False
         rows, seen = self.dataset.num_rows(self.seq_len), self.state.rows_seen
@@ -205,13 +206,13 @@ class Run:
         return -1 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
     def take_up(self, checkpoint: Checkpoint) -> None:
-        """Set the run to a checkpoint: weights, moments, random states and counters.
+        """Restore the run to a checkpoint: weights, moments, random states and counters.
 
         Raises:
             CheckpointError: the checkpoint does not fit the run.
         """
         self.state = restore(checkpoint, self.program)
-        # So that a resumed run judges spikes by the same steps as an uninterrupted one.
+        # Restored, so that a resumed run judges spikes by the same steps as an uninterrupted one.
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
 
@@ -226,20 +227,19 @@ class Run:
 
     def take_length(self) -> None:
         """Set the schedule to the length in `budget`, and write that length to the disk. A
-        collective."""
+        collective operation."""
         self.schedule = self._resolved_schedule()
         wait_for_main(self.engine, self.write_budget)
 
     def write_budget(self) -> None:
-        """Write the length of a run in minutes and its used time to the disk; nothing for other
-        runs."""
+        """Write the length of a run in minutes and its used time to the disk. Does nothing for
+        other runs."""
         if self.budget is not None:
             self.require_folder()
             self.budget.write(self.folder)
 
     def predict_length(self, tokens_per_second: float | None) -> None:
-        """Set the number of steps of a new run in minutes to a prediction. Does nothing for other
-        runs.
+        """Predict the number of steps of a new run in minutes. Does nothing for other runs.
 
         Args:
             tokens_per_second: predicted speed of all processes together; None keeps the rough
@@ -248,7 +248,7 @@ class Run:
         budget = self.budget
         if budget is None or not budget.is_new:
             return
-        # All processes take the main process' speed: with different lengths, some would end while
+        # All processes take the main process's speed: with different lengths, some would end while
         # others wait for them.
         rate = on_main(self.engine, lambda: tokens_per_second)
         if rate is not None:
@@ -292,12 +292,12 @@ class Run:
         self.bar.message(f"step {step}: the run will have {steps:,} steps{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
-        """Evaluations and saves of the run, each with the time of its last occurrence, or with a
-        guess before the first.
+        """Return the evaluations and saves of the run, each with the time of its last occurrence,
+        or with a guess before the first.
 
         Args:
-            sequence_seconds: seconds of a sequence in a step, from which the first evaluation is
-                guessed.
+            sequence_seconds: seconds per sequence in a step, from which the first evaluation's time
+                is guessed.
         """
         evaluation, checkpoint = self.recipe.evaluation, self.recipe.checkpoint
         found = self.times.seconds
@@ -315,7 +315,7 @@ class Run:
         writing = self.checkpoint_bytes / WRITTEN_PER_SECOND
         if "file" in found:
             writing = found["file"] * self.checkpoint_bytes / PROBE_BYTES
-        # A thread writes checkpoints while training goes on; only the last one is waited for.
+        # A thread writes checkpoints while training continues; the run waits only for the last one.
         save = last_save = 0.0 if checkpoint.asynchronous is not False else writing
         if "save" in found:
             save, last_save = found["save"], found["save"] + self.times.write_seconds
@@ -323,14 +323,15 @@ class Run:
             last_save = writing
         # With the best checkpoint kept, an evaluation may be followed by a save.
         keeps_best = self.validation is not None and checkpoint.keep_best and checkpoint.every_steps
-        # The last evaluation and save have times of their own, since the run has to end in time: no
-        # save for the best checkpoint follows this evaluation, and this save is waited for.
+        # The last evaluation and save are timed separately, since the run has to end in time: no
+        # save of the best checkpoint follows this evaluation, and the run waits for this save.
         periodic = [
             Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
             Periodic(checkpoint.every_steps, save, last_save),
         ]
         if checkpoint.average_last:
-            # After the last save, its checkpoints are read, and the average is evaluated and saved.
+            # After the last save, the checkpoints are read, and their average is evaluated and
+            # saved.
             average = found.get("evaluation", guess) + checkpoint.average_last * writing
             periodic.append(Periodic(0, 0.0, average))
         if evaluation.samples_at == "epoch":
@@ -343,13 +344,13 @@ class Run:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint's tensors in bytes."""
+        """Return the size of a checkpoint's tensors in bytes."""
         optimizer = self.program.optimizer
         return checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
 
     @property
     def _evaluated_sequences(self) -> int:
-        """The number of sequences of an evaluation."""
+        """Return the number of sequences of an evaluation."""
         config, train_rows = self.recipe.evaluation, self.dataset.num_rows(self.seq_len)
         held_out = 0 if self.validation is None else self.validation.num_rows(self.seq_len)
         return min(held_out, config.max_rows or train_rows) + min(train_rows, config.train_rows)
@@ -357,7 +358,7 @@ class Run:
     # A step: its batches are read and used, and its metrics are written
 
     def read_batches(self) -> list[Batch]:
-        """The micro-batches of the next step; none if a step awaits its evaluation.
+        """Read the micro-batches of the next step; none if a step awaits its evaluation.
 
         An error is not raised but kept as `unreadable`, so that the processes of a run can end
         together.
@@ -366,7 +367,7 @@ class Run:
             return []
         self._step_began = time.perf_counter()
         batches = []
-        # All at once, so that no micro-batch of a step is used if another one can't be read.
+        # Read all at once, so that no micro-batch of a step is used if another one can't be read.
         try:
             count = self.micro_batches_of(self.state.step)
             batches = [self.loader.next_batch() for _ in range(count)]
@@ -376,12 +377,13 @@ class Run:
         return batches
 
     def micro_batches_of(self, step: int) -> int:
-        """Number of this process' batches from the loader for a step (0 is the first)."""
+        """Return the number of this process's batches from the loader for a step (0 is the
+        first)."""
         return self.batch.at(step) // (self.recipe.batch.rows * self.engine.size)
 
     def await_first_evaluation(self) -> None:
         """Make the loop evaluate a new run's model before its first step, as step 0, if the recipe
-        asks for it: a baseline for later losses. Also if the run has no steps."""
+        asks for it, even if the run has no steps: a baseline for later losses."""
         config, is_new = self.recipe.evaluation, self.state.step == 0 and self.saved_step < 0
         evaluates = config.on_start and config.every_steps > 0
         has_losses = self.validation is not None or config.train_rows > 0
@@ -389,20 +391,20 @@ class Run:
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 
     def begin_step(self) -> float:
-        """Raise the step counter by one, and let the optimizer clip unless the step is in a warm-up
-        without clipping; return the step's learning rate as a fraction of the peak."""
+        """Increase the step counter by one, and let the optimizer clip unless the step is in a
+        warm-up without clipping; return the step's learning rate as a fraction of the peak."""
         # The first step is step 0 of the schedule, and step 1 of the metrics.
         lr_scale = self.schedule.lr_scale(self.state.step)
         config, optimizer = self.recipe.optimizer, self.program.optimizer
         is_warm = self.state.step >= self.schedule.warmup_steps or not config.clip_after_warmup
         optimizer.clips = config.max_grad_norm > 0 and is_warm
         self.state.step += 1
-        # The validation loss of the step before does not belong to this step's weights.
+        # The validation loss of the previous step does not belong to this step's weights.
         self.state.val_loss = None
         return lr_scale
 
     def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """The batches on the device, divided into micro-batches of the current size."""
+        """Yield the batches on the device, divided into micro-batches of the current size."""
         parts = (part for batch in batches for part in batch.split(self.micro_batch_size))
         return (part.to(self.program.hardware.device) for part in parts)
 
@@ -421,29 +423,29 @@ class Run:
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
-        # Only at the end of a step, so that an interrupted step reads its rows again.
+        # Updated only at the end of a step, so that an interrupted step reads its rows again.
         state.rows_seen = self.loader.state_dict()["rows_seen"]
         record = self._metrics(result, lr_scale, seconds)
         self.times.count(self.batch.at(state.step - 1))
-        # None in place of infinity and NaN, which JSON does not have and a skipped step may have.
+        # None replaces infinity and NaN, which JSON lacks and a skipped step may have.
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
         # The wait for a save is in the metrics of the step after it.
         self.save_stall_seconds, self.unsaved = 0.0, True
         self.guard.require_fit()
 
     def _metrics(self, result: StepResult, lr_scale: float, seconds: float) -> dict[str, float]:
-        """The step's metrics, as in metrics.jsonl, before any evaluation."""
+        """Return the step's metrics, as in metrics.jsonl, before any evaluation."""
         program = self.program
         state = self.state
         hardware = self.program.hardware
         sequences = self.batch.at(state.step - 1)
-        # All tokens of the sequences, as MFU counts them, also those without a loss.
+        # All tokens of the sequences, as MFU counts them, including those without a loss.
         tokens_per_second = sequences * self.seq_len / seconds
-        # Of all devices, including those that share sequences (tensor parallelism, stages).
+        # Sum over all devices, including those that share sequences (tensor parallelism, stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
-        # Without the routers' loss, so that train/loss can be compared with val/loss. A z-loss
-        # stays in it.
+        # Without the routers' loss, so that train/loss can be compared with val/loss. A z-loss is
+        # included.
         auxiliary = (
             router.get("moe/router_loss", 0.0) * program.model.config.router_loss_coefficient
         )
@@ -477,12 +479,12 @@ class Run:
         """Write the step's complete metrics and sample texts to the logs; return the metrics."""
         record = self.state.pending
         assert record is not None
-        # Another run's folder may have taken the place of this one.
+        # Another run may have replaced this folder.
         self.require_folder()
         if self.budget is not None:
             record["elapsed_seconds"] = self.budget.seconds_used
         self.logs.write_step(record, self.samples)
-        # After the writing, since trackers read the logs.
+        # After writing, since trackers read the logs.
         self.trackers.check()
         self.last_record = record
         self.samples = []
@@ -493,6 +495,6 @@ class Run:
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
         self.require_folder()
-        # Kept in the state, and so in checkpoints, from which resuming rewrites the file.
+        # Kept in the state, and so in checkpoints, from which resuming restores the file.
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)

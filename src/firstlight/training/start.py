@@ -1,7 +1,7 @@
-"""The start of a run: checks of recipe, data, model and disk; building or loading what the run
-needs; its folder, the prediction of its memory and length, and the record of the start.
+"""The start of a run: checks of recipe, data, model and disk; building or loading the parts of the
+run; its folder, the prediction of its memory and length, and the record of the start.
 
-Invalid runs are refused here, before they take time or write a file.
+Invalid runs are rejected here, before they take time or write a file.
 """
 
 from __future__ import annotations
@@ -117,12 +117,13 @@ def set_up(
     """
     if new_rows != "mean" and not new_rows.startswith("copy:"):
         raise ConfigError(
-            f"--new-rows '{new_rows}': use mean, or copy:TOKEN with a token of the old tokenizer"
+            f"new rows '{new_rows}' is invalid: use mean, or copy:TOKEN with a token of the old "
+            "tokenizer"
         )
     if new_rows != "mean" and init_from is None and not resume:
         raise ConfigError("--new-rows needs --init-from with the model to start from")
     if branch_from is not None and init_from is not None:
-        raise ConfigError("branch_from and init_from both give weights: omit init_from")
+        raise ConfigError("branch_from and init_from both set the weights: remove init_from")
     # YAML does not expand ~: without this, ~/runs would be in a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
     tell = say if shown and engine.is_main else lambda _: None
@@ -131,7 +132,7 @@ def set_up(
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell=tell)
-        # A trunk that is still running may delete the checkpoint that this run branches off.
+        # A trunk that is still running may delete the checkpoint from which this run branches off.
         trunk = branch if newest == branch else None
         with contextlib.nullcontext() if trunk is None else reading_checkpoint(trunk):
             goes_on = resume or newest is not None
@@ -165,12 +166,12 @@ def _assembled(
     tell: Callable[[str], None],
     is_announced: bool,
 ) -> Run:
-    """The run in `folder`, resumed from its newest checkpoint if there is one.
+    """Assemble the run in `folder`, resumed from its newest checkpoint if there is one.
 
     Args:
         newest: checkpoint that the run is resumed from or branches off; None for a new run.
         earlier: the resolved recipe of a resumed run; {} for a new run.
-        tell: called with each message for people.
+        tell: called with each message to the user.
         is_announced: do not describe the data.
     """
     require_trackers(recipe.run.trackers)
@@ -214,7 +215,7 @@ def _assembled(
     tasks = tasks_of(resolved, model, tokenizer)
     for note in export_notes({"model_type": model.config.model_type}, tokenizer):
         tell(f"warning: {note}")
-    # Before adapters are added, since references are of the starting model.
+    # Before adapters are added, since references are computed by the starting model.
     give_references(
         resolved,
         splits,
@@ -236,9 +237,9 @@ def _assembled(
     torch.manual_seed(resolved.run.seed + engine.rank)
     origin = None if init_from is None else str(init_from)
     if origin is not None and not is_hub_id(origin):
-        # In another current folder, a relative path could be taken for a hub id.
+        # In another current folder, a relative path could be mistaken for a hub id.
         origin = os.path.abspath(Path(origin).expanduser())
-    # An earlier attempt that left no checkpoint has used time of the budget too.
+    # An earlier attempt that left no checkpoint has also used time of the budget.
     resumed = newest is not None or bool(earlier)
     rows = dataset.num_rows(resolved.data.seq_len)
     budget = budget_of(resolved, program, folder, newest, rows_per_epoch=rows, resumed=resumed)
@@ -271,13 +272,13 @@ def _assembled(
 def _open_data(
     recipe: Recipe, start: str | Path | None, engine: Engine, tell: Callable[[str], None]
 ) -> tuple[Corpus, Corpus | None, Tokenizer]:
-    """(training split, validation split or None, their tokenizer).
+    """Open the data: (training split, validation split or None, their tokenizer).
 
     Args:
         start: the model or checkpoint that the run starts from; None for a new model.
 
     Raises:
-        DataError: see `open_splits`; or the tokenizer is not that of the shards.
+        DataError: see `open_splits`; or the tokenizer is not the one that made the shards.
     """
     # One process of each machine verifies the data, for all processes there.
     verify = recipe.data.verify and engine.world.local_rank == 0
@@ -288,7 +289,7 @@ def _open_data(
         progress=tell is say,
     )
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
-    # Shards hold token ids, which would be another text with another tokenizer.
+    # Shards hold token ids, which would mean other text with another tokenizer.
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
         dataset.manifest["tokenizer_sha256"],
         dataset.vocab_size,
@@ -301,7 +302,7 @@ def _open_data(
 
 
 def _seed(recipe: Recipe) -> None:
-    # Also Python's and numpy's generators, from which `on_step` may draw.
+    # Python's and numpy's generators too, from which `on_step` may draw.
     torch.manual_seed(recipe.run.seed)
     random.seed(recipe.run.seed)
     np.random.seed(recipe.run.seed % 2**32)
@@ -310,8 +311,8 @@ def _seed(recipe: Recipe) -> None:
 def _resolved(
     recipe: Recipe, facts: Facts, engine: Engine, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """The recipe with every open key resolved. The main process decides for all, since it may have
-    to measure, and measurements may differ between processes."""
+    """Return the recipe with every open key resolved. The main process decides for all, since it
+    may have to measure, and measurements may differ between processes."""
     if engine.world.size == 1:
         return resolve(recipe, facts, tell)
     values = on_main(engine, lambda: resolve(recipe, facts, tell).model_dump(mode="json"))
@@ -321,19 +322,19 @@ def _resolved(
 def _require_rows(
     recipe: Recipe, model: ModelConfig, splits: Sequence[Corpus], tell: Callable[[str], None]
 ) -> None:
-    """Refuse data that do not fill a row, and micro-batches that no memory holds; describe the
-    splits, of which the training split is the first.
+    """Reject data that do not fill a row, and micro-batches that do not fit into memory; report a
+    description of the splits, of which the training split is the first.
 
     Raises:
         ConfigError: a micro-batch is larger than the memory of the machine.
-        DataError: a split has too few tokens for a row, or a conversation that is too long for one.
+        DataError: a split has too few tokens for a row, or a conversation is too long for a row.
     """
     seq_len = sequence_length(recipe, model)
     for split in splits:
         if split is splits[0] or split.has_examples:
             split.require_row(seq_len)
     rows, memory = recipe.batch.micro_batch_size or DEFAULT_ROWS, psutil.virtual_memory().total
-    # By input ids and labels alone, 8 bytes each: reading a batch that can't fit would take long.
+    # Counts only input ids and labels, 8 bytes each: reading a batch that can't fit takes long.
     if rows != "auto" and 16 * rows * seq_len > memory:
         raise ConfigError(
             f"batch.micro_batch_size {rows} with {seq_len} tokens per sequence does not fit into "
@@ -347,7 +348,7 @@ def _require_rows(
 def _require_fitting_prompts(
     recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer, *, answered: bool
 ) -> None:
-    """Refuse sample prompts that are too long, which would end the run at its first evaluation.
+    """Reject sample prompts that are too long, which would end the run at its first evaluation.
 
     Args:
         answered: True if the model answers prompts as messages of a conversation.
@@ -361,37 +362,37 @@ def _require_fitting_prompts(
         if answered and prompt.strip():
             message = {"role": "user", "content": prompt}
             count = len(tokenizer.encode_chat([message], add_generation_prompt=True))
-            # Tokens that a conversation reserves for the answer: see `ChatSession.answer_room`.
+            # A conversation reserves these tokens for the answer: see `ChatSession.answer_room`.
             limit -= min(recipe.evaluation.sample_tokens, max(context // 4, 1)) - 1
         if count >= limit:
             raise ConfigError(
-                f"evaluation.sample_prompts: {prompt[:20]!r}... has {count} tokens, and the "
+                f"evaluation.sample_prompts: {prompt[:20]!r}... has {count} tokens, but the "
                 f"model's context is {context}: shorten it"
             )
 
 
 def _require_disk(run: Run) -> None:
-    """Refuse a run whose checkpoints can't be written, or will not fit on the disk.
+    """Reject a run whose checkpoints can't be written, or will not fit on the disk.
 
     Raises:
         StorageError: the folder of checkpoints is not writable, or the disk has too little free
             space.
     """
-    # The folder itself, since the run folder above it may be writable all the same.
+    # The folder itself is checked, since it may be read-only in a writable run folder.
     if os.path.lexists(run.folder / CHECKPOINTS):
         require_writable(run.folder / CHECKPOINTS)
     every, config = run.recipe.checkpoint.every_steps, run.recipe.checkpoint
-    # A run in minutes may have more steps than predicted: at least one is left.
+    # A run in minutes may have more steps than predicted: at least one step is left.
     left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
     saves = math.ceil(left / every) if every else 1
-    # The trunk's checkpoint is copied into the run folder first.
+    # The trunk's checkpoint is first copied into the run folder.
     saves += run.branch_from is not None
     kept = config.keep_last
     if run.validation is not None and config.keep_best and every:
         kept += config.keep_best
         saves += left // (run.recipe.evaluation.every_steps or max(run.max_steps, 1))
-        # The best checkpoints may lie between regular ones. Regular ones to be averaged are kept
-        # in addition.
+        # The best checkpoints may lie between regular ones. The regular checkpoints to be averaged
+        # are kept in addition.
         kept += config.average_last
     if config.keep_every:
         kept += left // config.keep_every
@@ -404,7 +405,7 @@ def _require_disk(run: Run) -> None:
     free = shutil.disk_usage(folder).free
     if run.has_steps_left and needed > free:
         raise StorageError(
-            f"the disk of {folder} has {free / 1e6:,.0f} MB free, and the run's checkpoints need "
+            f"the disk of {folder} has {free / 1e6:,.0f} MB free, but the run's checkpoints need "
             f"about {needed / 1e6:,.0f} MB: free some space, choose another run.dir, "
             "or lower checkpoint.keep_last"
         )
@@ -436,7 +437,7 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
             rank=run.engine.rank,
             world_size=run.engine.size,
             workers=data.workers,
-            # At least those of one step, which reads all its micro-batches at its beginning.
+            # At least one step's batches, which are all read at the beginning of the step.
             prefetch=max(data.prefetch, run.micro_batches_of(run.max_steps)),
             pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
         ) as run.loader,
@@ -448,7 +449,7 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
 
 
 def _make_progress(run: Run) -> RunProgress:
-    # A run whose length is not decided goes on beyond its predicted number of steps.
+    # A run whose length is not decided continues beyond its predicted number of steps.
     def steps() -> int:
         return max(run.max_steps, run.state.step + run.schedule.is_open)
 
@@ -463,7 +464,7 @@ def _make_progress(run: Run) -> RunProgress:
 
 def _make_folder_ready(run: Run) -> None:
     """Prepare the run folder: claim it, delete temporary files of a killed run, copy the checkpoint
-    that the run branches off, and write the recipe and the run's length."""
+    from which the run branches off, and write the recipe and the run's length."""
     run_id = None
     if run.held is not None:
         run.held.require()
@@ -471,15 +472,16 @@ def _make_folder_ready(run: Run) -> None:
             run.tell(warning)
         run.held.claim()
         run_id = run.held.run_id
-    # Temporary files of a killed process: no other process uses them, since this one has the lock.
+    # Temporary files of a killed process: no other process uses them, since this one holds the
+    # lock.
     for folder in (run.folder, run.folder / CHECKPOINTS):
         remove_leftovers(folder)
-    # Before the recipe is written: with the recipe alone, resuming would start at the beginning.
+    # Copied before the recipe is written: with only the recipe, resuming would start from scratch.
     if run.branch_from is not None:
         with reading_checkpoint(run.branch_from):
             copy_checkpoint(run.branch_from, run.folder, run_id)
     # The resolved recipe is written now, for a run that is killed before its first checkpoint. A
-    # file with the same values is left as it is, with its comments.
+    # file with the same values is left unchanged, so that its comments are kept.
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml_text(run.recipe.model_dump())
         write_file(run.folder / RECIPE_NAME, text)
@@ -515,7 +517,7 @@ def _trackers(run: Run) -> Trackers:
 
 
 def _says(path: Path, recipe: ResolvedRecipe) -> bool:
-    """True if a file exists and has the values of a recipe."""
+    """Return True if a file exists and has the values of a recipe."""
     try:
         return path.is_file() and load_recipe(path).model_dump() == recipe.model_dump()
     except ConfigError:
@@ -535,7 +537,7 @@ def begin_run(
     Args:
         run: the run, inside `open_run`.
         forecaster: predicts memory and speed; None for no prediction.
-        comparison: gets the forecast.
+        comparison: comparison that receives the forecast.
         is_announced: do not show memory, speed and schedule.
     """
     run.await_first_evaluation()
@@ -556,9 +558,9 @@ def begin_run(
         run.tell(line)
 
 
-def _code_of_experts(recipe: ResolvedRecipe, hardware: Hardware) -> int:
-    """Bytes of the code that oneDNN compiles on a CPU for the matrix products of experts; 0 for
-    other models and precisions."""
+def _expert_code_bytes(recipe: ResolvedRecipe, hardware: Hardware) -> int:
+    """Return the bytes of code that oneDNN compiles on a CPU for the matrix products of experts; 0
+    for other models and precisions."""
     model = recipe.model
     if hardware.device.type != "cpu" or not model.expert_count:
         return 0
@@ -576,7 +578,7 @@ def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -
     comparison.forecast = _asked(lambda: forecaster.forecast(run.recipe, hardware, size), run.tell)
     compiles = run.recipe.efficiency.compile or compiles_update(run.recipe.optimizer)
     comparison.predict_process(
-        run.held_bytes, compiles=compiles, code_bytes=_code_of_experts(run.recipe, hardware)
+        run.held_bytes, compiles=compiles, code_bytes=_expert_code_bytes(run.recipe, hardware)
     )
     if comparison.forecast is not None:
         run.bar.predict_memory(comparison.forecast.process_bytes or comparison.forecast.peak_bytes)
@@ -584,8 +586,8 @@ def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -
 
 
 def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
-    """The result of a call of the forecaster. An error becomes a message and None, because a failed
-    forecast must not end a run."""
+    """Call the forecaster and return its answer. An error becomes a message and None, because a
+    failed forecast must not end a run."""
     try:
         return question()
     except Exception as error:  # noqa: BLE001
@@ -626,8 +628,8 @@ def _record_start(run: Run) -> None:
 
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
-    """The trained parameters and their kinds, by name, in their full shapes: without LoRA on the
-    meta device, since an engine may hold only shards."""
+    """Return the trained parameters and their kinds, by name, in their full shapes. Without LoRA
+    they are on the meta device, since an engine may hold only shards."""
     model: nn.Module = run.program.model
     if run.recipe.lora is None:
         model = meta_model(run.program.model.config)
@@ -635,8 +637,8 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 
 
 def _describe_start(run: Run) -> Iterator[str]:
-    """Lines with the length of the run, and the learning rate and weight decay of each role of
-    parameters."""
+    """Yield lines with the length of the run, and with the learning rate and weight decay of each
+    role of parameters."""
     schedule = run.schedule
     optimizer = run.recipe.optimizer
     batch = run.batch
@@ -662,7 +664,7 @@ def _describe_start(run: Run) -> Iterator[str]:
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
-    """Hardware and versions of software, as JSON values."""
+    """Return hardware and software versions as JSON values."""
     # Not platform.platform(), which starts another program.
     system = os.uname()
     return {

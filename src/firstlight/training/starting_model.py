@@ -1,6 +1,6 @@
 """The model at the start of a run: a new one, that of a checkpoint, or that of --init-from.
 
-In a run with `lora`, adapters of a frozen base model are trained. Checkpoints have only the name of
+A run with `lora` trains adapters of a frozen base model. Its checkpoints contain only the name of
 the base model.
 """
 
@@ -51,16 +51,16 @@ from firstlight.weights.loading import (
     nonfinite_tensor,
 )
 
-#: Keys of the `model` section that may change the model of --init-from: those of its positions.
+#: Keys of the `model` section that may change the model of --init-from: they set its positions.
 _POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_theta"))
 
 
 def with_positions(
     recipe: Recipe, config: ModelConfig, init_from: str | Path, tell: Callable[[str], None]
 ) -> ModelConfig:
-    """The config of the model of --init-from, with the position keys of the recipe's `model`
-    section if that has no other keys. A section with other keys describes a model of its own, and
-    changes nothing.
+    """Return the config of the model of --init-from, with the position keys of the recipe's `model`
+    section if that section has no other keys. A section with other keys describes another model,
+    and changes nothing.
 
     Args:
         recipe: the recipe.
@@ -69,9 +69,9 @@ def with_positions(
         tell: called with a message if the config is changed.
 
     Raises:
-        ConfigError: the model can't have these positions.
+        ConfigError: the model does not support these positions.
     """
-    # Without model_type: a section that does not name it has the default.
+    # model_type is ignored, since a section that does not set it has the default.
     names = set() if recipe.model is None else _written_keys(recipe.model) - {"model_type"}
     changes = {name: getattr(recipe.model, name) for name in sorted(names)}
     is_same = all(getattr(config, name, None) == value for name, value in changes.items())
@@ -84,8 +84,8 @@ def with_positions(
         )
     if recipe.lora is not None:
         raise ConfigError(
-            f"checkpoints of lora refer to {init_from} with its own positions: leave out the lora "
-            "section, or the model section"
+            f"checkpoints of lora refer to {init_from} with its original positions: remove the "
+            "lora section or the model section"
         )
     try:
         changed = type(config)(**{**config.model_dump(), **changes})
@@ -97,21 +97,22 @@ def with_positions(
 
 
 def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
-    """The keys, as `model.KEY`, that the recipe sets to another value than `config` has."""
+    """Return the keys, as `model.KEY`, that the recipe sets to another value than `config` has."""
     if recipe.model is None:
         return []
-    # Only keys that the recipe names: a default contradicts nothing.
+    # Only keys that the recipe sets: a default contradicts nothing.
     found = changed_keys(recipe.model.model_dump(), config.model_dump())
     given = _written_keys(recipe.model) - ({"vocab_size"} if not recipe.model.vocab_size else set())
     if not given <= _POSITION_KEYS | {"model_type"}:
         given |= {"model_type"}
     elif recipe.model.model_type == DEFAULT_FAMILY:
-        given -= {"model_type"}  # positions alone name no family
+        given -= {"model_type"}  # position keys do not imply a family
     return [f"model.{name}" for name in found if name in given]
 
 
 def _written_keys(model: ModelConfig) -> set[str]:
-    """The keys that a recipe's `model` section names, without those that validation filled in."""
+    """Return the keys that a recipe's `model` section sets, without those that validation
+    derived."""
     usual = type(model).model_validate({"model_type": model.model_type})
     filled = usual.model_fields_set - {"model_type"}
     return {
@@ -122,7 +123,7 @@ def _written_keys(model: ModelConfig) -> set[str]:
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, a missing key counting as None; sorted."""
+    """Return the keys whose values differ, sorted; a missing key counts as None."""
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
@@ -151,10 +152,10 @@ class FirstModel:
     Attributes:
         config: config of the model that is trained.
         model: the model with the weights of --init-from, or the base of a resumed run with `lora`;
-            None where `new_model` makes it.
-        identity: identity of the model that the run started from; None but with `lora` and in a
-            new run on pairs.
-        generation: content of its generation_config.json.
+            None if `new_model` creates it.
+        identity: identity of the model that the run started from; None except with `lora` and in a
+            new run on preference pairs.
+        generation: content of the model's generation_config.json.
     """
 
     config: ModelConfig
@@ -174,7 +175,7 @@ def first_model(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> FirstModel:
-    """The model at the start of a run, as far as it exists before the recipe is resolved.
+    """Return the model at the start of a run, as far as it exists before the recipe is resolved.
 
     Args:
         recipe, engine: recipe and engine of the run.
@@ -182,7 +183,7 @@ def first_model(
         newest: the checkpoint that the run is resumed from; None for a new run.
         init_from, new_rows: see `train`.
         pairs: True if the data are preference pairs.
-        tell: called with each message for people.
+        tell: called with each message to the user.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: model, tokenizer and recipe do not fit.
@@ -202,8 +203,8 @@ def first_model(
         )
     if init_from is not None and recipe.init != InitConfig():
         raise ConfigError(
-            "the init section is for new weights, and --init-from gives trained ones: leave one of "
-            "them out"
+            "the init section applies to new weights, but --init-from loads trained ones: remove "
+            "one of them"
         )
     if newest is not None:
         config = _resumed_config(recipe, newest, tell)
@@ -223,7 +224,7 @@ def first_model(
         )
         identity = None
         if recipe.lora is not None or pairs:
-            # Hashed here, so that the files are those that were read.
+            # Hashed here, so that the hash belongs to the files that were read.
             identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
         return FirstModel(loaded.model.config, loaded.model, identity, loaded.generation)
 
@@ -231,24 +232,24 @@ def first_model(
 
 
 def new_model(recipe: ResolvedRecipe, engine: Engine, *, has_weights: bool) -> Model:
-    """The model of a resolved recipe, with new weights.
+    """Create the model of a resolved recipe, with new weights.
 
     Args:
         recipe: recipe of the run.
         engine: engine of the run.
-        has_weights: True if a checkpoint gives the weights, which are then not initialised.
+        has_weights: True if a checkpoint provides the weights, which are then not initialised.
     """
     multiple = recipe.efficiency.vocab_multiple
     if has_weights:
         return engine.new_model(recipe.model, multiple)
-    # A generator on the CPU, so that all devices start from the same weights.
+    # A generator on the CPU, so that the initial weights are the same on all devices.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     return engine.new_model(recipe.model, multiple, generator=generator, init=recipe.init)
 
 
 def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T]) -> T:
     """Read the model to start from. All processes read the checkpoint that is the newest for the
-    main process, and end with an error if it is deleted.
+    main process, and fail if it is deleted.
 
     Args:
         init_from: see `train`.
@@ -270,7 +271,7 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
 
 
 def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
-    """The base model of a resumed run, with its weights.
+    """Load the base model of a resumed run, with its weights.
 
     Raises:
         CheckpointError: the run had no `lora` section, or its base is missing or has changed.
@@ -278,7 +279,7 @@ def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
     saved = load_checkpoint(newest).trainer_state.get("lora_base")
     if saved is None:
         raise CheckpointError(
-            f"{newest} is of a run without lora: leave the lora section out, or start a new run "
+            f"{newest} belongs to a run without lora: remove the lora section, or start a new run "
             f"in another run.dir with --init-from {newest}"
         )
     if not isinstance(saved, dict) or not all(isinstance(saved.get(k), str) for k in _BASE_KEYS):
@@ -318,8 +319,8 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
         hardware: the device that the model will be moved to.
 
     Raises:
-        ConfigError: a target is not a linear layer, or 4 bits don't work on this machine.
-        MissingDependencyError: 4 bits need bitsandbytes.
+        ConfigError: a target is not a linear layer, or 4-bit weights don't work on this machine.
+        MissingDependencyError: 4-bit weights need bitsandbytes.
     """
     if recipe.lora is None:
         return
@@ -331,18 +332,18 @@ def attach(model: Model, recipe: ResolvedRecipe, hardware: Hardware) -> None:
         "fp8": torch.bfloat16,
         "fp16": torch.float16,
     }.get(recipe.efficiency.precision)
-    # A generator of its own, so that adapters do not depend on earlier random numbers.
+    # A separate generator, so that adapters do not depend on earlier random numbers.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
     if recipe.efficiency.precision == "bf16_params":
-        # Now, not in the program: in fp32, embedding and head would take more of the device's
-        # memory while the model is moved there than the training of 4-bit weights does.
+        # Cast here and not in the program: in fp32, embedding and head would take more of the
+        # device's memory while the model is moved than training the 4-bit weights does.
         model.cast(torch.bfloat16, frozen=True)
 
 
 def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelConfig:
-    """The config of a new model: the recipe's `model` section with the size of the tokenizer's
-    vocabulary.
+    """Return the config of a new model: the recipe's `model` section with the size of the
+    tokenizer's vocabulary.
 
     Raises:
         ConfigError: there is no such section, or the model does not fit into memory.
@@ -355,7 +356,7 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelCo
         relation = "larger" if wanted > tokenizer.vocab_size else "smaller"
         raise DataError(
             f"model.vocab_size {wanted} is {relation} than the vocabulary of the data's tokenizer, "
-            f"{tokenizer.vocab_size}: leave model.vocab_size out to take the tokenizer's"
+            f"{tokenizer.vocab_size}: remove model.vocab_size to use the tokenizer's"
         )
     config = recipe.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
     stages = engine.config.pipeline
@@ -364,24 +365,24 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelCo
 
 
 def _require_memory(config: ModelConfig, share: float) -> None:
-    """Refuse a model whose weights do not fit into this machine's memory.
+    """Reject a model whose weights do not fit into this machine's memory.
 
     Args:
         config: config of the model.
-        share: share of the model that the processes of this machine hold together.
+        share: fraction of the model that the processes of this machine hold together.
 
     Raises:
         ConfigError: the weights are larger than the memory, or than torch can count.
     """
-    # Before the model is made: the system may kill a process that allocates too much, without an
-    # error message.
+    # Checked before the model is created: the system may kill a process that allocates too much,
+    # without an error message.
     memory = psutil.virtual_memory().total
     try:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
     # The errors that torch raises for sizes beyond 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(f"model: such sizes are impossible, lower them: {error}") from error
-    # With pipeline stages, the processes of this machine hold only a share of the model.
+    # With pipeline stages, the processes of this machine hold only a fraction of the model.
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
@@ -391,7 +392,7 @@ def _require_memory(config: ModelConfig, share: float) -> None:
 
 
 def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> ModelConfig:
-    """The config of a checkpoint's model.
+    """Return the config of a checkpoint's model.
 
     Raises:
         CheckpointError: the recipe contradicts the config, or the files do not fit together.
@@ -399,13 +400,13 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     state = load_trainer_state(newest)
     if state.get("lora_base") is not None:
         raise CheckpointError(
-            f"{newest} is of a run with lora: put the recipe's lora section back, or start a new "
-            f"run in another run.dir with --init-from {newest}"
+            f"{newest} belongs to a run with lora: restore the recipe's lora section, or start a "
+            f"new run in another run.dir with --init-from {newest}"
         )
     config = read_config(newest)
     multiple = saved_vocab_multiple(newest, state)
     try:
-        # The manifest proves that the files are unchanged, but not that they fit together.
+        # The manifest proves that the files are unchanged, but not that they are consistent.
         if is_sharded_checkpoint(newest):
             fitting_model(config, newest, multiple)
         else:
@@ -442,8 +443,8 @@ def _starting_model(
     pairs: bool,
     tell: Callable[[str], None],
 ) -> LoadedModel:
-    """The model of --init-from in `folder`, with new rows for the tokens that the data's tokenizer
-    has in addition to the model's.
+    """Load the model of --init-from from `folder`, with new rows for the tokens that the data's
+    tokenizer has in addition to the model's.
 
     Raises:
         ConfigError, DataError, ModelError: model, tokenizer and recipe do not fit.
@@ -480,7 +481,7 @@ def _starting_model(
         copied_from = _copied_token(new_rows, old)
         if copied_from is not None and copied_from >= before:
             raise ConfigError(
-                f"new rows '{new_rows}': {init_from} has no row for that token: name another"
+                f"new rows '{new_rows}': {init_from} has no row for that token: choose another"
             )
         grow_vocabulary(loaded.model, before, now, copied_from=copied_from, vocab_multiple=multiple)
         rows = "the mean of the old rows" if copied_from is None else f"the rows of {new_rows[5:]}"
@@ -494,7 +495,7 @@ def _starting_model(
 
 
 def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
-    """The id of the token in `new_rows`, which is "copy:TOKEN" or "mean"; None for the mean.
+    """Return the id of the token in `new_rows`, which is "copy:TOKEN" or "mean"; None for the mean.
 
     Raises:
         ConfigError: there is no such token.
@@ -504,7 +505,8 @@ def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
     token_id = tokenizer.backend.token_to_id(new_rows.removeprefix("copy:"))
     if token_id is None:
         raise ConfigError(
-            f"--new-rows '{new_rows}': use mean, or copy:TOKEN with a token of the old tokenizer"
+            f"new rows '{new_rows}' is invalid: use mean, or copy:TOKEN with a token of the old "
+            "tokenizer"
         )
     return token_id
 
@@ -514,9 +516,9 @@ def _require_fitting_start(
 ) -> None:
     if loaded.tokenizer is not None and loaded.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"the data was prepared with another tokenizer than that of {init_from}: "
+            f"the data was prepared with a different tokenizer than {init_from}: "
             f"prepare it with --tokenizer {loaded.folder}, or with one that "
-            "`firstlight tokenizer extend` made of it"
+            "`firstlight tokenizer extend` made from it"
         )
     if tokenizer.vocab_size > loaded.model.config.vocab_size:
         raise DataError(

@@ -31,16 +31,17 @@ _NUMPY_WORDS = 624
 
 
 def torch_random_states() -> dict[str, Tensor]:
-    """The states of torch's generators, from which dropout draws: uint8 [n] for each device."""
+    """Return the states of torch's generators, from which dropout draws: uint8 [n] per device."""
     states = {f"{RNG_PREFIX}cpu": torch.get_rng_state()}
-    # Only if CUDA is in use: reading a state would otherwise make a context of hundreds of MB.
+    # Only if CUDA is in use: reading a state would otherwise create a context of hundreds of MB.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"{RNG_PREFIX}cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
     return states
 
 
 def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
-    """Restore the states of `torch_random_states`, except those of devices that are not here."""
+    """Restore the states of `torch_random_states`, except those of devices that are not
+    available."""
     torch.set_rng_state(states[f"{RNG_PREFIX}cpu"])
     for name, tensor in states.items():
         _, kind, *index = name.split(".")
@@ -53,7 +54,7 @@ def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
-    """`torch_random_states` of every `engine.rank`. A collective.
+    """Return `torch_random_states` of every `engine.rank`. A collective operation.
 
     Names are those of `torch_random_states` for rank 0, and have the rank in them for other ranks.
     Processes that share the same sequences (tensor parallelism, pipeline stages) have one rank, and
@@ -67,14 +68,14 @@ def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
     group = engine.world.size // engine.size
     for rank, received in enumerate(gather_objects(sent)[::group]):
         for name, values in received.items():
-            place = name if rank == 0 else _name_of_rank(name, rank)
+            place = name if rank == 0 else _rank_name(name, rank)
             states[place] = torch.tensor(values, dtype=torch.uint8)
     return states
 
 
 def states_to_write(engine: Engine, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The states that this process writes into a sharded checkpoint: its part of `states_of_ranks`,
-    and in the main process also the states of Python and numpy.
+    """Return the states that this process writes into a sharded checkpoint: its part of
+    `states_of_ranks`, and in the main process also the states of Python and numpy.
 
     Args:
         engine: the engine of the run.
@@ -83,16 +84,16 @@ def states_to_write(engine: Engine, words: Mapping[str, Tensor]) -> dict[str, Te
     own = torch_random_states()
     if engine.is_main:
         return {**own, **words}
-    return {_name_of_rank(name, engine.rank): tensor for name, tensor in own.items()}
+    return {_rank_name(name, engine.rank): tensor for name, tensor in own.items()}
 
 
-def _name_of_rank(name: str, rank: int) -> str:
+def _rank_name(name: str, rank: int) -> str:
     return f"{RNG_PREFIX}rank{rank}.{name.removeprefix(RNG_PREFIX)}"
 
 
 def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, step: int) -> None:
     """Restore the states of torch's generators of this rank. A rank without a saved state, in a run
-    that is resumed with more processes, is seeded anew.
+    that is resumed with more processes, gets a new seed.
 
     Args:
         states: the checkpoint's tensors, see `states_of_ranks`.
@@ -100,7 +101,7 @@ def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, s
         step: step of the checkpoint.
     """
     rank = program.engine.rank
-    prefix = _name_of_rank("", rank) if rank else RNG_PREFIX
+    prefix = _rank_name("", rank) if rank else RNG_PREFIX
     own = {
         RNG_PREFIX + name.removeprefix(prefix): tensor
         for name, tensor in states.items()
@@ -114,8 +115,8 @@ def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, s
 
 
 def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The states of Python's and numpy's global generators. Training does not draw from them, but
-    `on_step` may.
+    """Return the states of Python's and numpy's global generators. Training does not draw from
+    them, but `on_step` may.
 
     Returns:
         (words of the states as int64 tensors, the rest of the states as JSON values).
@@ -125,7 +126,7 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    if numpy["bit_generator"] == "MT19937":  # else the user has set another one, and keeps it
+    if numpy["bit_generator"] == "MT19937":  # otherwise the user has set another one
         keys = numpy["state"]["key"].astype(np.int64)
         tensors[f"{RNG_PREFIX}numpy"] = torch.from_numpy(keys)
         rest["numpy"] = {
@@ -137,29 +138,29 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Restore the states of `python_random_states`. A generator without a saved state is left as it
-    is.
+    """Restore the states of `python_random_states`. A generator without a saved state is left
+    unchanged.
 
     Raises:
         ValueError, KeyError, TypeError, OverflowError: the states are damaged.
     """
     for name in ("python", "numpy"):
         if (name in rest) != (f"{RNG_PREFIX}{name}" in words):
-            raise ValueError(f"only a part of {name}'s state is there")
+            raise ValueError(f"only a part of {name}'s state is present")
     if "python" in rest:
         python = tuple(words[f"{RNG_PREFIX}python"].tolist())
         found = rest["python"]
         # Checked here, since Python would raise an error only when a number is drawn.
         if type(found["next_gauss"]) not in (float, type(None)):
             raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
-        # A state of zeros yields zeros for ever. The last entry is a position, not a word.
+        # A state of zeros yields zeros forever. The last entry is a position, not a word.
         if not any(python[:-1]):
             raise ValueError("Python's words are all zeros")
         random.setstate((found["version"], python, found["next_gauss"]))
     if "numpy" in rest:
         keys = words[f"{RNG_PREFIX}numpy"]
         found = rest["numpy"]
-        # With a state of zeros numpy can loop for ever, and with a wrong position it reads beyond
+        # With a state of zeros numpy can loop forever, and with a wrong position it reads beyond
         # the words.
         if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
             raise ValueError(f"numpy's state is not {_NUMPY_WORDS} words of 32 bits")
@@ -169,9 +170,9 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *legacy))
 
 
-#: Largest count in a sound trainer state, up to which floats represent every integer.
+#: Largest count in a valid trainer state: floats represent every integer up to it.
 _MOST_COUNTED = 2**53
-#: Keys of numbers that the metrics of every step have, in every version.
+#: Keys of the numbers that every step's metrics have, in all versions.
 _RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")
 
 
@@ -227,8 +228,8 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
             )
         if program.recipe.lora is not None:
             raise CheckpointError(
-                f"{folder} holds all weights in shards, and the recipe has a lora section: remove "
-                "that, or start a new run from the folder that `firstlight convert` makes of it"
+                f"{folder} holds all weights in shards, but the recipe has a lora section: remove "
+                "that, or start a new run from the folder that `firstlight convert` makes from it"
             )
         randoms = restore_shards(
             folder,
@@ -246,7 +247,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         raise CheckpointError(
             f"the checkpoint's random-number states are damaged: {error}".splitlines()[0]
         ) from error
-    # The checkpoint of a run in another precision than fp16 has no loss scale.
+    # The checkpoint of a run in a precision other than fp16 has no loss scale.
     if program.scaler is not None and saved.get("loss_scale") is not None:
         program.scaler.load_state_dict(saved["loss_scale"])
     return state
@@ -278,7 +279,7 @@ def _restore_tensors(
 
 
 def _saved_state(saved: Mapping[str, Any]) -> TrainState:
-    """The progress in a checkpoint's trainer state.
+    """Return the progress in a checkpoint's trainer state.
 
     Raises:
         CheckpointError: a key is missing, or a value is impossible.
@@ -302,7 +303,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
     for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
         count = getattr(state, name)
-        # Not isinstance, by which JSON's true would be an int.
+        # Not isinstance, which would accept JSON's true as an int.
         if type(count) is not int or not 0 <= count <= _MOST_COUNTED:
             raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
     if state.skipped_steps > state.step:
@@ -324,13 +325,13 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
 
 
 def _is_event(line: Any) -> bool:
-    """True if a value is a line of events.jsonl, with the keys that its readers need."""
+    """Return True if a value is a line of events.jsonl, with the keys that its readers need."""
     is_named = isinstance(line, dict) and isinstance(line.get("event"), str)
     return is_named and type(line.get("step")) is int
 
 
 def _is_record(pending: Any, step: int) -> bool:
-    """True if a value is the metrics of `step`, with the keys that their readers need."""
+    """Return True if a value is the metrics of `step`, with the keys that their readers need."""
     return (
         isinstance(pending, dict)
         and pending.get("step") == step
@@ -368,7 +369,7 @@ def _fill_weights(weights: Mapping[str, Tensor], model: Model, elsewhere: Iterab
     own = {n: t for n, t in weights.items() if n not in others}
     for name in sorted(places.keys() ^ own.keys()):
         raise CheckpointError(
-            f"the checkpoint's weights don't fit the model: '{name}' is in only one"
+            f"the checkpoint's weights don't fit the model: '{name}' is in only one of them"
         )
     for name, tensor in own.items():
         if tensor.shape != places[name].shape:

@@ -1,4 +1,4 @@
-"""One optimizer step, for any loss function, optimizer and micro-batches."""
+"""One optimizer step, for any loss function, optimizer and division into micro-batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepResult:
             update; with experts, plus their load-balancing loss times its coefficient.
         grad_norm: L2 norm of the gradient before clipping.
         tokens: number of valid tokens, all processes together.
-        skipped: True if the step was refused, or scaled gradients overflowed, so that parameters
+        skipped: True if the step was rejected, or scaled gradients overflowed, so that parameters
             and moments are unchanged.
     """
 
@@ -51,7 +51,8 @@ def train_step(
     *,
     skips_only_infinite: bool = False,
 ) -> StepResult:
-    """Forward and backward passes over the micro-batches of one global batch, clipping and update.
+    """Run forward and backward passes over the micro-batches of one global batch, clip the
+    gradients, and update the parameters.
 
     The loss is the sum over the global batch divided by its valid tokens, or pairs, so that any
     division into micro-batches and over processes gives the gradient of one large batch.
@@ -59,8 +60,8 @@ def train_step(
     Args:
         loss_sum: loss function of a batch, summed over its valid tokens or pairs.
         optimizer: the optimizer.
-        batches: this process' micro-batches, each `[micro_batch, seq_len]`, on the device.
-        scaler: the loss scale of fp16; None leaves the loss as it is.
+        batches: this process's micro-batches, each `[micro_batch, seq_len]`, on the device.
+        scaler: the loss scale of fp16; None leaves the loss unchanged.
         accepts: called with loss and gradient norm before the update, which is skipped if it
             returns False. Not called for a step that the scaler skips.
         engine: the engine of several processes, which all get the same result; None for one.
@@ -70,10 +71,10 @@ def train_step(
 
     Raises:
         DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
-            skip the step. Parameters are unchanged but by updates in the backward pass.
+            skip the step. Parameters are unchanged, except by updates in the backward pass.
         MicroBatchTooLargeError: memory ran out in a pass; the step can be repeated with smaller
-            micro-batches. The original error where the backward pass updates.
-        TrainingError: the global batch has no labels, or memory ran out where others wait.
+            micro-batches. If the backward pass updates parameters, the original error is raised.
+        TrainingError: the global batch has no labels, or memory ran out while other processes wait.
     """
     batches, engine = list(batches), engine or one_process()
     counts = engine.sums(
@@ -116,7 +117,7 @@ def train_step(
             mean, length = float(loss), float(norm)
         result = StepResult(mean, length, tokens)
         return _update(optimizer, result, scaler, accepts, is_begun=is_begun)
-    # Outside of the handler, in which the error's traceback keeps the passes' tensors in memory.
+    # Outside the handler, where the error's traceback keeps the tensors of the passes in memory.
     optimizer.zero_grad()
     raise MicroBatchTooLargeError(problem)
 
@@ -129,11 +130,11 @@ def _update(
     *,
     is_begun: bool = False,
 ) -> StepResult:
-    """Make the update if loss and gradient norm are accepted; return `result` with `skipped` set.
+    """Apply the update if loss and gradient norm are accepted; return `result` with `skipped` set.
     See `train_step`.
 
     Args:
-        is_begun: True if the update was made already, unless loss or norm is not finite.
+        is_begun: True if the update is already applied, unless loss or norm is not finite.
     """
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
@@ -142,7 +143,7 @@ def _update(
         accepted = False
     else:
         accepted = finite if accepts is None else accepts(result.loss, result.grad_norm)
-    assert not is_begun or accepted == finite, "a refused step was made"
+    assert not is_begun or accepted == finite, "a refused step was applied"
     if not accepted:
         if is_begun:
             optimizer.take_back_counts()
@@ -160,10 +161,10 @@ def _update(
 
 
 def _repeatable_problem(error: Exception, optimizer: Optimizer, engine: Engine) -> str:
-    """The message of an out-of-memory error after which the step can be repeated; any other error
-    is raised."""
-    # With updates in the backward pass, some may have been made. With several processes, the others
-    # may wait for this one's gradients. Neither can be repeated.
+    """Return the message of an out-of-memory error after which the step can be repeated; raise any
+    other error."""
+    # With updates in the backward pass, some may have been applied. With several processes, others
+    # may be waiting for this one's gradients. In both cases the step can't be repeated.
     if optimizer.in_backward or not is_out_of_memory(error):
         raise error
     if not engine.can_repeat_step:

@@ -46,20 +46,20 @@ Part = Literal[
 ]
 
 #: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
-#: share of those in a step, and bytes of a checkpoint that are written and verified per second.
+#: fraction of those in a step, and bytes of a checkpoint that are written and verified per second.
 FORWARD_SHARE = 0.35
 WRITTEN_PER_SECOND = 150e6
 
-#: Tokens of the two texts by which the time of sample texts is predicted before the first of them.
-#: Two, because the time of a text is more than that of its tokens: weights are copied for it.
+#: Tokens of the two texts that predict the time of the sample texts before the first of them. Two,
+#: because a text takes longer than its tokens: the weights are copied for it.
 PROBE_TOKENS = (1, 9)
 
-#: Size in bytes of the file by which the time of a checkpoint is predicted before the first one.
+#: Size in bytes of the file that predicts the time of a checkpoint before the first one.
 PROBE_BYTES = 1 << 26
 
 
 def sampled_token_seconds(token_seconds: float) -> float:
-    """A guess of the seconds of a generated token, of which each one reads all weights.
+    """Guess the seconds per generated token; generating a token reads all weights.
 
     Args:
         token_seconds: seconds of a token in a step of training.
@@ -67,8 +67,8 @@ def sampled_token_seconds(token_seconds: float) -> float:
     return max(0.005, 10 * token_seconds)
 
 
-#: First steps of a process, which allocate memory and compile, and are slower than the others. The
-#: steps after them are the settled steps.
+#: Number of first steps of a process, which are slower because they allocate memory and compile.
+#: The steps after them are the settled steps.
 _SLOW_STEPS = 2
 
 #: Number of settled steps whose times are remembered.
@@ -82,11 +82,12 @@ class LoopTimes:
         clock: monotonic clock in seconds.
 
     Attributes:
-        steps: (sequences, seconds) of the last settled steps, waits for data and logs included.
-        slow_steps: (sequences, seconds) of the first steps, waits for data and logs included.
+        steps: (sequences, seconds) of the last settled steps, including waits for data and logs.
+        slow_steps: (sequences, seconds) of the first steps, including waits for data and logs.
         settled_steps: number of all settled steps.
         settled_seconds: seconds of all settled steps.
-        seconds: seconds of the last occurrence of each part; without parts that did not occur yet.
+        seconds: seconds of the last occurrence of each part; parts that have not occurred are
+            absent.
         write_seconds: seconds that a thread took to write the last checkpoint; 0 if training waits
             for the writing.
     """
@@ -109,19 +110,19 @@ class LoopTimes:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds of the first steps beyond those of as many settled steps, of which there is at
-        least one. In a run that is compiled, they are those of compiling."""
+        """Seconds by which the first steps exceed the same number of settled steps, of which there
+        must be at least one. In a compiled run, this is the time of compiling."""
         each = statistics.median(seconds / sequences for sequences, seconds in self.steps)
         return sum(max(seconds - each * sequences, 0.0) for sequences, seconds in self.slow_steps)
 
     def begin_step(self) -> None:
-        """End the step before, if there was one, and begin the next one."""
+        """End the previous step, if there was one, and begin the next one."""
         now = self._clock()
         if self._begun is None:
             self._begun = now
         if self._sequences:
-            # From one beginning to the next, so that waits for data and logs count, but without the
-            # parts, which have times of their own.
+            # Measured from one beginning to the next, which includes waits for data and logs, but
+            # not the other parts, which are timed separately.
             seconds = now - self._step_began - self._apart
             # The first steps compile, allocate memory and read files that are not cached yet.
             if len(self.slow_steps) < _SLOW_STEPS:
@@ -135,52 +136,52 @@ class LoopTimes:
         self._sequences = 0
 
     def count(self, sequences: int) -> None:
-        """Note the number of sequences of the current step, which is then one that counts."""
+        """Set the number of sequences of the current step, so that the step counts."""
         self._sequences = sequences
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Context for work that is not part of a step, and is measured separately."""
+        """Context for work that is not part of a step and is measured separately."""
         began = self._clock()
         try:
             yield
-        finally:  # an evaluation may end in a rollback, after which the run goes on
+        finally:  # an evaluation may end in a rollback, after which the run continues
             taken = self._clock() - began
             self._apart += taken
-        # Not of work that was broken off, which says nothing of the next.
+        # Not reached by work that was interrupted, whose time does not predict the next one's.
         self.seconds[name] = taken
 
 
-#: Most seconds in a line of a log, about a thousand years: a greater number is damage.
+#: Maximum seconds in a line of a log, about a thousand years: a larger number is damaged.
 _MOST_SECONDS = 3e10
 
-#: Number of settled steps, and their seconds, that a decision needs; in short runs, this share of
-#: the run's seconds.
+#: Number of settled steps, and of their seconds, that a decision needs; in short runs, a fraction
+#: of the run's seconds instead.
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: Share of the remaining time that fewer settled steps must have taken to be enough, for runs of a
-#: few slow steps.
+#: Fraction of the remaining time that fewer settled steps must have taken to be enough, for runs of
+#: a few slow steps.
 _ENOUGH_SHARE = 0.2
 
-#: Share of the upper limit of a run's steps (`max_steps`, `epochs`) after which its length may be
-#: decided although the steps were too quick for the numbers above. Such a run ends by the limit of
-#: its steps, long before its minutes are over.
+#: Fraction of the upper limit of a run's steps (`max_steps`, `epochs`) after which its length may
+#: be decided although the steps were too fast for the numbers above. Such a run ends at its limit
+#: of steps, long before its minutes are over.
 _QUICK_SHARE = 0.2
 
 #: Number of times in a run at which the number of steps is predicted, to see if it has to be
 #: decided.
 _CHECKS = 500
 
-#: Share of the remaining steps after which a decided number of steps is checked again, and share
-#: of the run's time by which it may miss its end without a correction. In a simulation, machines
-#: that became three times as slow or as fast during the decay missed the end by 2 %; with half of
-#: the steps, by 20 %; and with an eighth, the number was corrected up to twice as often.
+#: Fraction of the remaining steps after which a decided number of steps is checked again, and
+#: fraction of the run's time by which it may miss its end without a correction. In a simulation,
+#: machines that became three times as slow or as fast during the decay missed the end by 2 %; with
+#: half of the steps, by 20 %; and with an eighth, the number was corrected up to twice as often.
 _CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 
-#: Most steps of a run without an upper limit.
+#: Maximum steps of a run without an upper limit.
 _LONGEST = 2**40
 
 
@@ -191,7 +192,7 @@ class Periodic:
     Attributes:
         every_steps: number of steps from one occurrence to the next; 0 for one at the end only.
         seconds: seconds of each occurrence before the end of the run.
-        last_seconds: seconds of the one after the last step.
+        last_seconds: seconds of the occurrence after the last step.
     """
 
     every_steps: int
@@ -199,7 +200,8 @@ class Periodic:
     last_seconds: float
 
     def total(self, step: int, steps: int) -> float:
-        """Seconds of all occurrences between and after the `steps` steps that follow `step`."""
+        """Return the seconds of all occurrences between and after the `steps` steps that follow
+        `step`."""
         between = 0
         if self.every_steps:
             between = (step + steps - 1) // self.every_steps - step // self.every_steps
@@ -213,13 +215,13 @@ def steps_in_time(
     batch: BatchSchedule,
     periodic: Sequence[Periodic],
 ) -> int:
-    """The largest number of steps for which a time is enough, including evaluations and saves
+    """Return the largest number of steps that fit into a time, including evaluations and saves
     between them and after them; at least 1.
 
     Args:
-        seconds: the time.
+        seconds: the available time.
         step: number of steps done before.
-        sequence_seconds: seconds that a sequence takes in a step.
+        sequence_seconds: seconds per sequence in a step.
         batch: sequences of each step.
         periodic: evaluations and saves.
     """
@@ -227,7 +229,7 @@ def steps_in_time(
     def needed(steps: int) -> float:
         return seconds_of_steps(steps, step, sequence_seconds, batch, periodic=periodic)
 
-    # The time grows with the number of steps, so that bisection finds the last number that fits.
+    # The time grows with the number of steps, so bisection finds the largest number that fits.
     return max(bisect_right(range(1, _LONGEST), seconds, key=needed), 1)
 
 
@@ -238,25 +240,25 @@ def seconds_of_steps(
     batch: BatchSchedule,
     periodic: Sequence[Periodic],
 ) -> float:
-    """Seconds of the `steps` steps that follow `step`, including evaluations and saves between them
-    and after them. For the other arguments see `steps_in_time`."""
+    """Return the seconds of the `steps` steps that follow `step`, including evaluations and saves
+    between them and after them. For the other arguments see `steps_in_time`."""
     training = sequence_seconds * (batch.before(step + steps) - batch.before(step))
     return training + sum(one.total(step, steps) for one in periodic)
 
 
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
-    """The mean of the seconds that a sequence takes in a step, over the last steps.
+    """Return the mean seconds per sequence in a step, over the last steps.
 
-    These steps took half of the time that is to be predicted, and at most half of all time. So the
-    mean soon follows a machine that has become slower, and does not include the start of a run,
+    The mean covers half of the time that is to be predicted, and at most half of the time so far.
+    It therefore soon follows a machine that has become slower, and excludes the start of a run,
     when processors are still cool and fast.
 
     A step that took more than twice the median counts as twice the median, since a machine that
-    stood still once is not expected to do so again.
+    stalled once is not expected to do so again.
 
     Args:
         steps: (sequences, seconds) of each step, at least one.
-        ahead: seconds of the steps that are to be predicted.
+        ahead: seconds of the steps to be predicted.
     """
     recent: list[tuple[int, float]] = []
     back, most_back = 0.0, min(ahead, sum(seconds for _, seconds in steps)) / 2
@@ -271,14 +273,14 @@ def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> f
 
 
 class TimeBudget:
-    """The time of a run in minutes, the part of it that is used, and the number of steps that fit.
+    """The time of a run in minutes, the time used so far, and the number of steps that fit.
 
     Args:
         config: the recipe's `schedule` section.
         length: the number of steps, predicted or decided.
         seconds_used: seconds of the training loop in earlier processes of the run.
         times: the times of this process.
-        most_steps: upper limit of the run's steps, however much time there is; None for no limit.
+        most_steps: upper limit of the run's steps, regardless of the time; None for no limit.
         is_new: True if `length` is a first, rough prediction.
 
     Attributes:
@@ -304,22 +306,22 @@ class TimeBudget:
         self.times = times
         self._used_before = seconds_used
         self._next_prediction = 0.0
-        #: Number of steps after which a number that this process has decided is checked again.
+        #: Step at which a number of steps that this process has decided is checked again.
         self._next_check_step: int | None = None
 
     @property
     def seconds_used(self) -> float:
-        """Seconds of the training loop so far, in this process and in earlier ones that the run was
-        resumed from."""
+        """Seconds of the training loop so far, in this process and in the earlier processes of a
+        resumed run."""
         return self._used_before + self.times.elapsed
 
     def add_used(self, seconds: float) -> None:
         """Count seconds before the first step of this process as used. A number of steps that an
-        earlier process has decided stays, so that the run ends as if it had not been stopped."""
+        earlier process has decided is kept, so that the run ends as if it had not been stopped."""
         self._used_before += seconds
 
     def write(self, run_folder: Path) -> None:
-        """Write length and used seconds into the run folder, from where resuming reads them.
+        """Write length and used seconds into the run folder, where resuming reads them.
 
         Raises:
             StorageError: the file can't be written.
@@ -343,10 +345,10 @@ class TimeBudget:
         return record
 
     def take(self, max_steps: int, step: int) -> None:
-        """Set the number of steps of the run, at its decision and each time it is checked again.
+        """Set the number of steps of the run, when it is decided and each time it is checked again.
 
         Args:
-            max_steps: number of steps of the run, another one or the same.
+            max_steps: number of steps of the run, changed or not.
             step: number of steps done.
         """
         now = self.length
@@ -359,11 +361,10 @@ class TimeBudget:
         self._next_check_step = step + math.ceil(_CHECK_SHARE * left) if left > 1 else None
 
     def is_due(self, step: int) -> bool:
-        """True if the number of steps may have to be decided or corrected now; the same in all
-        processes of a run.
+        """Return True if the number of steps may have to be decided or corrected now; the same in
+        all processes of a run.
 
-        A number that another process of the run has decided, before this one resumed it, is not
-        corrected.
+        A number that an earlier process of a resumed run has decided is not corrected.
         """
         return not isinstance(self.length, DecidedLength) or step == self._next_check_step
 
@@ -374,18 +375,18 @@ class TimeBudget:
         batch: BatchSchedule,
         periodic: Callable[[float], Sequence[Periodic]],
     ) -> int | None:
-        """The number of steps of the run, if it has to be decided now; None if it can be decided
-        later.
+        """Return the number of steps of the run, if it has to be decided now; None if it can be
+        decided later.
 
         Args:
             step: number of steps done.
             warmup_steps: steps over which the learning rate rises.
             batch: sequences of each step.
-            periodic: function from the seconds of a sequence to the run's evaluations and saves.
+            periodic: function that maps seconds per sequence to the run's evaluations and saves.
         """
         used, most = self.seconds_used, self.most_steps
         left = self.seconds - used
-        # True if the upper limit of steps needs the decision now, whatever time is left.
+        # True if the upper limit of steps requires the decision now, whatever time is left.
         ends = most is not None and (
             step >= _QUICK_SHARE * most
             and self._config.decides_length(step, warmup_steps, most - step)
@@ -393,7 +394,7 @@ class TimeBudget:
         is_early = used < self._next_prediction or not self._is_settled(left)
         if left > 0 and is_early and not ends:
             return None
-        # Not in each step, since a prediction goes through all remembered steps.
+        # Not predicted in each step, since a prediction goes through all remembered steps.
         self._next_prediction = used + self.seconds / _CHECKS
         steps = self.times.steps or self.times.slow_steps
         most_left = _LONGEST if most is None else max(most - step, 0)
@@ -408,12 +409,12 @@ class TimeBudget:
     def corrected_steps(
         self, step: int, batch: BatchSchedule, periodic: Callable[[float], Sequence[Periodic]]
     ) -> int:
-        """The number of steps of the run after a part of its decided steps: another one if the run
-        would miss the end of its time by more than a fiftieth, since the machine has become slower
-        or faster.
+        """Return the number of steps of the run after a part of its decided steps: a new number if
+        the run would miss the end of its time by more than 2 %, because the machine has become
+        slower or faster.
 
-        At least half of the steps that were left stay, so that the learning rate does not fall at
-        once. For the arguments see `decided_steps`.
+        At least half of the remaining steps are kept, so that the learning rate does not drop
+        abruptly. For the arguments see `decided_steps`.
         """
         assert isinstance(self.length, DecidedLength)
         max_steps, left = self.length.max_steps, self.seconds - self.seconds_used
@@ -428,7 +429,7 @@ class TimeBudget:
         return corrected if self.most_steps is None else min(corrected, self.most_steps)
 
     def _is_settled(self, left: float) -> bool:
-        """True if enough steps were measured to predict the time of others.
+        """Return True if enough steps were measured to predict the time of others.
 
         Args:
             left: seconds that the run has left.
@@ -442,19 +443,19 @@ class TimeBudget:
 def predicted_steps(
     max_minutes: float, tokens_per_second: float, batch: BatchSchedule, seq_len: int
 ) -> int:
-    """The number of steps of a run in minutes at a predicted speed, without time for evaluations
-    and saves."""
+    """Return the number of steps of a run in minutes at a predicted speed, without time for
+    evaluations and saves."""
     sequences = 60 * max_minutes * tokens_per_second / seq_len
     none: Sequence[Periodic] = ()
-    # With one second for each sequence, the number of sequences is the time.
+    # With one second per sequence, the number of sequences is the time.
     return steps_in_time(sequences, 0, 1.0, batch, periodic=none)
 
 
 def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The length that a run has recorded and the seconds that it has used, as JSON values.
+    """Return the length that a run has recorded and the seconds that it has used, as JSON values.
 
     Args:
-        run_folder: the run folder; its file is preferred, being newer than any checkpoint.
+        run_folder: the run folder; its file is preferred, because it is newer than any checkpoint.
         saved: the trainer state of the checkpoint that the run is resumed from; {} without one.
 
     Raises:
@@ -462,9 +463,9 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
     """
     record = read_length(run_folder) or dict(saved.get("length") or {})
     used = [float(record.pop("seconds_used", 0.0))]
-    # A run that began with its length in steps has no elapsed_seconds: the sum of its steps' times.
+    # A run that began with its length in steps has no elapsed_seconds: use the sum of its steps.
     steps_took = 0.0
-    lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # said when the logs are opened
+    lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # reported when the logs are opened
     for line in lines:
         steps_took += _seconds(line.get("seconds"))
         used.append(_seconds(line.get("elapsed_seconds")))
@@ -472,14 +473,14 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
 
 
 def _seconds(value: object) -> float:
-    """A number of seconds from a line of a log; 0 for a damaged value."""
+    """Return the seconds from a line of a log; 0 for a damaged value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     return float(value) if 0 < value <= _MOST_SECONDS else 0.0
 
 
 def length_of(record: Mapping[str, Any]) -> PredictedLength:
-    """The number of steps in a record of `TimeBudget.record`.
+    """Return the number of steps in a record of `TimeBudget.record`.
 
     Raises:
         CheckpointError: the record lacks a key.
@@ -506,8 +507,8 @@ def budget_of(
     *,
     resumed: bool,
 ) -> TimeBudget | None:
-    """The time budget of a run in minutes, with its recorded number of steps if it is resumed; None
-    for other runs.
+    """Return the time budget of a run in minutes, with its recorded number of steps if it is
+    resumed; None for other runs.
 
     Args:
         recipe: recipe of the run.
@@ -531,7 +532,7 @@ def budget_of(
         record: dict[str, Any] = {"seconds_used": 0.0}
         if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
             record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
-        # A recorded number of steps is valid only for the same minutes and upper limit.
+        # A recorded number of steps is valid only for the same minutes and the same upper limit.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
         # A new run; or a resumed run with other minutes, whose used seconds are kept.
@@ -551,7 +552,7 @@ def budget_of(
 
 
 def _usual_tokens_per_second(recipe: ResolvedRecipe, program: TrainingProgram) -> float:
-    """A rough prediction of the speed from the usual MFU, for runs without a forecast."""
+    """Predict the speed roughly from the usual MFU, for runs without a forecast."""
     peak = peak_flops(program.hardware.device, program.dtype) * program.engine.world.size
     model = meta_model(program.model.config)
     flops = train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)

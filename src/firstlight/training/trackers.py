@@ -1,9 +1,9 @@
-"""The trackers of a run. Each has a thread that follows the run's logs and passes the new steps on
-to the client of the tracker's library: TensorBoard, Weights & Biases, MLflow or trackio.
+"""The trackers of a run. Each has a thread that follows the run's logs and passes new steps to the
+client of the tracker's library: TensorBoard, Weights & Biases, MLflow or trackio.
 
 The logs are the queue between the training loop and the trackers: the loop never waits for a
-tracker, and a slow tracker loses no step. A tracker that fails is reported once and left out. No
-data leave the machine unless environment variables of the library ask for it.
+tracker, and a slow tracker loses no step. A tracker that fails is reported once and dropped. Data
+leave the machine only if environment variables of the library ask for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from firstlight.recipe.load import yaml_text
 from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import LineFollower, StepFollower
 
-#: Name of the project (in MLflow, experiment) of runs if no environment variable names another.
+#: Project name (in MLflow, experiment) of runs if no environment variable sets another.
 PROJECT = "firstlight"
 
 #: A step's metrics and the sample texts written after it.
@@ -43,9 +43,9 @@ class Tracker(Protocol):
     """A tracker of runs. Each method may raise any error of the tracker's library.
 
     Attributes:
-        is_mirror: True if the tracker has the run's logs as they are now: it is opened again for
-            each start of the run, and whenever the run went back to an earlier step, and gets all
-            steps of the logs anew. False if it is given each step once.
+        is_mirror: True if the tracker mirrors the run's logs: it is opened again at each start of
+            the run and after each rollback to an earlier step, and receives all steps of the logs
+            again. False if it receives each step once.
     """
 
     is_mirror: bool
@@ -63,20 +63,20 @@ class Tracker(Protocol):
         """
 
     def write(self, steps: Sequence[Step]) -> None:
-        """Add steps, in rising order."""
+        """Add steps, in ascending order."""
 
     def close(self, files: Sequence[Path], checkpoint: Path | None, *, failed: bool) -> None:
         """End the run.
 
         Args:
-            files: files of the reports, to be stored with the run.
-            checkpoint: folder of the checkpoint to be stored with the run; None for none.
+            files: files of the reports, to store with the run.
+            checkpoint: folder of the checkpoint to store with the run; None for none.
             failed: True if the run ended with an error.
         """
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a step's metrics, without the step."""
+    """Return the finite numbers of a step's metrics, without the step."""
     return {
         key: value
         for key, value in record.items()
@@ -85,12 +85,14 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_text(sample: Mapping[str, Any]) -> str:
-    """A sample's prompt and continuation, with lone surrogates, which a log may have, replaced."""
+    """Return a sample's prompt and continuation, with lone surrogates, which a log may have,
+    replaced."""
     return f"{sample.get('prompt', '')}{sample.get('text', '')}".encode(errors="replace").decode()
 
 
 def fenced(text: str) -> str:
-    """A text as a code block of Markdown, whose fence is longer than any run of backticks in it."""
+    """Return text as a Markdown code block whose fence is longer than any run of backticks in
+    it."""
     fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
     return f"{fence}\n{text}\n{fence}"
 
@@ -121,8 +123,8 @@ class TensorboardTracker:
         place.mkdir(exist_ok=True)
         earlier = sorted(place.glob("events.out.tfevents.[0-9]*.[0-9]*.firstlight"))
         for path in earlier:
-            # Emptied, not deleted: an open TensorBoard goes on to the next file at the end of the
-            # file that it reads, but not if that file is deleted.
+            # Emptied, not deleted: at the end of a file, an open TensorBoard continues with the
+            # next file, but not if the file has been deleted.
             if path.is_file() and not path.is_symlink():
                 os.truncate(path, 0)
         began, number = str(int(time.time())), 0
@@ -134,7 +136,7 @@ class TensorboardTracker:
         self._records = RecordWriter(self._file)
         self._seconds = float(began)
         self._add(Event(file_version="brain.Event:2"))
-        # Makes TensorBoard drop the steps of earlier files of the run.
+        # Makes TensorBoard drop the steps in earlier files of the run.
         self._add(Event(session_log=SessionLog(status=SessionLog.START)))
         recipe = yaml_text(dict(config))
         self._add(Event(summary=text_pb("recipe", fenced(recipe))))
@@ -169,7 +171,7 @@ class TensorboardTracker:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Context with environment variables that a library reads; afterwards they are as before."""
+    """Context that sets environment variables for a library, and restores them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -185,14 +187,14 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 class WandbTracker:
     """A run of Weights & Biases, in the folder `wandb/` of the run folder (or of WANDB_DIR).
 
-    It is offline, to be uploaded by `wandb sync`, unless WANDB_MODE is set to another mode.
+    The run is offline and can be uploaded by `wandb sync`, unless WANDB_MODE sets another mode.
     """
 
     is_mirror = False
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         mode: Any = os.environ.get("WANDB_MODE", "offline")
-        # What is not a setting of a run: else wandb prints messages of artifacts, and sends errors.
+        # Not settings of a run: without them wandb prints messages of artifacts and sends errors.
         variables = {"WANDB_SILENT": os.environ.get("WANDB_SILENT", "true")}
         if mode != "online":
             variables["WANDB_ERROR_REPORTING"] = "false"
@@ -207,7 +209,7 @@ class WandbTracker:
                 dir=os.environ.get("WANDB_DIR", str(folder)),
                 config=dict(config),
                 mode=mode,
-                # Else a run of the caller's own would be ended.
+                # Otherwise a run of the caller would be ended.
                 reinit="create_new",
                 resume="allow",
                 settings=wandb.Settings(console="off"),
@@ -236,8 +238,8 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-#: Characters that MLflow does not allow in names of metrics; its limits of the metrics and the
-#: parameters in one call, and of the characters of a parameter's value.
+#: Characters that MLflow does not allow in names of metrics; its limits on metrics and parameters
+#: per call, and on the characters of a parameter's value.
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
 _MLFLOW_METRICS = 1000
 _MLFLOW_PARAMETERS = 100
@@ -252,8 +254,8 @@ class MlflowTracker:
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         # If there is a folder mlruns/ of an earlier version, MLflow selects that file store, and
-        # refuses it without MLFLOW_ALLOW_FILE_STORE. It reads both variables when it is imported
-        # and makes its store.
+        # rejects it without MLFLOW_ALLOW_FILE_STORE. It reads both variables when it is imported
+        # and creates its store.
         names = "MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"
         with _environment({name: os.environ.get(name, "true") for name in names}):
             from mlflow import MlflowClient
@@ -300,7 +302,7 @@ class MlflowTracker:
 
 
 def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """(`section.key`, value as text) of each key of a recipe."""
+    """Yield (`section.key`, value as text) of each key of a recipe."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{key}.")
@@ -318,7 +320,7 @@ class TrackioTracker:
         import trackio
 
         is_remote = any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
-        # trackio identifies runs by name, which run folders in different places may share.
+        # trackio identifies runs by name, and run folders of the same name may exist elsewhere.
         self._name = run_id or f"{folder.name}-{secrets.token_hex(3)}"
         with contextlib.nullcontext() if is_remote else _hub_offline():
             self._run = trackio.init(
@@ -351,8 +353,8 @@ class TrackioTracker:
 
 @contextlib.contextmanager
 def _hub_offline() -> Iterator[None]:
-    """Context without requests to the Hugging Face hub, which trackio would ask for the name of the
-    user."""
+    """Context without requests to the Hugging Face hub, from which trackio would request the user's
+    name."""
     from huggingface_hub import constants
 
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
@@ -373,19 +375,19 @@ LIBRARIES: dict[str, type[Tracker]] = {
 
 TRACKERS_NAME = "trackers"
 
-#: Seconds after a run's end in which a tracker has to end, without and with a checkpoint to store.
+#: Seconds that a tracker may take after a run's end, without and with a checkpoint to store.
 _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
-#: Seconds of waiting for a tracker after which a message says so.
+#: Seconds of waiting for a tracker before a message reports it.
 _SECONDS_UNSAID = 3.0
 #: Seconds between two readings of the run's logs.
 _SECONDS_BETWEEN = 1.0
-#: Most steps in one call of `Tracker.write`.
+#: Maximum number of steps in one call of `Tracker.write`.
 _STEPS_AT_ONCE = 50
-#: Most characters of an error in a message.
+#: Maximum number of characters of an error in a message.
 _MAX_ERROR = 500
 
 #: Names of the trackers that were still running when their run ended. Exit hooks and threads of
-#: their libraries may hang, too: the command line ends this process without waiting for them.
+#: their libraries may hang too, so the command line ends this process without waiting for them.
 GIVEN_UP: set[str] = set()
 
 
@@ -402,7 +404,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def destination(name: str, folder: Path) -> str:
-    """The place to which a tracker writes, and how to see it, as text for messages."""
+    """Describe where a tracker writes, and how to view it, as text for messages."""
     env = os.environ.get
     if name == "tensorboard":
         return f"{folder / 'tensorboard'} (tensorboard --logdir {folder})"
@@ -422,12 +424,12 @@ def destination(name: str, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class TrackerProgress:
-    """The progress of a tracker with a run.
+    """A tracker's progress through a run.
 
     Attributes:
         run_id: the tracker's id of the run; None before the run is opened.
-        begun: last step that was about to be written to the tracker; -1 without any.
-        done: last step that was written to the tracker; -1 without any.
+        begun: last step that was about to be written to the tracker; -1 if there is none.
+        done: last step that was written to the tracker; -1 if there is none.
     """
 
     run_id: str | None = None
@@ -436,8 +438,8 @@ class TrackerProgress:
 
 
 def read_progress(path: Path) -> TrackerProgress:
-    """The progress in a tracker's state file, which has an object with fields of `TrackerProgress`
-    on each line."""
+    """Read the progress from a tracker's state file, which has an object with fields of
+    `TrackerProgress` on each line."""
     follower, found = LineFollower(path), TrackerProgress()
     for line in follower.new()[0]:
         found = dataclasses.replace(found, **{k: v for k, v in line.items() if k in _KEYS})
@@ -471,7 +473,7 @@ class _TrackerThread(threading.Thread):
         self._is_new = is_new
 
     def run(self) -> None:
-        """Pass on the run's steps until `run_is_over`; set `error` if the tracker fails."""
+        """Pass the run's steps on until `run_is_over`; set `error` if the tracker fails."""
         try:
             self._follow(LIBRARIES[self.name]())
         except BaseException as error:  # noqa: BLE001 -- a tracker must not end the run
@@ -494,12 +496,12 @@ class _TrackerThread(threading.Thread):
                 is_over = self.run_is_over.wait(_SECONDS_BETWEEN)
                 steps = follower.new()
                 if tracker.is_mirror and steps and steps[0][0]["step"] <= begun:
-                    # The logs were rewritten, because the run went back to a checkpoint.
+                    # The logs were rewritten, because the run rolled back to a checkpoint.
                     tracker.open(run_id, folder, self._config)
                     begun = -1
                 for part in _parts(steps, begun):
                     begun = part[-1][0]["step"]
-                    # Noted before the steps are written: if this process is killed in between,
+                    # Recorded before the steps are written: if this process is killed in between,
                     # these steps are missing in the tracker, but none is in it twice.
                     _note(state, begun=begun)
                     tracker.write(part)
@@ -513,9 +515,9 @@ def _note(state: FileIO, **values: object) -> None:
 
 
 def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
-    """The steps after `begun`, without any that do not rise, in lists of at most 50. A resumed run
-    does the steps after its checkpoint again: they are left out, so that no step is in a tracker
-    twice."""
+    """Yield the steps after `begun` in lists of at most 50, without steps that do not increase. A
+    resumed run repeats the steps after its checkpoint: they are skipped, so that no step is in a
+    tracker twice."""
     rising: list[Step] = []
     for step in steps:
         if step[0]["step"] > begun:
@@ -526,7 +528,7 @@ def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
 
 
 class _OwnStdout:
-    """sys.stdout for the thread that makes this object. Other threads, in which the trackers'
+    """sys.stdout for the thread that creates this object. Other threads, in which the trackers'
     libraries print messages, write to stderr, so that these do not mix with results on stdout."""
 
     def __init__(self) -> None:
@@ -538,14 +540,14 @@ class _OwnStdout:
 
 
 class Trackers:
-    """The trackers of a run. A context manager: at its end it waits until each tracker has all
-    steps, or gives it up after a time.
+    """The trackers of a run. A context manager that, on exit, waits until each tracker has all
+    steps, or gives up on it after a time limit.
 
     Args:
-        names: names of the trackers, as in `run.trackers`; none except in the main process.
+        names: names of the trackers, as in `run.trackers`; empty except in the main process.
         folder: the run folder, with its logs.
         config: the resolved recipe.
-        tell: called with each message for people.
+        tell: called with each message to the user.
         is_new: True to begin new runs in the trackers, for a run that starts with its first step.
         with_checkpoint: True to store the run's last checkpoint in the trackers.
     """
@@ -581,12 +583,12 @@ class Trackers:
     ) -> None:
         for thread in self._threads:
             thread.has_failed_run = error is not None
-            # Before the first one is waited for, so that all finish at the same time.
+            # Set for all before waiting for the first, so that they finish at the same time.
             thread.run_is_over.set()
         with self._redirected:
             try:
                 self._wait()
-            finally:  # also if Ctrl-C ends the waiting
+            finally:  # even if Ctrl-C ends the waiting
                 GIVEN_UP.update(thread.name for thread in self._threads if thread.is_alive())
 
     def give_checkpoint(self, checkpoint: Path) -> None:
@@ -596,14 +598,14 @@ class Trackers:
                 thread.checkpoint = checkpoint.resolve()
 
     def check(self) -> None:
-        """Give a message for each tracker that has failed, once for each."""
+        """Report each tracker that has failed, once."""
         for thread in self._threads:
             if thread.error is not None and thread.name not in self._reported:
                 self._reported.add(thread.name)
                 self._tell(f"warning: {thread.name} has failed: {thread.error} ({_has(thread)})")
 
     def _wait(self) -> None:
-        """Wait for the end of the trackers, and give up those that take too long."""
+        """Wait for the trackers to end, and give up on those that take too long."""
         with_checkpoint = any(thread.checkpoint is not None for thread in self._threads)
         limit = _SECONDS_WITH_CHECKPOINT if with_checkpoint else _SECONDS
         began = time.monotonic()
@@ -619,13 +621,14 @@ class Trackers:
         self.check()
 
     def _running_at(self, end: float) -> list[_TrackerThread]:
-        """The trackers that are still running at a time; returns earlier if there is none."""
+        """Return the trackers that are still running at a time; return earlier if there are
+        none."""
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
         return [thread for thread in self._threads if thread.is_alive()]
 
 
 def _has(thread: _TrackerThread) -> str:
-    """The steps that a tracker has, as text for messages."""
+    """Describe the steps that a tracker has, as text for messages."""
     done = read_progress(thread.state).done
     return f"it has {'no step' if done < 0 else f'the steps to {done:,}'}; --resume adds the others"

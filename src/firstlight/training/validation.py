@@ -40,7 +40,7 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
 
     Args:
         run: the run. Metrics are added to `state.pending`, texts to `samples`.
-        check: called between batches and between pieces of text; may raise an error.
+        check: called between batches and between parts of a text; may raise an error.
 
     Raises:
         DivergedError: a loss or the model's output is not finite.
@@ -65,8 +65,8 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         and run.budget is not None
         and prompts
     ):
-        # The first text of a process also takes the time of first allocations and imports. The
-        # times from which the number of steps is decided must not include that.
+        # The first text of a process includes the time of first allocations and imports, which the
+        # times used to decide the number of steps must not contain.
         with run.times.part("first text"):
             _sample(run, prompts[0], 2, check)
         if not samples_due:
@@ -99,18 +99,18 @@ def _write_samples(run: Run, check: Callable[[], None]) -> None:
 
 
 def _sample(run: Run, prompt: str, tokens: int, check: Callable[[], None]) -> str:
-    """A text of at most `tokens` tokens for a prompt.
+    """Generate a text of at most `tokens` tokens for a prompt.
 
     Raises:
         DivergedError: the model's output is not finite.
     """
     program = run.program
-    # The same seed in all evaluations, so that texts differ only by the model's weights.
+    # The same seed in all evaluations, so that texts differ only because of the model's weights.
     sampling = SamplingConfig(tokens, run.recipe.evaluation.temperature, top_k=50, seed=0)
     loaded, text = _loaded(program.model, run.tokenizer, run.folder), ""
     try:
         with autocast(program.hardware.device, program.dtype), _any_attention(program):
-            # After training on conversations, a prompt is a message to be answered; a blank one is
+            # After training on conversations, a prompt is a message to answer; a blank prompt is
             # continued as text.
             if run.dataset.has_examples and prompt.strip():
                 pieces = ChatSession(loaded, settings=sampling).answer(prompt)
@@ -187,7 +187,7 @@ def _score(run: Run, check: Callable[[], None]) -> None:
     """Score the model in the tasks of the recipe's `evaluation` section."""
     program, record = run.program, _record(run)
     loaded = _loaded(program.model, run.tokenizer, run.folder)
-    # More than in training: texts of tasks are short, and nothing is kept for a backward pass.
+    # More than in training: texts of tasks are short, and nothing is stored for a backward pass.
     texts = 4 * run.recipe.batch.rows
     for task in run.tasks:
         try:
@@ -201,7 +201,7 @@ def _score(run: Run, check: Callable[[], None]) -> None:
 
 
 def _record(run: Run) -> dict[str, Any]:
-    """The step's metrics, to which evaluations add theirs."""
+    """Return the step's metrics, to which evaluations add theirs."""
     assert run.state.pending is not None
     return run.state.pending
 
@@ -227,7 +227,7 @@ def evaluate_dataset(
         seq_len: tokens of a row.
         check: called after each batch; may raise an error.
         key: name of the loss in the metrics, for an error message.
-        max_rows: most rows that are evaluated, spread evenly over the split; 0 for all rows.
+        max_rows: maximum number of rows to evaluate, spread evenly over the split; 0 for all rows.
 
     Returns:
         (evaluation of the split, evaluation of each corpus of a mix by its name; {} without a mix).
@@ -246,7 +246,7 @@ def evaluate_dataset(
             device=program.hardware.device,
             document_masking=masking,
             rows=evaluation_rows(part.dataset.num_rows(seq_len), max_rows),
-            # Between batches, so that a stop does not wait for the end of a long evaluation.
+            # Called between batches, so that a stop does not wait for the end of a long evaluation.
             on_rows=lambda *_: check(),
             rank=program.engine.rank,
             processes=program.engine.size,
@@ -269,9 +269,9 @@ def mixed_evaluation(
 ) -> Evaluation:
     """Combine the evaluations of the corpora of a mix.
 
-    The loss is the mean of the corpora's losses by their weights, whatever the sizes of their
-    splits: the expected loss of a token of the mix, as training draws it. Bits per byte are this
-    loss divided by the mean bytes of text of such a token.
+    The loss is the mean of the corpora's losses weighted by `parts`, regardless of the sizes of
+    their splits: the expected loss of a token drawn from the mix, as in training. Bits per byte are
+    this loss divided by the mean bytes of text of such a token.
 
     Args:
         parts: weight of each corpus.
@@ -280,8 +280,8 @@ def mixed_evaluation(
     """
     total = sum(parts)
     loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
-    # The mean bytes of a token of the mix, times ln 2 for a loss in nats. The corpora's bits per
-    # byte can't be averaged by the weights, which count tokens and not bytes.
+    # The mean bytes per token of the mix, times ln 2 for a loss in nats. The corpora's bits per
+    # byte can't be averaged with the weights, which count tokens and not bytes.
     bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
     return Evaluation(
         loss=loss,
@@ -298,7 +298,7 @@ def mixed_evaluation(
 
 
 def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
-    """The tasks of a recipe's `evaluation` section, read and checked.
+    """Read and check the tasks of a recipe's `evaluation` section.
 
     Args:
         recipe: the recipe.
@@ -320,17 +320,17 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
 @contextlib.contextmanager
 def _any_attention(program: TrainingProgram) -> Iterator[None]:
     """Context in which attention supports texts of any length, for which cuDNN would make plans
-    (`varying_lengths`), and the masks of texts that continue from a cached context, which the flash
-    and cudnn backends do not support."""
-    way = program.recipe.efficiency.attention
-    if way not in ("flash", "cudnn"):
+    (`varying_lengths`), and the masks of texts that continue a cached context, which the flash and
+    cudnn backends do not support."""
+    backend = program.recipe.efficiency.attention
+    if backend not in ("flash", "cudnn"):
         yield
         return
     choose_attention(program.model, "sdpa")
     try:
         yield
     finally:
-        choose_attention(program.model, way)
+        choose_attention(program.model, backend)
 
 
 def _loaded(model: Model, tokenizer: Tokenizer, run_folder: Path) -> LoadedModel:

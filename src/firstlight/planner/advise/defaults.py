@@ -1,6 +1,5 @@
-"""Constants for choosing settings: layouts, shapes, and the formula of the expected loss; and
-learning rates by optimizer and width, the one rule of `plan --budget`, `train TEXTS` and
-fine-tuning.
+"""Constants for choosing settings: layouts, shapes, the formula of the expected loss, and learning
+rates by optimizer and width. `plan --budget`, `train TEXTS` and fine-tuning all use them.
 
 Constants without another source were measured with models of 0.8 to 5 million parameters that were
 trained on the source code of Python's standard library (`python -m benchmarks learning`). For
@@ -63,7 +62,7 @@ SHAPES = (
 )
 HEAD_DIM = 64
 
-#: (hidden_size, num_hidden_layers) of the names of `--size`.
+#: (hidden_size, num_hidden_layers) for each value of `--size`.
 SIZES = {
     "tiny": (128, 4),
     "small": (256, 6),
@@ -89,12 +88,12 @@ BYTES_PER_TOKEN = {512: 1.9, 1024: 2.35, 2048: 2.8, 4096: 3.3, 8192: 3.7, 16384:
 
 #: Sequence lengths by width of the model: (upper limit of hidden_size, tokens of a sequence).
 SEQ_LENS = ((320, 256), (640, 512), (1 << 30, 1024))
-#: Tokens of a run from which on a sequence has LONG_SEQ_LEN tokens at least. Standard library, 1.9M
+#: Tokens of a run from which a sequence has at least LONG_SEQ_LEN tokens. Standard library, 1.9M
 #: parameters, bits per byte with 512 and 256 tokens: 1.260 and 1.247 in a run of 3.4 million
-#: tokens, 1.085 and 1.142 in one of 6.3 million (with another seed 1.129 and 1.168).
+#: tokens, 1.085 and 1.142 in a run of 6.3 million (with another seed 1.129 and 1.168).
 LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 
-#: Tokens of a step (BATCH_TOKENS) for a run of BATCH_AT_TOKENS tokens. They grow with the root of
+#: Tokens per step (BATCH_TOKENS) for a run of BATCH_AT_TOKENS tokens. They grow with the root of
 #: the run's tokens, because the gradient noise scale grows as the loss falls (McCandlish et al.
 #: 2018), up to MOST_BATCH_TOKENS. In runs of 6.3 million tokens (standard library, 1.9M parameters,
 #: one run each), 4,096 tokens had as many bits as 2,048, and 4.2 % fewer than 8,192. In runs of 3.4
@@ -102,20 +101,20 @@ LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 1_600_000
 MOST_BATCH_TOKENS = 524_288
 
-#: Tokens of a forward pass that are enough to keep a device busy, by kind of device.
+#: Tokens per forward pass that are enough to keep a device busy, by kind of device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 
 #: Expected bits per character of held-out text:
 #:
 #:     FLOOR x^FLOOR_POWER + A / parameters^ALPHA + B / max(x, 1) / characters^BETA,
 #:
-#: multiplied by (n-gram bits / NGRAM_BITS)^NGRAM_POWER, and divided by xz's bits per character over
-#: DENSE_XZ_BITS where they are more.
+#: multiplied by (n-gram bits / NGRAM_BITS)^NGRAM_POWER, and divided by xz's bits per character /
+#: DENSE_XZ_BITS if that is above 1.
 #:
 #: Here x is xz's bits per character of a sample of the text, divided by those of the standard
-#: library (XZ_OF_LIBRARY); text that xz makes smaller than those is no harder to learn. Parameters
-#: are those of the layers, characters those that training reads. N-gram bits and xz's are those of
-#: `ngrams.Hardness`; n-gram bits are taken to be LEAST_NGRAM_BITS at least.
+#: library (XZ_OF_LIBRARY); text with a ratio below 1 is not harder to learn. Parameters are those
+#: of the layers, characters those that training reads. N-gram bits and xz's are those of
+#: `ngrams.Hardness`; n-gram bits are at least LEAST_NGRAM_BITS.
 #:
 #: ALPHA, BETA and A are close to those of Hoffmann et al. 2022. With B they were fitted to 28 runs
 #: with 0.6 to 7.6 million parameters that read 0.9 to 44 MB of the standard library, Shakespeare,
@@ -144,15 +143,15 @@ EXPECTED_RANGE, UNUSUAL_RANGE = (0.84, 1.18), (0.6, 1.3)
 USUAL_LONG_NGRAMS = (0.78, 1.16)
 
 #: GOOD_EPOCHS: passes over the text up to which a repetition is nearly as good as new text
-#: (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: largest
-#: number of passes. With a weight decay of 0.1 to 0.3, the held-out loss rose from 4 to 5 passes on
-#: with 85,000 tokens and 9 parameters per token, and from 4 passes on with 400,000 tokens and 2
-#: parameters per token, with or without dropout. At 12 passes it was much higher. With 3.0, six
-#: passes had 0.2 % fewer bits than four (one run each).
+#: (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: maximum number of
+#: passes. With a weight decay of 0.1 to 0.3, the held-out loss rose after 4 to 5 passes with 85,000
+#: tokens and 9 parameters per token, and after 4 passes with 400,000 tokens and 2 parameters per
+#: token, with or without dropout. At 12 passes it was much higher. With 3.0, six passes had 0.2 %
+#: fewer bits than four (one run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
-#: Bytes of text below which the plan says that the text is too little for a language.
+#: Bytes of text below which the plan warns that the text is too small to learn a language.
 LITTLE_TEXT = 50_000
-#: The plan says how many bits this multiple of a text would save.
+#: The plan reports how many bits this multiple of a text would save.
 MORE_TEXT = 10.0
 #: The largest model whose expected bits are within this fraction of the lowest is chosen, because
 #: the estimates for very small models are the least certain.
@@ -160,12 +159,12 @@ MORE_TEXT = 10.0
 #: models, and balances them about as the published laws do (Hoffmann et al. 2022: 20 tokens per
 #: parameter).
 INDIFFERENT, INDIFFERENT_SHARE = 0.005, 0.03
-#: Largest number of the layers' parameters per token of the text: a larger model memorizes it.
+#: Maximum number of the layers' parameters per token of the text: a larger model memorizes it.
 #: After four passes over 1 MB (Shakespeare, 512 tokens), 15 parameters per token and a weight decay
-#: of 2.5 had 1.1 % fewer bits than 6 and 2.0. More were not measured.
+#: of 2.5 had 1.1 % fewer bits than 6 and 2.0. Higher values were not measured.
 MOST_PARAMETERS_A_TOKEN = 16.0
 #: Weight decay, and weight decay if the text is read more often than `GOOD_EPOCHS`, by Muon and by
-#: other optimizers, for models of REPEATED_PARAMETERS and more parameters of the layers per token
+#: other optimizers, for models of at least REPEATED_PARAMETERS parameters of the layers per token
 #: of the text. Below, it is proportional to the parameters, because a model that is small for its
 #: text does not memorize it. Muon after four passes over 1 MB (Shakespeare, 1,024 tokens): with 7.5
 #: parameters per token, 2.0 had 0.9 % fewer bits than 1.0, and 3.0 had 0.1 % fewer than 2.0. With
@@ -177,22 +176,22 @@ REPEATED_WEIGHT_DECAY = 2.0
 REPEATED_ADAMW_DECAY = 0.3
 REPEATED_PARAMETERS = 3.0
 
-#: Ratio of two speeds, that with which a model was chosen and that which it reaches, from which the
-#: model is chosen again.
+#: Ratio between the speed with which a model was chosen and the speed that it reaches, above which
+#: the model is chosen again.
 OTHER_SPEED = 1.5
-#: Fraction of the given time below which a run is said to end early, with its passes over the text.
+#: Fraction of the available time below which a run is reported to end early, with its passes.
 EARLY = 0.8
-#: Expected seconds of a command for other work than training and preparing the text, which are
+#: Expected seconds of a command for work other than training and preparing the text, which is
 #: imports, measuring the machine's speed, the first evaluation and the report; and bytes of text
-#: that are read and prepared in a second. 1.1 MB (Shakespeare) took 11 s in all on 2 cores.
+#: that are read and prepared per second. 1.1 MB (Shakespeare) took 11 s in all on 2 cores.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
-#: Bytes of text that are prepared in any case; of longer texts as much as the run reads, if that is
-#: more.
+#: Bytes of text that are always prepared; of longer texts, as much as the run reads is prepared, if
+#: that is more.
 PREPARED_BYTES = 64 << 20
-#: Usual share of the run's time for evaluations, sample texts and checkpoints together.
+#: Usual fraction of the run's time for evaluations, sample texts and checkpoints together.
 EVALUATION_SHARE = 0.06
-#: Evaluations after steps, sample texts at each of them, tokens of a sample text, and the share of
-#: the run's time that is enough for them. The first that fits is taken; if none does, the last.
+#: Evaluations after steps, sample texts at each of them, tokens of a sample text, and the fraction
+#: of the run's time that is enough for them. The first that fits is used, or the last if none does.
 PARTS = (
     (4, 3, 64, EVALUATION_SHARE),
     (2, 3, 64, 0.1),
@@ -200,25 +199,25 @@ PARTS = (
     (1, 1, 64, 0.1),
     (1, 1, 32, 0.1),
 )
-#: Share of that time for evaluations of the loss.
+#: Fraction of that time for evaluations of the loss.
 LOSS_SHARE = 2 / 3
-#: Usual lowest number of rows of an evaluation; and where time is short, lowest numbers of rows and
-#: of tokens.
+#: Usual minimum number of rows of an evaluation; if time is short, minimum numbers of rows and of
+#: tokens.
 USUAL_ROWS = 16
 LEAST_ROWS, LEAST_EVALUATED = 2, 2048
-#: Fewest steps of a run for which a budget is accepted, if its data have as many.
+#: Minimum steps of a run for which a budget is accepted, if its data are enough for as many.
 LEAST_STEPS = 8
 
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
-#: Largest number of passes over MANY_CHATS or more conversations, and over few conversations.
+#: Maximum number of passes over MANY_CHATS or more conversations, and over few conversations.
 CHAT_EPOCHS = 3.0
 CHAT_EPOCHS_OF_FEW = 10.0
 MANY_CHATS = 1000
-#: Steps of a short fine-tuning, and largest number of tokens of a step.
+#: Steps of a short fine-tuning, and maximum number of tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
-#: Fraction of the conversations that have to fit into a row if the longest one has more than
-#: LONGEST_ROW tokens.
+#: Fraction of the conversations that have to fit into a row if the longest conversation has more
+#: than LONGEST_ROW tokens.
 USUAL_SHARE, LONGEST_ROW = 0.99, 2048
 
 # Learning rates
@@ -253,7 +252,7 @@ ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
 def new_model_rates(
     name: str, hidden_size: int, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Learning rates of a new model, as keys of the `optimizer` section.
+    """Return the learning rates of a new model, as keys of the `optimizer` section.
 
     They are the measured rates, converted to the model's width as `optimizer.tuned_width`
     describes.
@@ -261,13 +260,13 @@ def new_model_rates(
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
-        given: keys of the `optimizer` section that the user gives. Given rates are for this model,
-            or for the width of a given `tuned_width`.
+        given: keys of the `optimizer` section set by the user. Their rates are for this model, or
+            for the width of `tuned_width` if the user has set it.
 
     Raises:
-        ConfigError: no rate is known for the optimizer, and none is given.
+        ConfigError: no rate is known for the optimizer, and none is set.
     """
-    # Imported only here, because it imports torch: the first line of `train TEXTS` comes before.
+    # Imported here, because it imports torch: `train TEXTS` prints its first line before that.
     from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 
     given = given or {}
@@ -283,7 +282,7 @@ def new_model_rates(
         config = OptimizerConfig(**measured).for_width(width)
         keys = [*NEW_MODEL_RATES[name]]
         if follows_width and name != "muon":
-            # The rate of the matrices changes; these keep the rates of embeddings and vectors.
+            # The rate of the matrices changes; these keys keep the rates of embeddings and vectors.
             keys += ["embedding_lr_multiple", "vector_lr_multiple"]
         rates = {key: float(f"{getattr(config, key):.3g}") for key in keys}
     return {**rates, "tuned_width": width} if follows_width else rates
@@ -292,16 +291,16 @@ def new_model_rates(
 def finetuning_rate(
     name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool
 ) -> float:
-    """Learning rate of fine-tuning; the narrower the model, the higher.
+    """Return the learning rate of fine-tuning; the narrower the model, the higher.
 
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
-        given: keys of the `optimizer` section that the user gives.
+        given: keys of the `optimizer` section set by the user.
         adapters: True for adapters, False for all weights.
 
     Raises:
-        ConfigError: no rate is known for the optimizer, and none is given.
+        ConfigError: no rate is known for the optimizer, and none is set.
     """
     if "learning_rate" in given:
         return float(given["learning_rate"])

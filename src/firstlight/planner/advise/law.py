@@ -16,7 +16,7 @@ _WORTH_OF_REPETITION = 15.39
 
 @dataclass(frozen=True)
 class Length:
-    """Length of a run, given as one of three quantities.
+    """Length of a run, as one of three quantities.
 
     Attributes:
         seconds: time of the training loop.
@@ -56,40 +56,40 @@ class MachineFacts:
     is_busy: bool = False
 
     def times(self, factor: float) -> MachineFacts:
-        """The same machine at a multiple of its speed."""
+        """Return the same machine at a multiple of its speed."""
         rates = [(flops, factor * rate) for flops, rate in self.rates]
         steps = [(flops, seconds / factor) for flops, seconds in self.steps]
         return replace(self, rates=rates, steps=steps)
 
     def tokens_per_second(
-        self, flops: float, step_tokens: float = math.inf, way: Compiling = NOT_COMPILED
+        self, flops: float, step_tokens: float = math.inf, mode: Compiling = NOT_COMPILED
     ) -> float:
-        """Estimated training speed of a model in tokens per second.
+        """Estimate the training speed of a model in tokens per second.
 
-        The time of a token is interpolated linearly between the models of `rates`, extrapolated
+        The time per token is interpolated linearly between the models of `rates`, extrapolated
         beyond them, and at least half of the time of the smallest. With a single model in `rates`,
         the time is proportional to the FLOPs.
 
         Args:
             flops: training FLOPs per token of the model.
-            step_tokens: tokens of a step; without them, as many as keep the device busy.
-            way: the way in which the step is compiled.
+            step_tokens: tokens per step; by default enough to keep the device busy.
+            mode: the compilation mode of the step.
         """
         seconds = [(size, 1 / rate) for size, rate in self.rates]
         if len(seconds) == 1:
             rate = seconds[0][0] / seconds[0][1] / flops
         else:
             rate = 1 / max(_on_line(seconds, flops), min(one for _, one in seconds) / 2)
-        rate *= way.gain
+        rate *= mode.gain
         if not self.steps or step_tokens == math.inf:
             return rate
         least = self.steps[0][1] if len(self.steps) == 1 else _on_line(self.steps, flops)
-        return min(rate, way.launch_gain * step_tokens / max(least, self.steps[0][1] / 2))
+        return min(rate, mode.launch_gain * step_tokens / max(least, self.steps[0][1] / 2))
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
-    """The value at a place between points (place, value), of which the places rise; beyond them it
-    is extrapolated, and it does not fall."""
+    """Interpolate linearly at a place between points (place, value) with rising places; beyond the
+    points, extrapolate without falling."""
     index = next((i for i, (one, _) in enumerate(points[1:-1], 1) if one > place), -1)
     (low, first), (high, second) = points[index - 1], points[index]
     return first + max((second - first) / (high - low), 0.0) * (place - low)
@@ -116,7 +116,7 @@ class Hardness:
     held_out_xz_bits_per_byte: float = 8.0
 
 
-#: The hardness for which the law's constants stand: that of the standard library's source code.
+#: The hardness for which the law's constants hold: that of the standard library's source code.
 USUAL_HARDNESS = Hardness(defaults.XZ_OF_LIBRARY, defaults.NGRAM_BITS, 1.0)
 
 
@@ -150,7 +150,8 @@ class TextFacts:
 
 
 def usual_intermediate_size(hidden_size: int) -> int:
-    """Width inside an MLP with a gate: 8/3 of hidden_size, rounded up to a multiple of 64."""
+    """Return the inner width of an MLP with a gate: 8/3 of hidden_size, rounded up to a multiple of
+    64."""
     return math.ceil(hidden_size * 8 / 3 / 64) * 64
 
 
@@ -171,7 +172,7 @@ class ModelSize:
 
     @property
     def intermediate_size(self) -> int:
-        """Width inside the MLP."""
+        """Inner width of the MLP."""
         return usual_intermediate_size(self.hidden_size)
 
     @property
@@ -187,12 +188,12 @@ class ModelSize:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and two moments in fp32: the least memory of training."""
+        """Bytes of weights, gradients and two moments in fp32: the minimum memory of training."""
         return 16 * self.parameters
 
     @property
     def flops_per_token(self) -> float:
-        """Training FLOPs per token: six for each weight of a matrix product, and those of
+        """Training FLOPs per token: six for each weight of a matrix product, plus those of
         attention."""
         products = self.layer_parameters + self.vocab_size * self.hidden_size
         attention = self.num_hidden_layers * self.hidden_size * self.seq_len
@@ -200,12 +201,12 @@ class ModelSize:
 
 
 def worth_of_bytes(read: float, unique: float) -> float:
-    """The number of bytes of new text that is worth as much as reading a text repeatedly.
+    """Return the number of bytes of new text that is worth as much as reading a text repeatedly.
 
     Source: Muennighoff et al. 2023 (arXiv 2305.16264), equation 5.
 
     Args:
-        read: bytes that are read, repetitions included.
+        read: bytes that are read, including repetitions.
         unique: bytes of the text.
     """
     if read <= unique:
@@ -215,11 +216,12 @@ def worth_of_bytes(read: float, unique: float) -> float:
 
 
 def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
-    """Expected bits per byte of held-out text after training; see `defaults` for the formula.
+    """Return the expected bits per byte of held-out text after training; see `defaults` for the
+    formula.
 
     Args:
         parameters: number of parameters of the layers' matrices.
-        read: bytes of text that training reads, repetitions included.
+        read: bytes of text that training reads, including repetitions.
         text: facts about the text.
     """
     unique = max(text.train_tokens * text.bytes_per_token, 1.0)
@@ -229,7 +231,7 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     relative = xz / defaults.XZ_OF_LIBRARY
     bits: float = defaults.FLOOR * math.pow(relative, defaults.FLOOR_POWER)
     bits += defaults.A / parameters**defaults.ALPHA
-    # Extrapolated below the standard library, the easiest texts would be the hardest.
+    # Without the limit of 1, the easiest texts would be estimated as the hardest.
     bits += defaults.B / max(relative, 1.0) / characters**defaults.BETA
     ngrams = text.hardness.ngram_bits_per_character / defaults.NGRAM_BITS
     bits *= math.pow(ngrams, defaults.NGRAM_POWER)
@@ -239,28 +241,28 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
 
 
 def least_bits(text: TextFacts) -> float:
-    """Expected bits per byte of a model without limits of size and text."""
+    """Return the expected bits per byte of a model of unlimited size trained on unlimited text."""
     return expected_bits(math.inf, math.inf, replace(text, train_tokens=math.inf))
 
 
 def vocabulary_for(text_bytes: float) -> int:
-    """The usual vocabulary size for a text of some bytes."""
+    """Return the usual vocabulary size for a text of this many bytes."""
     return next(tokens for most, tokens in defaults.VOCABULARIES if text_bytes <= most)
 
 
 def latin_bytes_per_token(vocab_size: int) -> float:
-    """Mean bytes of Latin text per token of a vocabulary of the nearest known size."""
+    """Return the mean bytes of Latin text per token of a vocabulary of the nearest known size."""
     sizes = defaults.BYTES_PER_TOKEN
     return sizes[min(sizes, key=lambda size: abs(math.log(size / vocab_size)))]
 
 
 def longer_text(text: TextFacts, factor: float, *, keeps_vocabulary: bool) -> TextFacts:
-    """Facts about `factor` times as much of the same kind of text.
+    """Return facts about `factor` times as much of the same kind of text.
 
     Args:
         text: facts about the text.
         factor: a number above 1.
-        keeps_vocabulary: False gives it the vocabulary that is usual for its size.
+        keeps_vocabulary: False uses the vocabulary that is usual for the longer text.
     """
     whole = factor * (text.train_tokens + text.val_tokens) * text.bytes_per_token
     size = text.vocab_size

@@ -1,8 +1,8 @@
 """The model that learns most within a budget, and its batch.
 
-A larger model learns more from each token, and gets fewer tokens in the same time. The best balance
-comes from the law of the expected loss (`law.py`), and from the speed at which a model of each size
-trains on the hardware at hand.
+A larger model learns more from each token, but gets fewer tokens in the same time. The best balance
+follows from the law of the expected loss (`law.py`), and from the speed at which a model of each
+size trains on the available hardware.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pydantic import ValidationError
 
 from firstlight.errors import ConfigError
-from firstlight.hardware.compiling import NOT_COMPILED, Compiling, best_way
+from firstlight.hardware.compiling import NOT_COMPILED, Compiling, best_compile_mode
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import (
     USUAL_HARDNESS,
@@ -29,14 +29,14 @@ from firstlight.planner.advise.law import (
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
 
-#: Fewest steps of a run: for shorter ones the batch is made smaller, because warm-up and decay of
-#: the learning rate need some steps.
+#: Minimum steps of a run: for shorter runs the batch is reduced, because warm-up and decay of the
+#: learning rate need some steps.
 _FEWEST_STEPS = 100
 
 
 def batch_tokens(tokens: float, seq_len: int) -> int:
-    """Tokens of a step: a power of two that grows with the root of the run's tokens, smaller if the
-    run would have fewer than `_FEWEST_STEPS` steps; at least one sequence."""
+    """Return the tokens per step: a power of two that grows with the root of the run's tokens,
+    smaller if the run would have fewer than `_FEWEST_STEPS` steps; at least one sequence."""
     wanted = defaults.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / defaults.BATCH_AT_TOKENS)
     wanted = min(max(wanted, defaults.BATCH_TOKENS), defaults.MOST_BATCH_TOKENS)
     batch = 1 << round(math.log2(wanted))
@@ -51,13 +51,13 @@ def tokens_in_time(
     text: TextFacts,
     epochs: float | None = None,
 ) -> float:
-    """Tokens that a run of a given time reads.
+    """Return the tokens that a run of a given time reads.
 
     Args:
         rate: tokens per second of training.
-        seconds: time of the run, evaluations included.
+        seconds: time of the run, including evaluations.
         text: facts about the text.
-        epochs: largest number of passes over the text; None is `defaults.MOST_EPOCHS`.
+        epochs: maximum number of passes over the text; None is `defaults.MOST_EPOCHS`.
     """
     most = (defaults.MOST_EPOCHS if epochs is None else epochs) * text.train_tokens
     return min(rate * max(seconds, 0.0) * (1 - defaults.EVALUATION_SHARE), most)
@@ -67,38 +67,39 @@ def batch_and_rate(
     rate: Callable[[float, Compiling], float],
     tokens_at: Callable[[float, Compiling], float],
     batch_for: Callable[[float], int],
-    ways: Sequence[Compiling],
+    modes: Sequence[Compiling],
     steps: int | None = None,
 ) -> tuple[int, float, Compiling]:
-    """Tokens of a step and tokens per second of a run, and the way to compile with which it takes
-    the least time.
+    """Return the tokens per step and tokens per second of a run, and the compilation mode with
+    which it takes the least time.
 
-    The batch follows from the run's tokens, these from the speed, and the speed from the batch.
+    The batch follows from the run's tokens, the tokens from the speed, and the speed from the
+    batch.
 
     Args:
-        rate: function from the tokens of a step and the way to the tokens per second.
-        tokens_at: function from the tokens per second and the way to the tokens of the run.
-        batch_for: function from the tokens of the run to those of a step.
-        ways: the ways to compile, or not to, that are open.
-        steps: steps of the run; None if its tokens are given or follow from its time.
+        rate: function that maps the tokens per step and the mode to the tokens per second.
+        tokens_at: function that maps the tokens per second and the mode to the tokens of the run.
+        batch_for: function that maps the tokens of the run to the tokens per step.
+        modes: the compilation modes to choose from, including none.
+        steps: steps of the run; None if its tokens are known or follow from its time.
     """
 
-    def found(way: Compiling) -> tuple[int, float]:
-        reached = rate(math.inf, way)
+    def found(mode: Compiling) -> tuple[int, float]:
+        reached = rate(math.inf, mode)
         # As the batch grows with the root of the tokens, the second round hardly changes it.
         for _ in range(2):
-            batch = batch_for(tokens_at(reached, way))
-            reached = rate(batch, way)
+            batch = batch_for(tokens_at(reached, mode))
+            reached = rate(batch, mode)
         return batch, reached
 
     batch, plain = found(NOT_COMPILED)
     tokens = steps * batch if steps else tokens_at(plain, NOT_COMPILED)
-    best = best_way(ways, lambda way: tokens / rate(batch, way))
+    best = best_compile_mode(modes, lambda mode: tokens / rate(batch, mode))
     return (*found(best), best)
 
 
 class Trained(Protocol):
-    """A candidate model with the run that it would have.
+    """A candidate model and its run.
 
     Attributes:
         flops: training FLOPs per token.
@@ -126,17 +127,17 @@ def best_model(
     is_timed: bool,
     in_time: Callable[[float], Sequence[T]],
 ) -> T:
-    """The best of the candidates that are not too large for their text.
+    """Return the best of the candidates that are not too large for their text.
 
     For a given time, this is the largest model whose expected loss is about the lowest. For a given
-    number of tokens or steps, the largest model would always have the lowest loss. So it is the
-    largest model that would also be chosen if the time that it needs for these tokens were given.
+    number of tokens or steps, the largest model would always have the lowest loss. It is then the
+    largest model that would also be chosen for the time that it needs for these tokens.
 
     Args:
         candidates: models that fit into memory, the smallest first.
         text: facts about the text.
         is_timed: True if the candidates' runs are those of a given time.
-        in_time: function from a time to the candidates with runs of that time.
+        in_time: function that maps a time to the candidates with runs of that time.
     """
     most = defaults.MOST_PARAMETERS_A_TOKEN * text.train_tokens
     general = [one for one in candidates if one.layer_parameters <= most] or candidates[:1]
@@ -173,10 +174,10 @@ class Suggestion:
         flops: training FLOPs per token.
         tokens: tokens of the run.
         global_batch_tokens, max_steps: suggested values of the recipe's keys.
-        seconds: duration at the expected rate, compiling included.
+        seconds: duration at the expected rate, including compiling.
         bits: expected bits per byte of held-out text at the end.
-        epochs: passes over the text at hand; None if its size is not known.
-        way: the way in which the run is compiled.
+        epochs: passes over the available text; None if its size is not known.
+        mode: the compilation mode of the run.
     """
 
     config: ModelConfig
@@ -190,7 +191,7 @@ class Suggestion:
     seconds: float
     bits: float
     epochs: float | None
-    way: Compiling = NOT_COMPILED
+    mode: Compiling = NOT_COMPILED
 
     @property
     def bits_per_byte(self) -> tuple[float, float]:
@@ -200,11 +201,11 @@ class Suggestion:
 
 
 def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
-    """Facts about a text of which only the tokens are known.
+    """Return the facts about a text of which only the tokens are known.
 
     Args:
         vocab_size: vocabulary size of its tokenizer.
-        tokens: its tokens; None if they are not known, or more than any run reads.
+        tokens: its tokens; None if they are unknown, or more than any run reads.
     """
     train = math.inf if tokens is None else float(tokens)
     return TextFacts(
@@ -212,8 +213,8 @@ def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
     )
 
 
-#: Function from a model, the tokens of a step and the way to compile to the tokens per second at
-#: which the model trains; None if it does not fit.
+#: Function that maps a model, the tokens per step and the compilation mode to the tokens per second
+#: at which the model trains, or to None if it does not fit.
 Rate = Callable[["Suggestion", float, Compiling], float | None]
 
 
@@ -226,9 +227,9 @@ def suggest(
     seconds: float | None = None,
     tokens: float | None = None,
     epochs: float | None = None,
-    ways: Callable[[ModelConfig], Sequence[Compiling]] = lambda _: (NOT_COMPILED,),
+    modes: Callable[[ModelConfig], Sequence[Compiling]] = lambda _: (NOT_COMPILED,),
 ) -> Suggestion:
-    """The best model for a budget.
+    """Return the best model for a budget.
 
     Args:
         rate: see `Rate`.
@@ -236,15 +237,15 @@ def suggest(
         text: facts about the text.
         seq_len: tokens of a sequence.
         seconds, tokens: the budget as time or as tokens; exactly one of them.
-        epochs: largest number of passes over the text in a budget of time; None is
+        epochs: maximum number of passes over the text in a budget of time; None is
             `defaults.MOST_EPOCHS`.
-        ways: function from a model to the ways to compile it, or not to, that are open.
+        modes: function that maps a model to the compilation modes to choose from, including none.
 
     Raises:
         ConfigError: not even the smallest model fits, or not exactly one budget is given.
     """
     if (seconds is None) is (tokens is None):
-        raise ConfigError("give either a time or a number of tokens as the budget")
+        raise ConfigError("set either a time or a number of tokens as the budget")
     fitting: list[Suggestion] = []
     for config in models:
         model = _without_run(config, seq_len)
@@ -254,19 +255,19 @@ def suggest(
         fitting.append(model)
     if not fitting:
         raise ConfigError(
-            "no model of the ladder fits this budget and memory: give more time or tokens, or a "
-            "GPU with more memory"
+            "none of the candidate models fits this budget and memory: allow more time or tokens, "
+            "or use a GPU with more memory"
         )
 
     def in_time(time: float | None) -> list[Suggestion]:
-        def tokens_at(reached: float, way: Compiling) -> float:
+        def tokens_at(reached: float, mode: Compiling) -> float:
             if time is not None:
-                return tokens_in_time(reached, way.left_of(time), text, epochs)
+                return tokens_in_time(reached, mode.left_of(time), text, epochs)
             assert tokens is not None
             return tokens
 
         return [
-            _with_run(one, rate, tokens_at, text, seq_len=seq_len, ways=ways(one.config))
+            _with_run(one, rate, tokens_at, text, seq_len=seq_len, modes=modes(one.config))
             for one in fitting
         ]
 
@@ -274,8 +275,8 @@ def suggest(
 
 
 def _without_run(config: ModelConfig, seq_len: int) -> Suggestion:
-    """A model whose run is not known yet."""
-    # Imported only here, because it imports torch: the first line of `train TEXTS` comes before.
+    """Return a model whose run is not known yet."""
+    # Imported here, because it imports torch: `train TEXTS` prints its first line before that.
     from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 
     model = meta_model(config)
@@ -302,34 +303,34 @@ def _with_run(
     text: TextFacts,
     *,
     seq_len: int,
-    ways: Sequence[Compiling],
+    modes: Sequence[Compiling],
 ) -> Suggestion:
-    """The model with its batch and its number of steps."""
+    """Return the model with its batch and its number of steps."""
 
-    def rate_of(batch: float, way: Compiling) -> float:
-        found = rate(model, batch, way)
+    def rate_of(batch: float, mode: Compiling) -> float:
+        found = rate(model, batch, mode)
         assert found is not None
         return found
 
-    batch, reached, way = batch_and_rate(
-        rate_of, tokens_at, lambda n: batch_tokens(n, seq_len), ways
+    batch, reached, mode = batch_and_rate(
+        rate_of, tokens_at, lambda n: batch_tokens(n, seq_len), modes
     )
-    steps = max(round(tokens_at(reached, way) / batch), 1)
-    seconds = steps * batch / reached + way.seconds
-    found = replace(model, global_batch_tokens=batch, seconds=seconds, way=way)
+    steps = max(round(tokens_at(reached, mode) / batch), 1)
+    seconds = steps * batch / reached + mode.seconds
+    found = replace(model, global_batch_tokens=batch, seconds=seconds, mode=mode)
     return with_steps(found, steps, text)
 
 
 def _other_parameters(model: Any, config: ModelConfig) -> int:
-    """Number of parameters of embedding, head, norms and biases."""
+    """Return the number of parameters of embedding, head, norms and biases."""
     tables = 1 if config.tie_word_embeddings else 2
     vectors: int = sum(p.numel() for p in model.parameters() if p.dim() < 2)
     return int(tables * config.vocab_size * config.hidden_size) + vectors
 
 
 def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
-    """The suggestion with another number of steps, and with the values that follow from it, except
-    `global_batch_tokens` and `seconds`.
+    """Return the suggestion with another number of steps, and with the values that follow from it,
+    except `global_batch_tokens` and `seconds`.
 
     Args:
         found: the suggestion.
@@ -357,17 +358,16 @@ _PROPORTIONAL_SIZES = (
 
 
 def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
-    """Models of the same family in other sizes, smallest first.
+    """Yield models of the same family in other sizes, smallest first.
 
     They keep all other keys of the model: the size of a head, the head's tie to the embedding, the
     numbers of experts, the context. The sizes of MLP and experts stay proportional to the width,
     and so does the number of key-value heads to that of the heads.
 
     Args:
-        model: config of the model.
         cuts: number of processes among which the key-value heads are to be divided evenly. Their
-            number is then the possible one that is nearest to the usual one; the usual one if none
-            is possible.
+            number is then the valid one that is nearest to the usual one, or the usual one if none
+            is valid.
 
     Raises:
         ConfigError: the family has none of these sizes with the model's other keys.
@@ -378,17 +378,18 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
         try:
             config = _resized(model, hidden, layers, cuts)
         except ValidationError as error:
-            # For instance a model with experts in every tenth layer has no smaller depth.
+            # For example, a model with experts in every tenth layer has no smaller depth.
             problem = str(error.errors()[0]["msg"])
             continue
         ladder[config.hidden_size, layers] = config
     if not ladder:
-        raise ConfigError(f"the model section is valid in its own size only: {problem}")
+        raise ConfigError(f"the model section is valid only in its current size: {problem}")
     yield from ladder.values()
 
 
 def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelConfig:
-    """The model with about this width, and this number of layers; arguments as in `model_ladder`.
+    """Return the model with about this width, and this number of layers; arguments as in
+    `model_ladder`.
 
     Raises:
         ValidationError: the model's other keys are invalid with these sizes.
@@ -398,7 +399,7 @@ def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelCo
     depth = model.num_hidden_layers
     heads = model.num_attention_heads
     count = max(round(hidden * heads / width), 1)
-    # The multiple of the width of a head that is nearest.
+    # The nearest multiple of a head's width.
     hidden = hidden if width % heads else count * width // heads
     changes = {
         "hidden_size": hidden,

@@ -35,7 +35,7 @@ MEASURED, PREDICTED = "measured here", "predicted by the planner"
 
 
 def new_model_speed(machine: Machine) -> MachineFacts:
-    """The speed of a machine for new models: timed here, predicted for other machines.
+    """Return the speed of a machine for new models: timed here, predicted for other machines.
 
     Raises:
         ConfigError: the GPU's speed is not known.
@@ -46,21 +46,21 @@ def new_model_speed(machine: Machine) -> MachineFacts:
     try:
         known = _speeds(machine, timed_tokens) if timed_tokens else _predicted_speeds(machine)
     except RuntimeError as error:
-        # Another program has taken memory of the GPU that was free.
+        # Another program has taken GPU memory that was free before.
         if kind != "cuda" or not is_out_of_memory(error):
             raise
         if machine.gpu is None:
             problem = "has too little free memory to measure its speed"
-            raise ConfigError(f"{machine.name} {problem}: end what else uses it") from None
+            raise ConfigError(f"{machine.name} {problem}: end the programs that use it") from None
         timed_tokens = 0
         known = _predicted_speeds(machine)
     if kind == "cuda" and machine.is_here:
-        # The memory of the measured models, of which some are in reference cycles.
+        # Frees the memory of the measured models, some of which are in reference cycles.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     # If a smaller model is slower than a larger one, because of kernel launches or noise, it gets
-    # the larger one's rate: `MachineFacts` needs rates that don't rise with size.
+    # the larger one's rate: `MachineFacts` needs rates that do not increase with size.
     rates, steps = known
     rates = [
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
@@ -87,10 +87,10 @@ def _predicted_speeds(
 def _speeds(
     machine: Machine, timed_tokens: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """The speed of a machine for some models.
+    """Return the speed of a machine for some models.
 
     Args:
-        timed_tokens: tokens of a measured step; 0 if the speed is predicted.
+        timed_tokens: tokens per measured step; 0 if the speed is predicted.
 
     Returns:
         Two lists with a pair for each model: (FLOPs of a token, tokens per second), and for a GPU
@@ -99,7 +99,7 @@ def _speeds(
     kind = machine.target.kind
     seq_len = 256 if kind == "cpu" else 512
     many = timed_tokens or defaults.MICRO_BATCH_TOKENS[kind]
-    # On a GPU, a step of few tokens takes the time of starting its kernels.
+    # On a GPU, a step of few tokens takes as long as launching its kernels.
     step_tokens = (many,) if kind == "cpu" else (many, seq_len)
     rates, steps = [], []
     for shape in _TIMED_SHAPES[kind] if timed_tokens else _PREDICTED_SHAPES:
@@ -113,8 +113,8 @@ def _speeds(
 
 
 def _timed_tokens(machine: Machine) -> int:
-    """The tokens of a measured step of many tokens; 0 if the machine's speed is not measured: it is
-    another machine, its memory is taken, or it is an Apple GPU."""
+    """Return the tokens of a measured step of many tokens; 0 if the machine's speed is not
+    measured, because it is another machine, its memory is taken, or it is an Apple GPU."""
     kind = machine.target.kind
     if not machine.is_here or kind not in _TIMED_SHAPES:
         return 0
@@ -125,7 +125,7 @@ def _timed_tokens(machine: Machine) -> int:
 
 
 def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
-    """A recipe of a new model with the usual layout, for finding its speed in steps of one
+    """Return a recipe of a new model with the usual layout, for measuring its speed in steps of one
     micro-batch of `tokens` tokens."""
     values: dict[str, Any] = {
         "data": {"dir": "unused", "seq_len": shape.seq_len},
@@ -147,7 +147,7 @@ def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
 
 
 def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections `values` (section -> key -> value) with additional values by `section.key`."""
+    """Add values by `section.key` to the sections `values` (section -> key -> value)."""
     found = {section: dict(keys) for section, keys in values.items()}
     for name, value in more.items():
         section, _, key = name.partition(".")
@@ -156,18 +156,18 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Tokens per second of steps of one micro-batch, which are timed on this machine."""
+    """Return the tokens per second of steps of one micro-batch, which are timed on this machine."""
     seconds = time_step(recipe, machine.hardware).seconds(1)
     return recipe.batch.rows * recipe.data.seq_len / seconds
 
 
 def predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Tokens per second of a recipe on a GPU.
+    """Return the tokens per second of a recipe on a GPU.
 
     Raises:
         ConfigError: the GPU's speed is unknown.
     """
     found = Estimator().estimate(Candidate(recipe, machine, evaluates=False))
     if found.tokens_per_second is None:
-        raise ConfigError(f"the speed of {machine.name} is not known: name another --gpu")
+        raise ConfigError(f"the speed of {machine.name} is not known: choose another --gpu")
     return found.tokens_per_second.expected

@@ -1,8 +1,8 @@
 """The operators that a trace counts, and the memory of a target's kernels for them.
 
-A trace on fake CPU tensors sees shapes, not the memory that a kernel allocates inside
-(`workspace_bytes`): a separate function with its own test for each such kernel. `program.py` has
-the GPU kernels for which autograd keeps other tensors than for a CPU's.
+A trace on fake CPU tensors sees shapes, but not the memory that a kernel allocates internally
+(`workspace_bytes`): each such kernel has a separate function with a test. `program.py` has the GPU
+kernels for which autograd keeps other tensors than on a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _firstlight: Any = torch.ops.firstlight
 #: Shape and dtype of a tensor, as in an operator's key.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
-#: Number of equally long lists, one after the other, in the inputs of operators on lists.
+#: Number of lists of equal length, one after the other, in the inputs of operators on lists.
 LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1, "_foreach_copy_": 2}
 
 
@@ -39,7 +39,7 @@ class Operator:
         inputs, outputs: shape and dtype of each tensor.
         flops: FLOPs of its matrix products; 0 if it has none.
         moved_bytes: bytes of all inputs and outputs; 0 for views.
-        options: further properties of the call that its kernel's memory depends on.
+        options: further properties of the call on which its kernel's memory depends.
     """
 
     name: str
@@ -71,41 +71,43 @@ class OperatorCount:
 
 
 def bytes_of(layout: Layout) -> int:
-    """Bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return layout[1].itemsize * math.prod(layout[0])
 
 
 def total_bytes(layouts: Iterable[Layout]) -> int:
-    """Bytes of several contiguous tensors together."""
+    """Return the bytes of several contiguous tensors together."""
     return sum(map(bytes_of, layouts))
 
 
 def _products(query: Tensor, key: Tensor) -> int:
-    """FLOPs of the scores, queries by keys [batch, heads, tokens, size], divided by the size."""
+    """Return the FLOPs of the scores, queries by keys [batch, heads, tokens, size], divided by the
+    size."""
     return 2 * query.shape[:3].numel() * key.shape[2]
 
 
 def _blockwise_flops(query: Tensor, key: Tensor) -> int:
-    """FLOPs of one of the two products: a block of queries sees the keys up to its last query."""
+    """Return the FLOPs of one of the two products: a block of queries sees the keys up to its last
+    query."""
     batch, heads, new, size = query.shape
     scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
     return 2 * batch * heads * size * scores
 
 
 _FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-#: FLOPs of operators that torch's counter leaves out or, in torch 2.11, refuses with grouped heads.
-#: As in that counter, fused attention computes all scores, also with a causal mask.
+#: FLOPs of operators that torch's counter omits or, in torch 2.11, rejects with grouped heads. As
+#: in that counter, fused attention computes all scores, even with a causal mask.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}") for name in _FUSED),
         lambda q, k, v, *_: _products(q, k) * (k.shape[3] + v.shape[3]),
     ),
-    # Five products: the scores once more, and the gradients of both products' factors.
+    # Five products: the recomputed scores, and the gradients of both products' factors.
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}_backward") for name in _FUSED),
         lambda _, q, k, v, *__: _products(q, k) * (3 * k.shape[3] + 2 * v.shape[3]),
     ),
-    # Each row by the weight of its own expert, [experts, out, in].
+    # Each row by the weight of its expert, [experts, out, in].
     _firstlight.grouped_linear: lambda x, w, *_: 2 * len(x) * w.shape[1] * w.shape[2],
     _firstlight.grouped_linear_backward: lambda g, _, w, *__: 4 * len(g) * w.shape[1] * w.shape[2],
     _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise_flops(q, k),
@@ -114,7 +116,7 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """FLOPs of one call of an operator's matrix products and attention; 0 for others."""
+    """Return the FLOPs of one call of an operator's matrix products and attention; 0 for others."""
     packet = getattr(func, "_overloadpacket", None)
     if packet in _MORE_FLOPS:
         return _MORE_FLOPS[packet](*args)
@@ -139,7 +141,8 @@ class Target:
         capability: CUDA compute capability.
         threads: number of torch's threads on a CPU; some kernels have a buffer for each.
         tile_dtypes: dtypes that a CPU multiplies in tiles (AMX), by kernels that take more memory.
-        torch_version: (major, minor) of the modelled torch; older ones are for published figures.
+        torch_version: (major, minor) of the modelled torch; older versions are for published
+            figures.
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"
@@ -153,10 +156,10 @@ class Target:
 
 
 def this_cpu() -> Target:
-    """The target for this machine's CPU."""
+    """Return the target for this machine's CPU."""
     found = {torch.bfloat16: torch.cpu._is_amx_tile_supported()}
     found[torch.float16] = torch.cpu._is_amx_fp16_supported()
-    # torch reaches the tiles through oneDNN alone.
+    # torch uses the tiles only through oneDNN.
     tiles = {dtype for dtype in found if found[dtype] and torch.backends.mkldnn.enabled}
     return Target(threads=torch.get_num_threads(), tile_dtypes=frozenset(tiles))
 
@@ -167,14 +170,14 @@ def cuda_target(
     context_bytes: int | None = None,
     torch_version: tuple[int, int] = (2, 13),
 ) -> Target:
-    """The target for a CUDA GPU.
+    """Return the target for a CUDA GPU.
 
     Args:
         name, capability, torch_version: see `Target`.
-        context_bytes: None takes 500 MiB, about what was seen with torch 2 and CUDA 12.
+        context_bytes: None uses 500 MiB, about the size observed with torch 2 and CUDA 12.
     """
     context = 500 * 2**20 if context_bytes is None else context_bytes
-    # torch's CUDABlas: 32 MiB from Hopper on, else 8.1 MiB, for each handle.
+    # torch's CUDABlas: 32 MiB since Hopper, otherwise 8.1 MiB, for each handle.
     library = 32 * 2**20 if capability >= (9, 0) else 4096 * 2 * 1024 + 16 * 8 * 1024
     return Target(
         "cuda", name, context, library, capability=capability, torch_version=torch_version
@@ -182,14 +185,15 @@ def cuda_target(
 
 
 def workspace_bytes(operator: Operator, target: Target) -> int:
-    """Peak bytes that an operator's kernel allocates inside, through torch's allocator."""
+    """Return the peak bytes that an operator's kernel allocates internally, through torch's
+    allocator."""
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
-    # Assumed: CUDA's kernels allocate nothing inside but cuBLAS' workspace, see `library_bytes`.
+    # Assumed: CUDA's kernels allocate nothing except cuBLAS' workspace, see `library_bytes`.
     if target.kind == "cuda":
         return 0
-    # Assumed: other CPU kernels allocate nothing inside but operands that they convert.
+    # Assumed: other CPU kernels allocate nothing except converted operands.
     kernel = _CPU_KERNELS.get(name)
     if kernel is not None:
         return kernel(operator, target)
@@ -197,10 +201,11 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """`models.blockwise`, for a part of the heads at a time: contiguous queries, keys and values,
-    and backward their gradients and the result's. Queries are also kept in fp32; so are keys, in
-    half precision or if values have another size. For a block of queries, scores are kept twice in
-    fp32, or (backward) weights and their gradients three times in the inputs' dtype."""
+    """Return the bytes of `models.blockwise`, which computes a part of the heads at a time:
+    contiguous queries, keys and values, and in the backward pass their gradients and the result's.
+    Queries are also kept in fp32; so are keys, in half precision or if values have another size.
+    For a block of queries, scores are kept twice in fp32, or in the backward pass weights and their
+    gradients three times in the inputs' dtype."""
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
     has_sinks = any(len(shape) == 1 for shape, _ in operator.inputs)
@@ -215,11 +220,11 @@ def blockwise_bytes(operator: Operator) -> int:
     held = wide * of_queries + (2 * narrow + (wide if has_wide_keys else 0)) * of_keys
     if is_backward:
         held += 2 * narrow * (of_queries + of_keys)
-    # Sinks are one more column of the scores.
+    # Sinks are an additional column of the scores.
     columns = ((end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total))
     scores = own * max(columns)
     block = min(QUERIES, new)
-    # Queries of grouped heads, and their gradients, are brought together.
+    # Queries of grouped heads, and their gradients, are gathered.
     gathered = own * size * block if heads > kept and new > block else 0
     making = 2 * wide * scores + wide * gathered
     if is_backward:
@@ -231,16 +236,17 @@ def blockwise_bytes(operator: Operator) -> int:
 
 
 def attention_bytes(operator: Operator, target: Target) -> int:
-    """torch's flash attention for CPUs: for each thread, a block of scores, its sums and its result
-    in fp32; in half precision also the rounded scores. With tiles, all keys and values are packed
-    (pairs of columns of keys, pairs of rows of values), with a transposed block for each thread."""
+    """Return the bytes of torch's flash attention for CPUs: for each thread, a block of scores, its
+    sums and its result in fp32; in half precision also the rounded scores. With tiles, all keys and
+    values are packed (pairs of columns of keys, pairs of rows of values), with a transposed block
+    for each thread."""
     (batch, heads, length, head), dtype = operator.inputs[0]
     _, kept, total, _ = operator.inputs[1][0]
     queries, keys = _query_block(length), min(total, _KEY_BLOCK)
     size = 4 * queries * (keys + 2 + head)
     if dtype.itemsize == 4:
         return target.threads * size
-    # The kernel packs only if each thread has enough products to make up for it.
+    # The kernel packs only if each thread has enough products to compensate for the packing.
     shortest, products = (64, 4) if dtype == torch.bfloat16 else (16, 1)
     turns = (batch * heads * -(-length // queries) + target.threads - 1) // target.threads
     is_packed = dtype in target.tile_dtypes and min(length, total) >= shortest
@@ -254,9 +260,9 @@ def attention_bytes(operator: Operator, target: Target) -> int:
 
 
 def attention_backward_bytes(operator: Operator, target: Target) -> int:
-    """The backward pass of `attention_bytes`' kernel: for each thread a block of scores and one of
-    their gradients, and the incoming gradient if it is copied into another layout. In half
-    precision also the rounded blocks, and oneDNN's copies (approximately)."""
+    """Return the bytes of the backward pass of `attention_bytes`' kernel: for each thread a block
+    of scores and a block of their gradients, and the incoming gradient if it is copied into another
+    layout. In half precision also the rounded blocks, and oneDNN's copies (approximately)."""
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
     keys_of_block = min(keys[2], _KEY_BLOCK)
@@ -290,9 +296,9 @@ def _query_block(length: int) -> int:
 
 
 def product_bytes(operator: Operator, target: Target) -> int:
-    """oneDNN's products in half precision copy blocks of their factors into another layout: some
-    200 KiB for each thread (bf16), about a megabyte where the first factor is transposed, and in
-    fp16 one and a half. An upper bound."""
+    """Return an upper bound of the bytes of oneDNN's products in half precision, which copy blocks
+    of their factors into another layout: about 200 KiB for each thread (bf16), about 1 MB if the
+    first factor is transposed, and 1.5 MB in fp16."""
     # addmm has a bias before the factors; `out` variants have their result after them.
     first = 1 if "addmm" in operator.name else 0
     ((*_, rows, inner), dtype), ((*_, columns), _) = operator.inputs[first : first + 2]
@@ -314,9 +320,9 @@ def _laid_out_bytes(
 
 
 def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
-    """Products in tiles, an upper bound measured with one and two threads: each thread copies its
-    part of the second factor into another layout, and its part of a transposed first factor. If a
-    long inner dimension is split, partial sums are added up in fp32."""
+    """Return the bytes of products in tiles, an upper bound measured with one and two threads: each
+    thread copies its part of the second factor into another layout, and its part of a transposed
+    first factor. If a long inner dimension is split, partial sums are added up in fp32."""
     # Smaller sizes are padded.
     rows, inner, columns = (max(size, 32) for size in sizes)
     if transposed:
@@ -333,14 +339,14 @@ def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, thre
     return size
 
 
-#: Most bytes of a second factor that a thread copies at a time: 768 x 768 numbers of 16 bits.
+#: Maximum bytes of a second factor that a thread copies at a time: 768 x 768 numbers of 16 bits.
 _LAID_OUT_AT_ONCE = 2 * 768 * 768
 
 
 def experts_bytes(operator: Operator, target: Target) -> int:
-    """Grouped products of `models.moe` on a CPU in bf16: the result (backward: a gradient) of one
-    expert's rows before it is copied into the whole result, and oneDNN's copies of the factors. For
-    an expert with twice the mean number of rows."""
+    """Return the bytes of grouped products of `models.moe` on a CPU in bf16: the result (in the
+    backward pass, a gradient) of one expert's rows before it is copied into the full result, and
+    oneDNN's copies of the factors. For an expert with twice the mean number of rows."""
     (shape, dtype) = operator.inputs[0]
     if dtype != torch.bfloat16:
         return 0
@@ -355,30 +361,31 @@ def experts_bytes(operator: Operator, target: Target) -> int:
 
 
 def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
-    """`_safe_softmax` searches for rows that see no token: a byte for each score."""
+    """Return the bytes of `_safe_softmax`'s search for rows that see no token: one for each
+    score."""
     return math.prod(operator.inputs[0][0])
 
 
 def eight_bit_update_bytes(operator: Operator, _: Target) -> int:
-    """bitsandbytes' 8-bit update for CPUs: both moments unpacked, the scaled gradient, and the
-    denominator in two steps, all in fp32."""
+    """Return the bytes of bitsandbytes' 8-bit update for CPUs: both moments unpacked, the scaled
+    gradient, and the denominator in two steps, all in fp32."""
     return 20 * math.prod(operator.inputs[0][0])
 
 
 def small_update_bytes(operator: Operator, _: Target) -> int:
-    """bitsandbytes' 32-bit update for CPUs: scaled gradient and denominator."""
+    """Return the bytes of bitsandbytes' 32-bit update for CPUs: scaled gradient and denominator."""
     return 12 * math.prod(operator.inputs[0][0])
 
 
 def counted_booleans_bytes(operator: Operator, _: Target) -> int:
-    """A sum of booleans converts them to int64 first."""
+    """Return the bytes of a sum of booleans, which converts them to int64 first."""
     shape, dtype = operator.inputs[0]
     return 8 * math.prod(shape) if dtype == torch.bool else 0
 
 
 def promoted_operand_bytes(operator: Operator) -> int:
-    """Elementwise CPU kernels take operands of one dtype: operands of other dtypes, except scalars,
-    are converted into temporaries first."""
+    """Return the bytes of converted operands: elementwise CPU kernels take operands of one dtype,
+    so operands of other dtypes, except scalars, are first converted into temporaries."""
     tensors = [layout for layout in operator.inputs if layout[0]]
     if len({dtype for _, dtype in tensors}) < 2:
         return 0

@@ -21,10 +21,10 @@ from firstlight.planner.memory.program import (
 )
 from firstlight.planner.memory.trace import Trace, Tracer
 
-#: Function from parameters to an optimizer that updates them.
+#: Function that creates an optimizer for parameters.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-#: Optimizers that `plan_module` takes by name.
+#: Optimizers that `plan_module` accepts by name.
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
 
-#: Substrings of the names of operators whose libraries (oneDNN, cuDNN) take memory inside.
+#: Substrings of the names of operators whose libraries (oneDNN, cuDNN) allocate memory internally.
 _OPAQUE = ("convolution", "rnn", "lstm", "gru")
 
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -55,13 +55,13 @@ def plan_module(
     """Predict the memory of training steps of a module, without allocating anything.
 
     Args:
-        model: the module, on any device (also meta); it is not changed.
-        batch: arguments of one forward pass; only the shapes and dtypes of tensors count.
-        optimizer: a name of `OPTIMIZERS`, or a function that makes an optimizer of the parameters.
-        loss: function of the model's output; None takes the output's `loss`, or its first item.
+        model: the module, on any device (including meta); it is not changed.
+        batch: arguments of one forward pass; only the shapes and dtypes of tensors matter.
+        optimizer: a name of `OPTIMIZERS`, or a function that creates an optimizer for parameters.
+        loss: function of the model's output; None uses the output's `loss`, or its first item.
         precision: "fp16" and "bf16" are autocast; the parameters keep their dtype.
-        gradient_accumulation_steps: backward passes of an optimizer step.
-        activation_checkpointing: True calls the model's own `gradient_checkpointing_enable`.
+        gradient_accumulation_steps: backward passes per optimizer step.
+        activation_checkpointing: True calls the model's `gradient_checkpointing_enable`.
         zero_grad: "set_to_none" frees gradients after a step; "in_place" keeps them as zeros.
         max_grad_norm: norm to which gradients are clipped; 0 does not clip.
         target: the device to predict for; None is this machine's CPU.
@@ -84,12 +84,12 @@ def plan_module(
         tracer.mark(_tensors(arguments), "activations")
         parameters = _trained_parameters(fake, checkpoints=activation_checkpointing)
         updates = make(parameters)
-        # The first step makes the optimizer's state; the second has it.
+        # The first step creates the optimizer's state; the second has it from the start.
         for micro_batches in (1, min(2, gradient_accumulation_steps)):
             second = tracer.tick + 1
             for _ in range(micro_batches):
                 with tracer.forward_pass(), _autocast(_DTYPES[precision]):
-                    value = _loss_of(_call(fake, arguments), loss)
+                    value = _loss_from(_call(fake, arguments), loss)
                 _backward(value, gradient_accumulation_steps, parameters, tracer)
                 del value
             if max_grad_norm:
@@ -111,20 +111,20 @@ def _backward(
 
 
 def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Parameter]:
-    """Put a module into training mode; returns its parameters that are trained."""
+    """Put a module into training mode; return its trained parameters."""
     if checkpoints:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
             raise ConfigError(
-                f"{type(model).__name__} has no gradient_checkpointing_enable: leave "
-                "activation_checkpointing out, or put torch.utils.checkpoint into the model "
+                f"{type(model).__name__} has no gradient_checkpointing_enable: disable "
+                "activation_checkpointing, or use torch.utils.checkpoint in the model "
                 "yourself"
             )
         enable()
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise ConfigError(f"{type(model).__name__} has no parameters that are trained")
+        raise ConfigError(f"{type(model).__name__} has no trained parameters")
     return parameters
 
 
@@ -133,7 +133,7 @@ def _require_valid(precision: str, gradient_accumulation_steps: int, zero_grad: 
         raise ConfigError(f"precision '{precision}' is unknown{nearest(precision, [*_DTYPES])}")
     if gradient_accumulation_steps < 1:
         raise ConfigError(
-            f"gradient_accumulation_steps is {gradient_accumulation_steps}: at least 1 is needed"
+            f"gradient_accumulation_steps is {gradient_accumulation_steps}: it must be at least 1"
         )
     if zero_grad not in ("set_to_none", "in_place"):
         raise ConfigError(f"zero_grad '{zero_grad}' is unknown: use set_to_none or in_place")
@@ -141,13 +141,13 @@ def _require_valid(precision: str, gradient_accumulation_steps: int, zero_grad: 
 
 def _opaque_layers(trace: Trace, model: nn.Module) -> Iterator[str]:
     names = {one.name.split(".")[1] for one in trace.operators if one.name.startswith("aten.")}
-    # Recurrent layers may be traced as matrix products: their modules name them.
+    # Recurrent layers may be traced as matrix products, so they are found by their modules.
     names |= {part.mode.lower() for part in model.modules() if isinstance(part, nn.RNNBase)}
     found = sorted(name for name in names if any(part in name for part in _OPAQUE))
     if found:
         yield (
-            f"what libraries take inside of {', '.join(found)} is not counted: with convolutions "
-            "and recurrent layers a step may take far more"
+            f"memory that libraries allocate inside {', '.join(found)} is not counted: with "
+            "convolutions and recurrent layers a step may take far more"
         )
 
 
@@ -157,7 +157,7 @@ def _make_optimizer(optimizer: str | MakeOptimizer) -> MakeOptimizer:
     if optimizer not in OPTIMIZERS:
         raise ConfigError(
             f"optimizer '{optimizer}' is unknown{nearest(str(optimizer), [*OPTIMIZERS])} (known: "
-            f"{', '.join(OPTIMIZERS)}; or give a function that makes one of parameters)"
+            f"{', '.join(OPTIMIZERS)}; or pass a function that creates one for parameters)"
         )
     return OPTIMIZERS[optimizer]
 
@@ -167,16 +167,16 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 
 def _fake_copy(model: nn.Module) -> nn.Module:
-    """The same module with tensors without memory."""
+    """Copy a module with tensors without memory."""
     # By identity, so that tied parameters stay tied.
     memo: dict[int, Any] = {}
     for module in model.modules():
-        # Modules keep tensors in plain attributes, too, which deepcopy would copy for real.
+        # Modules also keep tensors in plain attributes, whose memory deepcopy would copy.
         own = (*module._parameters.values(), *_tensors(vars(module)))
         for value in (*own, *module._buffers.values()):
             if value is not None and id(value) not in memo:
                 memo[id(value)] = _fake_tensor(value)
-    # deepcopy takes the tensors in the memo for copied already, so no real tensor is copied.
+    # deepcopy treats the tensors in the memo as already copied, so no real tensor is copied.
     return copy.deepcopy(model, memo)
 
 
@@ -211,7 +211,7 @@ def _call(model: nn.Module, arguments: Any) -> Any:
     return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
 
 
-def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+def _loss_from(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     found: Any
     if loss is not None:
         found = loss(output)
@@ -223,7 +223,7 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
         found = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ConfigError(
-            "the model gives no loss: put labels into the batch, or give plan_module a loss "
+            "the model returns no loss: add labels to the batch, or pass plan_module a loss "
             "function of the model's output"
         )
     return found

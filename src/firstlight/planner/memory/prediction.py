@@ -1,6 +1,6 @@
 """The memory at each moment of a trace: the peak, by part and by phase, and the bytes that CUDA's
-caching allocator reserves for it. `recipe.py` predicts the memory of a recipe, `trace.py` makes the
-trace."""
+caching allocator reserves for it. `recipe.py` predicts the memory of a recipe, `trace.py` creates
+the trace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The content of memory at the peak of a phase.
+    """The memory in use at the peak of a phase.
 
     Attributes:
         bytes: allocated bytes.
@@ -80,11 +80,11 @@ class MemoryPrediction:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the device's own tool shows: reserved memory and overhead."""
+        """Bytes that the device's monitoring tool shows: reserved memory and overhead."""
         return self.reserved_bytes + self.overhead_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as JSON values, without the operators, which are thousands."""
+        """Return the prediction as JSON values, without the thousands of operators."""
         values = asdict(self)
         values["total_bytes"] = self.total_bytes
         values["notes"] = list(self.notes)
@@ -100,7 +100,7 @@ def predict(
     phases: Sequence[str] | None = None,
     stretches: int = 1,
 ) -> MemoryPrediction:
-    """The memory of a traced run on a target.
+    """Predict the memory of a traced run on a target.
 
     Args:
         trace: a finished trace.
@@ -115,7 +115,7 @@ def predict(
     peaks = timeline.phase_peaks()
     peaks = {name: peaks[name] for name in phases or peaks}
     phase = max(peaks, key=lambda name: peaks[name].bytes)
-    # An evaluation's peak does not contain storages that the training step before it freed.
+    # An evaluation's peak does not contain storages that the previous training step freed.
     reserved = timeline.reserved_bytes(timeline.first_tick(phases) if phases else 0)
     peak = peaks[phase].bytes
     return MemoryPrediction(
@@ -123,7 +123,7 @@ def predict(
         phase=phase,
         parts=peaks[phase].parts,
         phases=peaks,
-        # The peak includes workspaces of kernels, which the model of the allocator leaves out.
+        # The peak includes workspaces of kernels, which the model of the allocator omits.
         reserved_bytes=max(reserved, peak),
         overhead_bytes=target.context_bytes,
         host_bytes=trace.host_bytes,
@@ -155,7 +155,7 @@ class Timeline:
         settle_parts(trace)
         changes: dict[str, Ticks] = {}
         for storage in trace.storages:
-            # CUDA's allocator counts whole blocks, the CPU's tracked peak the bytes themselves.
+            # CUDA's allocator counts full blocks, the CPU's tracked peak the bytes themselves.
             size = storage.size if target.kind == "cpu" else rounded(storage.size)
             change = changes.get(storage.part)
             if change is None:
@@ -182,7 +182,7 @@ class Timeline:
             self.parts["framework"] = np.full(self._ticks, self.target.library_bytes, np.int64)
 
     def phase_peaks(self) -> dict[str, PhasePeak]:
-        """The peak of each phase, in the order in which the phases began."""
+        """Return the peak of each phase, in the order in which the phases began."""
         peaks: dict[str, PhasePeak] = {}
         for index, name in enumerate(self._names):
             ticks = np.flatnonzero(self._phases == index)
@@ -191,7 +191,7 @@ class Timeline:
         return peaks or {"setup": PhasePeak(0, {})}
 
     def split_backward(self, stretches: int) -> None:
-        """Give the later stretches of each backward pass separate phases; see `predict`."""
+        """Split the later stretches of each backward pass into separate phases; see `predict`."""
         if "backward" not in self._names:
             return
         names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]
@@ -208,21 +208,21 @@ class Timeline:
         self._names += names
 
     def at(self, tick: int) -> PhasePeak:
-        """The contents of memory at a tick."""
+        """Return the memory in use at a tick."""
         found = {part: int(self.parts[part][tick]) for part in PARTS if part in self.parts}
         return PhasePeak(sum(found.values()), {k: v for k, v in found.items() if v})
 
     def first_tick(self, phases: Sequence[str]) -> int:
-        """The first tick of any of these phases."""
+        """Return the first tick of any of these phases."""
         wanted = [index for index, name in enumerate(self._names) if name in phases]
         return int(np.argmax(np.isin(self._phases, wanted)))
 
     def reserved_bytes(self, first: int = 0) -> int:
-        """Peak of the bytes that the target's allocator holds.
+        """Return the peak of the bytes that the target's allocator holds.
 
         Args:
-            first: first tick that counts; storages freed before it are left out, because the
-                allocator returns them when it has to.
+            first: first tick that counts; storages freed before it are ignored, because the
+                allocator can return them.
         """
         if self.target.kind == "cpu":
             return int(self.total[first:].max())
@@ -236,9 +236,9 @@ class Timeline:
 
 
 def settle_parts(trace: Trace) -> None:
-    """Give each storage that was not marked its part.
+    """Set the part of each storage that was not marked.
 
-    Tensors that a forward pass makes and that outlive it are kept for the backward pass: they are
+    Tensors that a forward pass creates and that outlive it are kept for the backward pass: they are
     activations, except those of the head and the loss. The same is true of a recomputed forward
     pass. All other tensors are temporaries.
     """
@@ -255,8 +255,8 @@ def settle_parts(trace: Trace) -> None:
 
 
 def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
-    """The last tick of the span around each tick, int64 [ticks]; outside of spans `ALIVE`, which no
-    storage outlives."""
+    """Return the last tick of the span around each tick, int64 [ticks]; outside of spans `ALIVE`,
+    which no storage outlives."""
     ends = np.full(max(len(trace.calls), 1), ALIVE, np.int64)
     for first, last in spans:
         ends[first : last + 1] = last
@@ -277,7 +277,7 @@ _LARGE_ROUND = 2 * _MIB
 
 
 def rounded(size: int) -> int:
-    """Bytes that the allocator counts for a storage."""
+    """Return the bytes that the allocator counts for a storage."""
     return max(-(-size // _ROUND) * _ROUND, _ROUND) if size else 0
 
 
@@ -294,10 +294,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """A model of the allocator's blocks and segments, without memory.
+    """A model of the allocator's blocks and segments, which allocates no memory.
 
     Attributes:
-        reserved: bytes of all segments, which are never given back to CUDA.
+        reserved: bytes of all segments, which are never returned to CUDA.
     """
 
     def __init__(self) -> None:
@@ -323,9 +323,9 @@ class CachingAllocator:
         return block
 
     def free(self, block: _Block) -> None:
-        """Give a block back."""
+        """Free a block."""
         block.is_free = True
-        # Free neighbours are joined: alone they would be too small for the next large storage.
+        # Free neighbours are merged: alone they would be too small for the next large storage.
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 free = self._free[other.is_small]
@@ -354,7 +354,7 @@ class CachingAllocator:
 
 
 def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
-    """Peak of the bytes that the allocator reserves.
+    """Return the peak of the bytes that the allocator reserves.
 
     Args:
         lifetimes: (bytes, first tick, last tick) of each storage, in the order of their creation.
@@ -364,7 +364,7 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
     for number, (size, birth, death) in enumerate(lifetimes):
         if size:
             events += [(birth, 1, number, size), (death + 1, 0, number, size)]
-    # Storages that die at a tick are freed (0) before those made at the next are allocated (1).
+    # Storages that die at a tick are freed (0) before those created at the next are allocated (1).
     blocks: dict[int, _Block] = {}
     for _, makes, number, size in sorted(events):
         if makes:

@@ -1,9 +1,9 @@
 """Hooks that tell a tracer, while a step runs, its phases and which tensors are weights, gradients
 and optimizer states; and the recipe that is traced in place of the real one (`equivalent`).
 
-The step is traced on CPU tensors. Stand-ins for kernels take the place of a CUDA GPU's, so that
-autograd keeps the same tensors for the backward pass as on the GPU, and of those that torch.compile
-would make (`kernels_of`, `replaced`).
+The step is traced on CPU tensors. Stand-ins replace the kernels of a CUDA GPU, so that autograd
+keeps the same tensors for the backward pass as on the GPU, and the kernels that torch.compile would
+generate (`kernels_of`, `replaced`).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax before torch 1.11, which kept its whole input for the backward pass, only to know the
-    input's dtype (pytorch issue 64000)."""
+    """Softmax before torch 1.11, which kept its entire input for the backward pass, only to know
+    the input's dtype (pytorch issue 64000)."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, scores: Tensor, args: Any, kwargs: Any) -> Any:
@@ -116,23 +116,24 @@ class CudaKernels(TorchFunctionMode):
 
     - `scaled_dot_product_attention` is the first kernel in torch's order that can be used: cuDNN's
       on Hopper and data-centre Blackwell, flash attention, or the memory-efficient kernel, which
-      all keep queries, keys, values, output and the log-sum-exp of each query; or else two products
-      and a softmax, which keep all scores.
-    - `dropout` keeps a mask of one byte an element, not a factor of the element's dtype.
+      all keep queries, keys, values, output and the log-sum-exp of each query; otherwise two
+      products and a softmax, which keep all scores.
+    - `dropout` keeps a mask of one byte per element, not a factor of the element's dtype.
     - autocast computes norms, softmax and losses in fp32.
 
     Args:
         target: a CUDA device.
-        kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None chooses as torch.
-        expands: True for firstlight's models, which expand the keys of grouped queries where
-            torch's kernels do not take groups (`models.ops`).
+        kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None chooses as torch
+            does.
+        expands: True for firstlight's models, which expand the keys of grouped queries if torch's
+            kernels do not support groups (`models.ops`).
     """
 
     def __init__(self, target: Target, kernel: str | None = None, *, expands: bool = False) -> None:
         super().__init__()
         self._target, self._kernel = target, kernel
         self._expands = expands
-        # Read here, because in code that torch.compile traces this would break the graph.
+        # Read here, because reading it in code that torch.compile traces would break the graph.
         cuda: Any = torch.backends.cuda
         self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
         self._has_efficient = cuda.mem_efficient_sdp_enabled()
@@ -144,15 +145,15 @@ class CudaKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the function as a GPU would."""
+        """Run the function as a GPU does."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        # A CPU keeps a factor of the input's dtype; CUDA's fused kernel one byte an element.
+        # A CPU keeps a factor of the input's dtype, CUDA's fused kernel one byte per element.
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
-            # Operations that a backward pass recomputes run as on a GPU, too.
+            # Operations that a backward pass recomputes also run as on a GPU.
             with self:
                 return _backward(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -198,7 +199,7 @@ class CudaKernels(TorchFunctionMode):
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )
             return found[0]
-        # The kernel keeps the logarithms of its sums only where a backward pass will ask for them.
+        # The kernel keeps the logarithms of its sums only if a backward pass will need them.
         learns = torch.is_grad_enabled() and query.requires_grad
         bias = _bias(attn_mask, query, key)
         if kernel == "cudnn":
@@ -213,18 +214,18 @@ class CudaKernels(TorchFunctionMode):
         return found[0]
 
     def _chosen(self, query: Tensor, mask: Tensor | None, dropout: float, *, grouped: bool) -> str:
-        """torch's choice (sdp_utils.cpp). cuDNN and flash attention need half precision and compute
-        capability 8.0. cuDNN needs heads of a multiple of 8, at most 128, and dropout in steps of
-        1/16; flash no mask and heads of at most 256. The memory-efficient kernel needs heads of a
-        multiple of 16 bytes, does not take `enable_gqa` before torch 2.14, and needs capability 8.0
-        for bf16."""
+        """Return torch's choice (sdp_utils.cpp). cuDNN and flash attention need half precision and
+        compute capability 8.0. cuDNN needs heads of a multiple of 8, at most 128, and dropout in
+        steps of 1/16; flash no mask and heads of at most 256. The memory-efficient kernel needs
+        heads of a multiple of 16 bytes, does not take `enable_gqa` before torch 2.14, and needs
+        capability 8.0 for bf16."""
         half, size = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
         capability = self._target.capability
         # Evaluation and generation run without cuDNN's kernel (`varying_lengths`).
         takes_cudnn = self._has_cudnn and torch.is_grad_enabled() and size <= 128 and size % 8 == 0
         if takes_cudnn and half and float(16 * dropout).is_integer():
             return "cudnn"
-        # Multiprocessors with less shared memory lack flash attention's backward pass.
+        # Multiprocessors with less shared memory do not support flash attention's backward pass.
         has_less = (8, 6) <= capability <= (8, 9) or capability[0] == 12
         no_backward = has_less and (192 < size <= 224 or (size > 224 and dropout > 0))
         learns = torch.is_grad_enabled() and query.requires_grad
@@ -242,7 +243,7 @@ class CudaKernels(TorchFunctionMode):
 def kernels_of(
     target: Target, kernel: str | None = None, *, expands: bool = True
 ) -> contextlib.AbstractContextManager[object]:
-    """`CudaKernels` for a CUDA device; no change for a CPU."""
+    """Return `CudaKernels` for a CUDA device; a context without effect for a CPU."""
     if target.kind != "cuda":
         return contextlib.nullcontext()
     return CudaKernels(target, kernel, expands=expands)
@@ -281,10 +282,10 @@ def _math_attention(
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask as numbers that are added to the scores, [..., T, S]."""
+    """Return the mask as numbers that are added to the scores, [..., T, S]."""
     if mask is None:
         return None
-    # Its values do not matter, its memory does: the kernel takes a bias of the queries' dtype.
+    # Only its memory matters, not its values: the kernel takes a bias of the queries' dtype.
     bias = query.new_zeros(mask.shape).masked_fill_(mask, 0) if mask.dtype == torch.bool else mask
     return bias.expand(*query.shape[:-1], key.shape[-2])
 
@@ -292,7 +293,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
-    # native_dropout keeps a mask of one byte a number, as CUDA's fused kernel does.
+    # native_dropout keeps a mask of one byte per number, as CUDA's fused kernel does.
     dropped: Callable[..., tuple[Tensor, Tensor]] = torch.native_dropout
     return dropped(input, p, True)[0]
 
@@ -307,7 +308,7 @@ def _widened(value: Any, half: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def stubbed_compiler() -> Iterator[None]:
-    """Context in which torch.compile makes code for a CPU whose kernels do nothing, and which
+    """Context in which torch.compile generates code for a CPU whose kernels do nothing, and which
     allocates through torch's operators. Compiled functions are dropped at its start and its end."""
     with quiet_import():
         import torch._functorch.config as functorch_config
@@ -328,7 +329,7 @@ def stubbed_compiler() -> Iterator[None]:
         replaced(guards, "_reinterpret_tensor", _reinterpret),
         # Memory is allocated by the code around the kernels, which need not be compiled for it.
         replaced(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing),
-        # Inductor would start the C++ compiler to find out the machine's vector instructions.
+        # Inductor would start the C++ compiler to detect the machine's vector instructions.
         replaced(vector_units, "valid_vec_isa_list", list),
         # Only logs and caches, which are not kept, need readable code.
         replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
@@ -345,7 +346,7 @@ def stubbed_compiler() -> Iterator[None]:
 
 @dataclass
 class Graphs:
-    """Form in which a compiled step runs.
+    """The form in which a compiled step runs.
 
     Attributes:
         runs: True if the graphs of its forward and backward pass run operator by operator, as they
@@ -373,7 +374,7 @@ def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
     compile_graph = compile_fx._compile_fx_inner
 
     def keep(graph: torch.fx.GraphModule, inputs: Any, *args: Any, **options: Any) -> Any:
-        # A copy, because inductor changes the graph that it is given.
+        # A copy, because inductor modifies the graph.
         plain = boxed_nop(_copied(graph), inputs)
         if not fuses:
             return plain
@@ -399,8 +400,8 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Context without Python's cyclic garbage collector. Among the compiler's millions of live
-    objects it takes a tenth of the time. Also, the storages in a trace then do not depend on the
-    moments at which the collector runs."""
+    objects it takes a tenth of the time. Furthermore, the storages in a trace then do not depend on
+    the moments at which the collector runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -432,7 +433,7 @@ def _reinterpret(
 
 
 def _nothing(*_: object) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -445,7 +446,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tables_put_back() -> Iterator[None]:
-    """Have bitsandbytes forget the tables that it makes inside: fake ones are of no use later."""
+    """Make bitsandbytes drop the tables that it creates inside: fake tables are useless later."""
     library = sys.modules.get("bitsandbytes.functional")
     kept = None if library is None else dict(library.name2qmap)
     try:
@@ -479,7 +480,7 @@ def optimizer_phases(tracer: Tracer) -> Iterator[None]:
 
     def leave(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         tracer.enter_phase(before.pop())
-        tracer.mark(_states_of(optimizer), "optimizer_states")
+        tracer.mark(_optimizer_states(optimizer), "optimizer_states")
 
     handles = (
         register_optimizer_step_pre_hook(enter),
@@ -493,12 +494,12 @@ def optimizer_phases(tracer: Tracer) -> Iterator[None]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """All of an optimizer's parameters."""
+    """Yield all of an optimizer's parameters."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for parameter in parameters_of(optimizer):
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor):
@@ -506,7 +507,7 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..., Tensor]:
-    """The head's loss function, with phases "loss" and "backward of loss" for its passes."""
+    """Return the head's loss function, with phases "loss" and "backward of loss" for its passes."""
 
     def loss(x: Tensor, *args: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -529,8 +530,8 @@ def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..
 
 
 def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
-    """`training.preference.answer_log_probs` with marked phases, which preference pairs have in
-    place of the head's loss."""
+    """Return `training.preference.answer_log_probs` with marked phases, which preference pairs use
+    in place of the head's loss."""
     marked = marked_loss(answer_log_probs, tracer)
 
     def log_probs(logits_BTV: Tensor, *args: Any) -> Tensor:
@@ -541,7 +542,7 @@ def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
 
 
 def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
-    """Let the tracer know the tensors of a program and the phases of its steps; changes the
+    """Make a program's tensors and the phases of its steps known to the tracer; changes the
     program's optimizer and loss function."""
     loss_sum = program.loss_sum
     program.optimizer = cast(Optimizer, _TracedOptimizer(program, tracer))
@@ -562,7 +563,7 @@ class _TracedOptimizer:
         self._optimizer, self._tracer = program.optimizer, tracer
         self._weights = list(program.model.parameters())
         own = {id(p) for p in self._weights}
-        # Master weights are counted as states of the optimizer: they exist for its updates alone.
+        # Master weights count as states of the optimizer, because they exist only for its updates.
         self._masters = [m for m in self._optimizer.updated.values() if id(m) not in own]
         tracer.mark(self._masters, "optimizer_states")
 
@@ -570,7 +571,7 @@ class _TracedOptimizer:
         return getattr(self._optimizer, name)
 
     def accumulate(self) -> None:
-        """See `Optimizer.accumulate`, which replaces gradients of weights by those of masters."""
+        """See `Optimizer.accumulate`, which replaces gradients of weights with those of masters."""
         self._tracer.mark((p.grad for p in self._weights), "gradients")
         self._optimizer.accumulate()
         self._tracer.mark((m.grad for m in self._masters), "gradients")
@@ -588,9 +589,9 @@ _OFFLOADED_ELEMENTS = 1024
 def host_activations(
     loss_sum: LossFunction, model: nn.Module, tracer: Tracer, target: Target
 ) -> LossFunction:
-    """`methods.memory.offloaded_activations` on fake tensors: for a GPU, the activations of the
-    forward pass are counted in the host's memory, but for those whose copies run beside the
-    computation; on a CPU, they are a copy in the same memory."""
+    """Apply `methods.memory.offloaded_activations` to fake tensors: for a GPU, the activations of
+    the forward pass are counted in the host's memory, except those whose copies run in parallel
+    with the computation; on a CPU, they are a copy in the same memory."""
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
     # Kept alive as long as ids are compared: otherwise another storage could get the same id.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
@@ -649,7 +650,7 @@ class _Offloaded:
     on_device: Tensor | None = None
 
 
-#: Hardware that the traced program gets: a CPU with a PiB of memory, and with bf16.
+#: Hardware of the traced program: a CPU with a PiB of memory, and with bf16.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
 #: Values of `efficiency.attention` that name a GPU's kernel; `CudaKernels` traces them.
@@ -658,7 +659,7 @@ _GPU_KERNELS = ("flash", "efficient", "cudnn", "math")
 
 @dataclass(frozen=True)
 class Equivalent:
-    """Recipe and kernels that stand in for the real step in a trace.
+    """A recipe and kernels that replace the real step in a trace.
 
     Attributes:
         recipe: the recipe to trace.
@@ -673,49 +674,48 @@ class Equivalent:
     notes: tuple[str, ...]
 
     def with_(self, recipe: ResolvedRecipe) -> Equivalent:
-        """The same kernels and notes with another recipe to trace."""
+        """Return the same kernels and notes with another recipe to trace."""
         return replace(self, recipe=recipe)
 
 
 def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
-    """The recipe and kernels to trace for a recipe on a target."""
+    """Return the recipe and kernels to trace for a recipe on a target."""
     config, notes = recipe.efficiency, []
     chosen: dict[str, Any] = {"activation_offload": False}
     kernel = None
     if target.kind == "cuda":
         kernel = config.attention if config.attention in _GPU_KERNELS else None
-        # A CPU has none of these kernels; `CudaKernels` puts them in the place of torch's choice.
+        # A CPU has none of these kernels; `CudaKernels` uses them in place of torch's choice.
         if config.attention in (*_GPU_KERNELS, "flex"):
             chosen["attention"] = "sdpa"
         if config.precision == "fp8":
             chosen["precision"] = "bf16"
-            notes.append("fp8 is planned as bf16: the scaled copies of factors are left out")
+            notes.append("fp8 is planned as bf16: the scaled copies of factors are not counted")
         # tf32 is a mode of a GPU's products: its tensors are fp32.
         if config.precision == "tf32":
             chosen["precision"] = "fp32"
         if config.compile:
-            notes.append("compiled code is planned as inductor makes it for CPUs")
+            notes.append("compiled code is planned as inductor generates it for CPUs")
     recipe = recipe.with_keys("efficiency", **chosen)
     recipe = _without_masks(recipe, config.attention, target)
     # Only CUDA has paged memory; without it, the states have the same sizes.
     if recipe.optimizer.name == "paged_adamw8bit":
-        notes.append("paged states are counted on the device, where they lie while they fit")
+        notes.append("paged states are counted on the device, where they stay while they fit")
         recipe = recipe.with_keys("optimizer", name="adamw8bit")
-    # Without a GPU, Muon updates matrices one by one unless an implementation is given.
+    # Without a GPU, Muon updates matrices one by one unless an implementation is set.
     optimizer = recipe.optimizer
     is_open = (optimizer.name, optimizer.implementation) == ("muon", "auto")
     if target.kind == "cuda" and is_open:
         recipe = recipe.with_keys("optimizer", implementation="fused")
-    # Refused without a GPU. Page-locked memory is host memory, which is not predicted.
+    # Rejected without a GPU. Page-locked memory is host memory, which is not predicted.
     if recipe.data.pin_memory:
         recipe = recipe.with_keys("data", pin_memory=None)
     return Equivalent(recipe, kernel, config.activation_offload, tuple(notes))
 
 
 def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
-    """The changes of a section that remove torch.compile, including the keys that configure
-    compiling. Recomputation within a memory budget is the compiler's own choice and has no
-    replacement."""
+    """Return the changes of a section that remove torch.compile, including the keys that configure
+    it. Recomputation within a memory budget is the compiler's choice and has no replacement."""
     plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
     if config.activation_checkpointing == "budget":
         plain["activation_checkpointing"] = "none"
@@ -723,7 +723,7 @@ def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
 
 
 def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
-    """The recipe without torch.compile: the same step, operator by operator."""
+    """Return the recipe without torch.compile: the same step, operator by operator."""
     config = recipe.efficiency
     if not config.compile:
         return recipe
@@ -731,8 +731,8 @@ def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
-    """The recipe without document masks if a GPU computes them by flex attention, which has no mask
-    of T x T elements in memory."""
+    """Return the recipe without document masks if a GPU computes them by flex attention, which has
+    no mask of T x T elements in memory."""
     masked = recipe.data.document_masking and attention == "flex"
     if target.kind == "cpu" or not masked:
         return recipe

@@ -1,7 +1,7 @@
 """The memory of one of several processes, computed from that of a single process.
 
-The trace is of one process that communicates with no others. The effects of DDP, FSDP2 and
-DeepSpeed are arithmetic on the parts of its memory. For DDP and FSDP2 the results are compared with
+The trace is of one process that does not communicate with others. The effects of DDP, FSDP2 and
+DeepSpeed are computed from the parts of its memory. For DDP and FSDP2 the results are compared with
 the memory of two real processes (tests/distributed/test_rank_memory.py).
 """
 
@@ -22,8 +22,8 @@ from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
 
-#: Bytes of each GPU that NCCL takes outside of torch's allocator, for the buffers of its channels:
-#: as measured with eight GPUs and NCCL's defaults.
+#: Bytes on each GPU that NCCL allocates outside of torch's allocator, for the buffers of its
+#: channels: measured with eight GPUs and NCCL's defaults.
 _NCCL_BYTES = 400 * 2**20
 
 #: Fraction of the forward pass's activations: as long as more of them are in memory, no layer's
@@ -43,13 +43,13 @@ _MUCH = 2**30
 def of_one_rank(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, processes: int, *, on_cpu: bool = False
 ) -> MemoryPrediction:
-    """The memory of one of several processes.
+    """Return the memory of one of several processes.
 
     Args:
         prediction: memory of the recipe of `own_part` in a single process.
         recipe: the resolved recipe.
         processes: number of processes.
-        on_cpu: True if the processes run on a CPU, whose memory also holds what is offloaded.
+        on_cpu: True if the processes run on a CPU, whose memory also holds offloaded tensors.
 
     Raises:
         ConfigError: the model or the batch can't be divided among the processes.
@@ -74,27 +74,27 @@ def of_one_rank(
         overhead_bytes=prediction.overhead_bytes + _NCCL_BYTES,
         notes=(
             *prediction.notes,
-            f"{', '.join(by)}: one device's part is traced, what it shares is worked out; NCCL's "
-            "buffers are taken for 400 MiB",
+            f"{', '.join(by)}: one device's part is traced, and the effect of sharing is computed; "
+            "NCCL's buffers are assumed to take 400 MiB",
             *_of_the_host(recipe, processes),
         ),
     )
 
 
 def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
-    """A note on the CPU memory that all processes take at the start, if it is large."""
-    # fp32 weights; each stage of a pipeline makes only its own layers.
+    """Yield a note on the CPU memory that all processes take at the start, if it is large."""
+    # fp32 weights; each stage of a pipeline creates only its own layers.
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
     if processes * own >= _MUCH:
         yield (
-            f"at the start each process makes its model in the CPU's memory: {processes} x "
+            f"at the start each process creates its model in the CPU's memory: {processes} x "
             f"{own / 2**30:.1f} GiB, on all machines together"
         )
 
 
 def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPrediction:
-    """DDP keeps buckets as large as all gradients, also between steps. With accumulation, the
-    gradients of earlier micro-batches are outside of the buckets."""
+    """Return the prediction for DDP, which keeps buckets as large as all gradients, even between
+    steps. With accumulation, the gradients of earlier micro-batches are outside of the buckets."""
     buckets = max(peak.parts.get("gradients", 0) for peak in prediction.phases.values())
     accumulates = part.batch.accumulation(part.data.seq_len) > 1
 
@@ -117,10 +117,11 @@ def _of_fsdp(
     *,
     on_cpu: bool,
 ) -> MemoryPrediction:
-    """FSDP2 keeps shards of the state and the gathered parameters: in the passes one or two
-    layers (all with `reshard_after_forward: false`), and all parameters outside of the layers."""
+    """Return the prediction for FSDP2, which keeps shards of the state and the gathered parameters:
+    in the passes one or two layers (all with `reshard_after_forward: false`), and all parameters
+    outside of the layers."""
     pieces = part.distributed.shard or copies_of(recipe, processes)
-    # On a CPU, the shards are in the CPU's memory anyway.
+    # On a CPU, the shards are in the CPU's memory in any case.
     offloads = part.distributed.offload == "cpu" and not on_cpu
     state = 0 if offloads else 1
     in_bf16 = is_put_together_in_bf16(recipe, processes)
@@ -136,7 +137,7 @@ def _of_fsdp(
     keeps_all = part.efficiency.activation_checkpointing == "none"
 
     def together(phase: str, peak: PhasePeak) -> int:
-        """Bytes of gathered weights, and of gradients that are being reduced."""
+        """Return the bytes of gathered weights, and of gradients that are being reduced."""
         if phase in ("optimizer", "clipping"):
             return 0
         if phase == "backward":
@@ -144,13 +145,13 @@ def _of_fsdp(
             is_early = keeps_all and peak.parts.get("activations", 0) > _EARLY * kept
             if is_early or part.lora is not None:
                 return whole
-            # A layer's gradient, its fp32 copy for the sum, and the shard that is received.
+            # A layer's gradient, its fp32 copy for the sum, and the received shard.
             return whole + layer * (size + 4) + 4 * layer // pieces
-        # One layer is gathered; at the end the last, which the backward pass begins with.
+        # One layer is gathered; at the end the last, with which the backward pass begins.
         return size * (outside + (inside if keeps else layer))
 
     def gradients(phase: str, whole: int) -> int:
-        # With weights in bf16, the trace also has gradients of the fp32 master weights.
+        # With bf16 weights, the trace also has gradients of the fp32 master weights.
         whole = min(whole, 4 * (outside + inside))
         if phase in ("optimizer", "clipping"):
             return state * whole // pieces
@@ -161,11 +162,11 @@ def _of_fsdp(
 
     def cut(phase: str, peak: PhasePeak) -> PhasePeak:
         if phase == "setup" and part.preference is not None:
-            # In the setup, one process computes the pairs' references with the whole model.
+            # In the setup, one process computes the pairs' references with the full model.
             return peak
         parts = dict(peak.parts)
         held = 4 * (outside + inside) if in_bf16 else parts.get("weights", 0)
-        # The trace with bf16 weights has the fp32 weights among the optimizer's states.
+        # The trace with bf16 weights counts the fp32 weights among the optimizer's states.
         states = parts.get("optimizer_states", 0) - (held if in_bf16 else 0)
         parts["weights"] = state * -(-held // pieces)
         parts["optimizer_states"] = state * -(-max(states, 0) // pieces)
@@ -188,11 +189,11 @@ def _of_deepspeed(
 
 class _ZeRO:
     """DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): stage 1 shards the optimizer's
-    states, stage 2 gradients as well, stage 3 weights as well. Offloading moves the sharded parts
-    to the CPU. The buffers beside them are those of DeepSpeed 0.19.
+    states, stage 2 gradients as well, stage 3 weights as well. Offloading moves the shards to the
+    CPU. The additional buffers are those of DeepSpeed 0.19.
 
     Attributes:
-        held: memory in bytes that is on the device all the time.
+        held: memory in bytes that is always on the device.
         moved: memory in bytes that offloading moves to the CPU's memory.
     """
 
@@ -220,8 +221,9 @@ class _ZeRO:
         self.buffer = 4 * int(settings["reduce_bucket_size"])
         self.bucket = self.buffer * (2 if self.overlaps else 1)
         self.fills = self.buffer < self.whole
-        # Parameters that stage 3 gathers for good, and all that it has at once in the passes: they
-        # are not dropped before a billion others are used. A single process gathers nothing.
+        # Parameters that stage 3 always keeps gathered, and the parameters that it has at once in
+        # the passes: they are not dropped before a billion others are used. A single process does
+        # not gather.
         threshold = 4 * settings["stage3_param_persistence_threshold"]
         live = 4 * int(settings["stage3_max_live_parameters"])
         self.small = sum(size for size in sizes if size <= threshold) if processes > 1 else 0
@@ -235,12 +237,12 @@ class _ZeRO:
     def _held_by_stages_1_and_2(
         self, states: int, largest: int
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """What is on the device all the time, and what is moved to the CPU's memory."""
+        """Return the bytes that are always on the device, and those moved to the CPU's memory."""
         if not self.offloads:
-            # The update has a copy of the weights' shard, although the weights are in fp32 already.
+            # The update has a copy of the weights' shard, even if the weights are already in fp32.
             return {"weights": self.whole + self.shard, "optimizer_states": states}, {}
         # Updated weights pass through a buffer, and gradients through one on either side, each as
-        # large as the largest parameter. Stage 2 adds up micro-batches in the CPU's memory.
+        # large as the largest parameter. Stage 2 sums micro-batches in the CPU's memory.
         moved = {
             "weights": 2 * self.shard,
             "gradients": self.shard * (2 if self.accumulates and self.stage == 2 else 1),
@@ -250,21 +252,22 @@ class _ZeRO:
         return {"weights": self.whole, "communication": largest}, moved
 
     def _held_by_stage_3(self, states: int, _: int) -> tuple[dict[str, int], dict[str, int]]:
-        """What is on the device all the time, and what is moved to the CPU's memory."""
-        # The bucket is made once, and so is a buffer of the gradients' shard. Small parameters stay
-        # gathered.
+        """Return the bytes that are always on the device, and those moved to the CPU's memory."""
+        # The bucket is created once, and so is a buffer of the gradients' shard. Small parameters
+        # stay gathered.
         buffers = {"communication": self.bucket + self.small}
-        # The update has a copy of the weights' shard, although the weights are in fp32 already.
+        # The update has a copy of the weights' shard, even if the weights are already in fp32.
         weights = {"weights": 2 * self.shard}
         if self.offloads:
-            # A second buffer of gradients is beside the update's copy of the weights.
+            # A second buffer of gradients exists at the same time as the update's copy of the
+            # weights.
             return buffers, {**weights, "gradients": 2 * self.shard, "optimizer_states": states}
         return {**weights, **buffers, "gradients": self.shard, "optimizer_states": states}, {}
 
     def shared(self, phase: str, peak: PhasePeak) -> PhasePeak:
-        """One process's peak in a phase, of which the traced peak is that of a single process."""
+        """Return one process's peak in a phase, from the traced peak of a single process."""
         if phase == "setup":
-            # DeepSpeed shards the model only after the whole of it is on the device.
+            # DeepSpeed shards the model only after all of it is on the device.
             return peak
         others = {name: size for name, size in peak.parts.items() if name not in STATE}
         is_early = not self.recomputes and others.get("activations", 0) > _EARLY * self.kept
@@ -273,29 +276,29 @@ class _ZeRO:
         if not _is_backward(phase):
             return found
         # The traced process has its peak at one end of the backward pass; with DeepSpeed's buffers
-        # it may be at the other.
+        # it may be at the other end.
         at_start = _total({"activations": self.kept}, *always, self._passing(phase))
         at_end = _total(*always, self._passing(phase, late=True))
         return max(found, at_start, at_end, key=lambda peak: peak.bytes)
 
     def _passing(self, phase: str, *, late: bool = False) -> dict[str, int]:
-        """Bytes of gradients and of buffers that only this phase has.
+        """Return the bytes of gradients and of buffers that only this phase has.
 
         Args:
             phase: name of the phase.
-            late: in the backward pass, True at its end, False at its start.
+            late: in the backward pass, True for its end, False for its start.
         """
         if phase in ("clipping", "optimizer"):
             if self.offloads:
                 return {}
-            # The gradients' shard is copied into one tensor for the update, which also stage 3
-            # does although it has a buffer of them.
+            # The gradients' shard is copied into one tensor for the update. Stage 3 does this as
+            # well, although it has a buffer of the shard.
             copies = 1 if self.stage == 3 or phase == "clipping" else 2
             return {"gradients": self.shard * copies}
         if _is_backward(phase):
             if self.stage == 3:
-                return self._backward_of_stage_3(late)
-            return self._backward_of_stages_1_and_2(late)
+                return self._stage_3_backward(late)
+            return self._stages_1_and_2_backward(late)
         if phase not in ("forward", *_LAST):
             return {}
         if self.stage == 3:
@@ -304,26 +307,26 @@ class _ZeRO:
         keeps = self.accumulates and self.stage == 1
         return {"gradients": self._summed(), "communication": self.bucket if keeps else 0}
 
-    def _backward_of_stage_3(self, late: bool) -> dict[str, int]:
+    def _stage_3_backward(self, late: bool) -> dict[str, int]:
         parameters = max(self.gathered - self.small, 0)
         if not late:
             return {"gradients": self.table, "communication": parameters}
-        # To be reduced, the gradients of the bucket are put in the order of processes. Gloo,
-        # which exchanges them between CPUs, makes a copy of that.
+        # To be reduced, the gradients of the bucket are put in the order of processes. Gloo, which
+        # exchanges them between CPUs, makes another copy.
         ordered = min(self.buffer, self.whole) * (2 if self.on_cpu else 1)
         # A layer's weights are dropped after its backward pass, but not the embedding's.
         parameters = parameters if self.fills else min(parameters, self.table)
         return {"gradients": self._waiting(), "communication": parameters + ordered}
 
-    def _backward_of_stages_1_and_2(self, late: bool) -> dict[str, int]:
+    def _stages_1_and_2_backward(self, late: bool) -> dict[str, int]:
         summed = self._summed()
         if not late:
-            # The bucket is made when the first gradient is there, that of the head.
+            # The bucket is created when the first gradient, that of the head, is available.
             return {"gradients": summed + self.table, "communication": self.bucket}
         if self.stage == 1 and not self.overlaps:
-            # All gradients are there before the first is copied into the bucket.
+            # All gradients exist before the first is copied into the bucket.
             return {"gradients": self.whole, "communication": self.bucket}
-        # Several processes exchange a copy of the bucket's content. The shard is made after that
+        # Several processes exchange a copy of the bucket's content. The shard is created after that
         # if the bucket holds all gradients, and otherwise when the first bucket is full.
         own = 0 if self.offloads else self.shard
         copied = min(self.buffer, self.whole) if self.processes > 1 else 0
@@ -331,12 +334,12 @@ class _ZeRO:
         return {"gradients": summed + own, "communication": self.bucket}
 
     def _waiting(self) -> int:
-        """Bytes of gradients in the bucket at the end of the backward pass: its content is reduced
-        when the next gradient does not fit, or after the last."""
+        """Return the bytes of gradients in the bucket at the end of the backward pass: its content
+        is reduced when the next gradient does not fit, or after the last."""
         return self.table if self.fills else 0
 
     def _summed(self) -> int:
-        """Bytes of the gradients of earlier micro-batches, in stages 1 and 2."""
+        """Return the bytes of the gradients of earlier micro-batches, in stages 1 and 2."""
         if not self.accumulates:
             return 0
         if self.stage == 1:
@@ -349,7 +352,7 @@ def _is_backward(phase: str) -> bool:
 
 
 def _total(*kinds: Mapping[str, int]) -> PhasePeak:
-    """A peak of several kinds of memory at once."""
+    """Return a peak of several kinds of memory at once."""
     parts: dict[str, int] = {}
     for kind in kinds:
         for name, size in kind.items():
@@ -358,8 +361,8 @@ def _total(*kinds: Mapping[str, int]) -> PhasePeak:
 
 
 def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
-    """One process's share of a step, as a recipe for a single process: its share of the batch,
-    heads, MLP and layers, but the whole embedding and head (see `with_own_tables`).
+    """Return one process's share of a step, as a recipe for a single process: its share of the
+    batch, heads, MLP and layers, but the full embedding and head (see `with_own_tables`).
 
     Args:
         recipe: the resolved recipe.
@@ -372,7 +375,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     cut = recipe.distributed
     batch = recipe.batch
     model = recipe.model
-    # Raises the error of a batch that can't be divided evenly.
+    # Raises the error for a batch that can't be divided evenly.
     batch.accumulation(recipe.data.seq_len, copies)
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens // copies
@@ -395,7 +398,8 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
 
 
 def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
-    """The reasons why a model can't be divided among processes as a recipe asks, as sentences."""
+    """Yield the reasons why a model can't be divided among processes as a recipe asks, as
+    sentences."""
     if cut.tensor_parallel > 1:
         yield from unshardable(model, cut.tensor_parallel)
     if cut.pipeline > 1:
@@ -403,8 +407,8 @@ def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
 
 
 def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
-    """The class of the engine with which processes share a recipe's model; `Engine` for a single
-    process.
+    """Return the class of the engine with which processes share a recipe's model; `Engine` for a
+    single process.
 
     Raises:
         ConfigError: the engine can't run with this number of processes.
@@ -420,7 +424,7 @@ def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
 
 
 def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
-    """True if FSDP keeps shards in fp32 and gathers layers in bf16; adapters keep their dtype."""
+    """Return True if FSDP keeps fp32 shards and gathers bf16 layers; adapters keep their dtype."""
     return (
         copies_of(recipe, processes) > 1
         and engine_of(recipe, processes).keeps_shards
@@ -430,16 +434,17 @@ def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
 
 
 def copies_of(recipe: Recipe, processes: int) -> int:
-    """Number of model copies: groups of processes that share one model and a part of the batch.
+    """Return the number of model copies: groups of processes that share one model and a part of the
+    batch.
 
     Raises:
-        ConfigError: the processes don't make whole groups.
+        ConfigError: the processes can't be divided into full groups.
     """
     group = recipe.distributed.tensor_parallel * recipe.distributed.pipeline
     if processes % group:
         raise ConfigError(
-            f"distributed.tensor_parallel x pipeline is {group}, of which {processes} processes "
-            f"don't make whole groups: plan for {-(-processes // group) * group}"
+            f"{processes} processes can't be divided into groups of distributed.tensor_parallel x "
+            f"pipeline = {group}: plan for {-(-processes // group) * group}"
         )
     return processes // group
 
@@ -447,8 +452,8 @@ def copies_of(recipe: Recipe, processes: int) -> int:
 def with_own_tables(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
 ) -> MemoryPrediction:
-    """The prediction of a part with one process's real share of the embedding and the head. With a
-    pipeline, that of the first or the last stage, whichever needs more.
+    """Return the prediction of a part with one process's real share of the embedding and the head.
+    With a pipeline, that of the first or the last stage, whichever needs more.
 
     Args:
         prediction: memory of the part.
@@ -481,7 +486,7 @@ def with_own_tables(
         return _without(peak, table, activations=more, communication=2 * hidden)
 
     # Stages in between have neither embedding nor head, and fewer waiting micro-batches than the
-    # first.
+    # first stage.
     ends = [with_peaks(prediction, one) for one in (first, last)]
     return max(ends, key=lambda one: one.peak_bytes)
 
@@ -489,7 +494,7 @@ def with_own_tables(
 def _share_elsewhere(
     part: ResolvedRecipe, pieces: int, *, head: bool = False, table: bool = False
 ) -> float:
-    """The fraction of a part's parameters that other processes have.
+    """Return the fraction of a part's parameters that other processes have.
 
     Args:
         part: the recipe that `own_part` made.
@@ -511,8 +516,8 @@ def _share_elsewhere(
 
 
 def _without(peak: PhasePeak, share: float, **more: int) -> PhasePeak:
-    """The peak without a fraction `share` of the parameters' bytes (`STATE`), and with `more` bytes
-    of other parts."""
+    """Return the peak without a fraction `share` of the parameters' bytes (`STATE`), and with
+    `more` bytes of other parts."""
     parts = {
         name: round(size * (1 - share)) if name in STATE else size
         for name, size in peak.parts.items()
@@ -532,7 +537,8 @@ def with_peaks(
     changed: Callable[[str, PhasePeak], PhasePeak],
     host_bytes: int = 0,
 ) -> MemoryPrediction:
-    """The prediction with every phase's peak changed, and more bytes in the host's memory."""
+    """Return the prediction with every phase's peak changed, and more bytes in the host's
+    memory."""
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)

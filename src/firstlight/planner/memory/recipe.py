@@ -62,18 +62,18 @@ from firstlight.training.starting_model import attach
 #: tokens for each answer.
 _PAIRS_A_ROW = 4
 
-#: Largest number of layers of a model that is traced whole, unless it is compiled.
+#: Maximum number of layers of a model that is traced completely, unless it is compiled.
 _FULLY_TRACED = 8
 
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A prediction that has not been made yet.
+    """A prediction to be made.
 
     Attributes:
         calls: tuples of a function that traces and its arguments; they are independent of each
             other.
-        join: function from the results of all calls to the prediction.
+        join: function that maps the results of all calls to the prediction.
     """
 
     calls: tuple[tuple[Any, ...], ...]
@@ -83,10 +83,10 @@ class TraceJob:
 def run_jobs(
     jobs: Sequence[TraceJob], workers: WorkerProcesses | None = None
 ) -> list[MemoryPrediction]:
-    """Run jobs; returns their predictions in the same order.
+    """Run jobs and return their predictions in the same order.
 
     Args:
-        jobs: the jobs, those that take longest first.
+        jobs: the jobs; those that take longest come first.
         workers: processes that trace; None traces in this process.
     """
     calls = [call for job in jobs for call in job.calls]
@@ -100,10 +100,10 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJob:
-    """A job that predicts the memory of a recipe's training step.
+    """Create a job that predicts the memory of a recipe's training step.
 
-    Two optimizer steps are traced: the first makes the optimizer's state, the second has it from
-    its start. The second step has up to two micro-batches, so that gradients of an earlier
+    Two optimizer steps are traced: the first creates the optimizer's state, which the second has
+    from its start. The second step has up to two micro-batches, so that gradients of an earlier
     micro-batch are in memory.
 
     A deep model is predicted from the same model with few layers: see `in_fewer_layers`. If it is
@@ -114,7 +114,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
         target: the device to predict for; None is this machine's CPU.
 
     Raises:
-        ConfigError: a key is not resolved, or the recipe's methods can't work together.
+        ConfigError: a key is not resolved, or the recipe's methods can't be combined.
         MissingDependencyError: a library that the recipe needs is not installed; raised when the
             job runs.
     """
@@ -123,7 +123,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
     config = planned.recipe.efficiency
     if config.compile and not config.compile_regional:
         return _compiled_job(planned, target)
-    # Compiling takes seconds a layer: a compiled model is never traced with all of its layers.
+    # Compiling takes seconds per layer: a compiled model is never traced with all of its layers.
     recipes, join = _in_parts(planned.recipe, 0 if config.compile else _FULLY_TRACED)
     return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
@@ -151,8 +151,8 @@ def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
 def evaluation_job(
     recipe: ResolvedRecipe, target: Target | None = None, *, samples: bool = False
 ) -> TraceJob:
-    """A job that predicts the memory of evaluating one batch of the recipe's micro-batch size and
-    row length between training steps, with the optimizer's state in memory.
+    """Create a job that predicts the memory of evaluating one batch of the recipe's micro-batch
+    size and row length between training steps, with the optimizer's state in memory.
 
     Args:
         recipe, target: see `training_job`.
@@ -171,8 +171,8 @@ def evaluation_job(
 
 
 def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:
-    """The recipes to trace, and the function that joins their predictions; only the recipe itself
-    if its model has at most `limit` layers."""
+    """Return the recipes to trace, and the function that joins their predictions; only the recipe
+    itself if its model has at most `limit` layers."""
     if recipe.model.num_hidden_layers <= limit:
         return [recipe], lambda found: merged(found[0])
     return in_fewer_layers(recipe)
@@ -205,7 +205,7 @@ def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPredi
 def _sample(program: TrainingProgram, tracer: Tracer) -> None:
     """Trace the key-value cache at its full length, the longest prompt, and the last token."""
     config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
-    # A prompt has at most as many tokens as characters; an empty one starts with one end token.
+    # A prompt has at most as many tokens as characters; an empty prompt starts with one end token.
     prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
     longest = min(prompt + config.sample_tokens, context)
     decoder = BatchDecoder(program.model, 1, longest)
@@ -228,13 +228,13 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 
 def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
     """Context for the compiled parts of a step: the model, or the update, which torchao's optimizer
-    compiles itself. A real kernel would read addresses that fake tensors do not have, and crash."""
+    compiles itself. Real kernels would read addresses that fake tensors do not have, and crash."""
     compiles = recipe.efficiency.compile or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
 
 def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, MemoryPrediction]:
-    """Predictions for the compiled training step, and for its graphs before fusion."""
+    """Return predictions for the compiled training step, and for its graphs before fusion."""
     with (
         stubbed_compiler(),
         graphs_kept(fuses=True) as graphs,
@@ -249,7 +249,7 @@ def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, 
 
 
 def cut(trace: Trace, first: int, last: int) -> Trace:
-    """Part of a trace, as a separate trace.
+    """Return a part of a trace, as a separate trace.
 
     Args:
         trace: a finished trace.
@@ -280,19 +280,19 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
 
 
 def _train_graphs(planned: Equivalent, target: Target) -> MemoryPrediction:
-    """Prediction for the graphs of a compiled training step, without compiling them further."""
+    """Return the prediction for the graphs of a compiled training step, without compiling them."""
     with graphs_kept(fuses=False):
         return _train(planned, target, stretches=3)
 
 
 def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
-    """Trace two optimizer steps; returns the first tick of the second."""
+    """Trace two optimizer steps; return the first tick of the second."""
     if program.recipe.efficiency.compile:
         with tracer.paused():
             _compile(program, batch)
     watch_program(program, tracer)
     program.step([batch], lr_scale=1.0)
-    # The first step has made the optimizer's state, which the second has from its start.
+    # The first step has created the optimizer's state, which the second has from its start.
     second = tracer.tick + 1
     program.step(_micro_batches(program, batch), lr_scale=1.0)
     return second
@@ -312,9 +312,9 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         fake_tensors(),
         tracer,
         optimizer_phases(tracer),
-        # Deterministic runs have no cuDNN attention either.
+        # Deterministic runs do not use cuDNN attention either.
         varying_lengths() if recipe.run.deterministic else contextlib.nullcontext(),
-        # The tensors here are those of a CPU.
+        # The tensors here are CPU tensors.
         replaced(spec, "list_values", lists),
         replaced(optimizer, "list_values", lists),
         kernels_of(target, planned.kernel),
@@ -323,12 +323,13 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         mark_weights(model, tracer)
         attach(model, recipe, PLANNED)
         if target.kind == "cuda" and recipe.preference is None:
-            # The weights are made on the CPU and then moved, so making them takes no GPU memory.
-            # For preference pairs, the model is on the GPU before, to compute the references.
+            # The weights are created on the CPU and then moved, so this takes no GPU memory. For
+            # preference pairs, the model is already on the GPU, to compute the references.
             tracer.start_again()
             mark_weights(model, tracer)
         if recipe.preference is not None and not recipe.data.document_masking:
-            # The preference loss needs document ids; attention is to make no mask of them.
+            # The preference loss needs document ids, but attention must not derive a mask from
+            # them.
             model.make_mask = _without_documents(model.make_mask)
         program = TrainingProgram(recipe, model, PLANNED)
         if program.preference is not None:
@@ -390,29 +391,29 @@ class _Pairs(Batch):
         return self.references.numel() // 2
 
 
-# A deep model's memory from that of the same model with few layers
+# Predicting the memory of a deep model from that of the same model with few layers
 #
-# If all layers are alike, each adds the same: the bytes at a given place of a step are a linear
-# function of the number of layers. But with more layers, the peak may be at another place: early in
-# the backward pass, when all activations are in memory, or late, when all gradients are. So each
-# stretch of the step is extrapolated by itself, and the largest result counts.
+# If all layers are alike, each adds the same: the bytes at a given point of a step are a linear
+# function of the number of layers. But with more layers, the peak may be at another point: early in
+# the backward pass, when all activations are in memory, or late, when all gradients are. Each
+# stretch of the step is therefore extrapolated separately, and the largest result counts.
 #
 # Compiling a model with one more layer costs seconds. But the memory that a layer adds is known
-# before inductor fuses operators: the tensors saved for the backward pass, and gradients. So the
-# line begins at a shallow model that is compiled completely, and has the slope of the graphs.
+# before inductor fuses operators: the tensors saved for the backward pass, and gradients. The line
+# therefore begins at a shallow model that is compiled completely, and has the slope of the graphs.
 
-#: Layers of the shallower of the two models that are traced; the other has one more.
+#: Layers of the shallower of the two traced models; the other has one more.
 _FEW = 2
 
 #: Layers of a model compiled as a whole that are traced through inductor, by its activation
 #: checkpointing. With "full", the peak is often at a layer that is neither first nor last: with two
 #: layers, up to 4 % was missing. With "selective" and "budget", a layer that is both first and last
-#: keeps tensors that no other does: with one layer, up to 7 % was too much.
+#: keeps tensors that no other layer keeps: with one layer, the prediction was up to 7 % too high.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
-#: The same with blockwise attention, which allocates much memory inside. Inductor does not know of
-#: that memory, and orders the operators around it differently in a layer that is first and last:
-#: with one layer, 3 % were missing.
+#: The same with blockwise attention, which allocates much memory internally. Inductor does not know
+#: of that memory, and orders the operators around it differently in a layer that is both first and
+#: last: with one layer, 3 % were missing.
 _FEW_BLOCKWISE = 2
 
 #: Phases in which nothing compiled runs.
@@ -422,7 +423,7 @@ Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
 
 
 def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]:
-    """Shallow recipes to trace, and the function that makes the recipe's prediction from theirs.
+    """Return shallow recipes to trace, and the function that derives the recipe's prediction.
 
     Args:
         recipe: the resolved recipe; it is traced itself if its layers differ or are few.
@@ -434,7 +435,7 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
-    # Two shallow models give the line: its slope is what one layer adds.
+    # Two shallow models determine the line: its slope is the memory that one layer adds.
     steps = depth - _FEW - 1
     return (
         [with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
@@ -445,13 +446,13 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
 def few_compiled_layers(
     recipe: ResolvedRecipe,
 ) -> tuple[ResolvedRecipe, ResolvedRecipe, int] | None:
-    """The shallow recipes from which `from_graphs` predicts a recipe that is compiled as a whole.
+    """Return the shallow recipes from which `from_graphs` predicts a recipe compiled as a whole.
 
     Args:
         recipe: the resolved recipe.
 
     Returns:
-        The recipe with few layers, the recipe with one layer more, and the number of layers that
+        The recipe with few layers, the recipe with one more layer, and the number of layers that
         the recipe has beyond the few. None if its layers are not alike, or not more than these.
     """
     depth = recipe.model.num_hidden_layers
@@ -471,14 +472,14 @@ def from_graphs(
     *,
     accumulates: bool = False,
 ) -> MemoryPrediction:
-    """The memory of a compiled model from that of a shallow compiled model, and from graphs.
+    """Predict the memory of a compiled model from that of a shallow compiled model and from graphs.
 
     Each prediction has its backward pass in three stretches (see `prediction.predict`).
 
     Args:
         fused: prediction for the shallow model, as inductor compiles it.
         graphs: prediction for the same model, with its graphs run operator by operator.
-        more: prediction for the graphs of the model with one layer more.
+        more: prediction for the graphs of the model with one more layer.
         steps: number of layers to add to the shallow model.
         accumulates: True if gradients of an earlier micro-batch are in memory.
 
@@ -487,7 +488,7 @@ def from_graphs(
     """
     accumulated = _new_gradients(fused, more) if accumulates else 0
     # Late in the backward pass, all gradients are in memory, as after it. With updates in the
-    # backward pass, there are none after it.
+    # backward pass, there are no gradients after it.
     eager = [name for name in ("clipping", "optimizer") if "gradients" in more.phases[name].parts]
     ending = min(eager, key=lambda name: more.phases[name].bytes, default="optimizer")
 
@@ -501,10 +502,10 @@ def from_graphs(
         places[LATE_BACKWARD] = before, _with_more(after, accumulated)
     if MIDDLE_BACKWARD in places:
         early, middle = places["backward"], places[MIDDLE_BACKWARD]
-        # The graphs' peak is in the middle with few layers, and early with one layer more.
+        # The graphs' peak is in the middle with few layers, and early with one more layer.
         if early[0].bytes < middle[0].bytes <= early[1].bytes > middle[1].bytes:
             places["backward"] = middle[0], early[1]
-        # In the middle, layers are added before or behind the layer of the peak: the larger counts.
+        # In the middle, layers are added before or after the layer of the peak: the larger counts.
         ends = (places["backward"], places[LATE_BACKWARD])
         places[MIDDLE_BACKWARD] = max(ends, key=lambda pair: pair[1].bytes - pair[0].bytes)
     phases = {name: _continued(fused.phases[name], *pair, steps) for name, pair in places.items()}
@@ -517,8 +518,8 @@ def from_graphs(
 
 
 def _new_gradients(few: MemoryPrediction, more: MemoryPrediction) -> int:
-    """Bytes of a layer's gradients as the backward pass makes them: for trained parameters only, in
-    the parameters' dtype."""
+    """Return the bytes of a layer's gradients as the backward pass creates them: only for trained
+    parameters, in the parameters' dtype."""
     ends = [found.phases["optimizer"].parts for found in (few, more)]
     return min(ends[1].get(part, 0) - ends[0].get(part, 0) for part in ("weights", "gradients"))
 
@@ -529,7 +530,7 @@ def _with_more(peak: PhasePeak, gradients: int) -> PhasePeak:
 
 
 def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
-    """The peak plus `steps` times the difference between the peaks `more` and `few`."""
+    """Return the peak plus `steps` times the difference between the peaks `more` and `few`."""
     total = peak.bytes + (more.bytes - few.bytes) * steps
     parts = {}
     for name in dict.fromkeys((*peak.parts, *few.parts, *more.parts)):
@@ -546,7 +547,7 @@ def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> 
 
 
 def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> MemoryPrediction:
-    """The prediction for `steps` more layers than in `more`, which has one layer more than
+    """Return the prediction for `steps` more layers than in `more`, which has one more layer than
     `few`."""
     phases = {name: _line(few.phases[name], more.phases[name], steps) for name in more.phases}
     gaps = [found.reserved_bytes - found.peak_bytes for found in (few, more)]
@@ -561,8 +562,8 @@ def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> Memory
 def _with_phases(
     prediction: MemoryPrediction, phases: dict[str, PhasePeak], gap: int
 ) -> MemoryPrediction:
-    """The prediction with the phases of a deep model; its allocator reserves `gap` bytes beyond
-    the peak."""
+    """Return the prediction with the phases of a deep model; its allocator reserves `gap` bytes
+    beyond the peak."""
     phase = max(phases, key=lambda name: phases[name].bytes)
     peak = phases[phase]
     found = replace(
@@ -571,18 +572,19 @@ def _with_phases(
         phase=phase,
         parts=peak.parts,
         phases=phases,
-        # More layers need no larger gap: each reuses the memory that the layer before it freed.
+        # More layers do not need a larger gap: each reuses the memory that the previous layer
+        # freed.
         reserved_bytes=peak.bytes + gap,
     )
     return merged(found)
 
 
 def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
-    """Bytes of the copy of the logits' gradient that a step compiled as a whole makes on a GPU: 0
-    if their rows are multiples of 16 bytes.
+    """Return the bytes of the copy of the logits' gradient that a step compiled as a whole makes on
+    a GPU: 0 if their rows are multiples of 16 bytes.
 
-    Inductor pads the operands of matrix products whose rows are not (its `pad_mm`). On an H100 the
-    step of a GPT-2 with 50,257 logits took just this copy more than predicted without it.
+    Otherwise inductor pads the operands of matrix products (its `pad_mm`). On an H100, the step of
+    a GPT-2 with 50,257 logits took exactly this copy more than predicted without it.
     """
     config = recipe.efficiency
     is_short = config.precision in ("bf16", "fp16")
@@ -595,7 +597,7 @@ def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
 
 
 def with_temporary(prediction: MemoryPrediction, phase: str, size: int) -> MemoryPrediction:
-    """The prediction with a temporary tensor of `size` bytes at the peak of a phase."""
+    """Return the prediction with a temporary tensor of `size` bytes at the peak of a phase."""
     if not size or phase not in prediction.phases:
         return prediction
     peak = prediction.phases[phase]
@@ -605,7 +607,7 @@ def with_temporary(prediction: MemoryPrediction, phase: str, size: int) -> Memor
 
 
 def merged(prediction: MemoryPrediction) -> MemoryPrediction:
-    """The prediction with the backward pass as one phase."""
+    """Return the prediction with the backward pass as one phase."""
     # The stretches are only for extrapolation; a plan shows one backward pass.
     phases = dict(prediction.phases)
     later = [phases.pop(name) for name in (MIDDLE_BACKWARD, LATE_BACKWARD) if name in phases]
@@ -617,7 +619,7 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 
 def are_alike(config: ModelConfig) -> bool:
-    """True if all layers attend to as many tokens, and all or none have experts."""
+    """Return True if all layers attend to as many tokens, and all or none have experts."""
     # GPT-2 may scale the scores of each layer by a different number, which takes no memory.
     kinds = {
         (replace(config.attention_spec(i), scale=None), config.has_experts(i))
@@ -635,18 +637,18 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
 
 
 def with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
-    """The recipe with another number of layers of its model."""
+    """Return the recipe with another number of layers of its model."""
     return recipe.with_keys("model", num_hidden_layers=count)
 
 
 def at_depth(
     few: Sequence[OperatorCount], more: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """The operators of a deep model from those of two shallow ones.
+    """Return the operators of a deep model from those of two shallow models.
 
     Args:
         few: counts of the model with fewer layers.
-        more: counts of the model with one layer more.
+        more: counts of the model with one more layer.
         steps: layers that the deep model has beyond `more`.
     """
     before = {entry.operator: entry.count for entry in few}
@@ -655,7 +657,7 @@ def at_depth(
         each = entry.count - before.get(entry.operator, 0)
         # An operator over lists of all parameters occurs once, with longer lists.
         is_list = not entry.operator.outputs and entry.operator not in before
-        # Operators of both models occur once in the deep one; additional ones once for each layer.
+        # Operators of both models occur once in the deep one; additional ones once per layer.
         count = entry.count if is_list else entry.count + max(each, 0) * steps
         found.append(OperatorCount(entry.operator, count))
         if is_list:
@@ -666,8 +668,8 @@ def at_depth(
 def _longer_lists(
     entry: OperatorCount, few: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """The operators that a list operator of the shallow model adds in a deeper one: on the tensors
-    of one more layer, once for each further layer."""
+    """Return the operators that a list operator of the shallow model adds in a deeper model: on the
+    tensors of one more layer, once for each further layer."""
     one = entry.operator
     like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
     lists = LISTS.get(one.base_name, 1)

@@ -1,13 +1,13 @@
-"""A trace of code that runs on tensors without memory: the storages that it makes, their lifetimes,
-and its operators.
+"""A trace of code that runs on tensors without memory: the storages that it creates, their
+lifetimes, and its operators.
 
 Torch's `FakeTensorMode` gives every operator's outputs shapes but no memory. `Tracer`, a dispatch
-mode above it, records when each storage is made and freed, on a clock that ticks once for each
+mode above it, records when each storage is created and freed, on a clock that ticks once per
 operator. The storages in memory at each tick, and their parts, are computed afterwards
-(`prediction.py`), so that tracing costs only a dictionary look-up for each tensor.
+(`prediction.py`), so that tracing costs only a dictionary look-up per tensor.
 
-A storage that operator k makes and that is freed before operator k + 1 begins is alive at tick k
-only. Memory that kernels allocate inside is not in the trace: see `kernels.py`.
+A storage that operator k creates and that is freed before operator k + 1 begins is alive only at
+tick k. Memory that kernels allocate internally is not in the trace: see `kernels.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: Death of a storage that is alive at the end of the trace.
 ALIVE = 2**62
 
-#: Values that code gets when it reads a fake tensor, which has none, by whether its dtype is a
-#: floating-point one. Small and finite.
+#: Values that code gets when it reads a fake tensor, which has no values; the key is True for
+#: floating-point dtypes. Small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 
@@ -49,9 +49,9 @@ class Storage:
     Attributes:
         size: bytes.
         birth, death: first and last tick at which the storage is alive.
-        phase: phase in which it was made; "" before the first.
+        phase: phase in which it was created; "" before the first.
         part: kind of its content, one of `prediction.PARTS`; "" until it is known.
-        recomputed: True if the backward pass made it by recomputing a forward pass.
+        recomputed: True if the backward pass created it by recomputing a forward pass.
     """
 
     size: int
@@ -89,7 +89,7 @@ class Trace:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records the operators called inside, which have to be on fake tensors.
+    """A dispatch mode that records the operators called inside, which must be on fake tensors.
 
     Use `phase` around each part of a step, and `mark` for storages whose part is known.
 
@@ -99,7 +99,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True: torch's compiler ignores this mode, and runs the code that it compiled before."""
+        """Return True: torch's compiler then ignores this mode, and runs code compiled earlier."""
         return True
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host = 0
         self._is_paused, self._is_inside = False, False
         self._part = ""
-        # Recomputation in compiled code has higher-order operators, which torch otherwise refuses.
+        # Recomputation in compiled code has higher-order operators, which torch otherwise rejects.
         self.supports_higher_order_operators = True
         self.enter_phase("setup")
 
@@ -140,7 +140,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Operators inside the block belong to this phase; then the former phase goes on."""
+        """Assign operators inside the block to this phase; then the previous phase continues."""
         before = self._phase
         self.enter_phase(name)
         try:
@@ -150,7 +150,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """A forward pass; storages that are alive at its end are kept for the backward pass."""
+        """Context of a forward pass; storages alive at its end are kept for the backward pass."""
         first = self.tick + 1
         with self.phase("forward"):
             yield
@@ -167,7 +167,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """Storages that are made inside the block get this part."""
+        """Give storages that are created inside the block this part."""
         before, self._part = self._part, part
         try:
             yield
@@ -178,7 +178,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Set the part of the tensors' storages; storages not seen before are alive from now on."""
         for tensor in tensors:
             for plain in _plain_tensors(tensor):
-                self._storage_of(plain).part = part
+                self._storage_for(plain).part = part
 
     def start_again(self) -> None:
         """Drop the trace so far; a living storage counts again once it is marked or returned."""
@@ -187,7 +187,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storages.clear()
 
     def move_to_host(self, size: int) -> None:
-        """Count bytes in the host's memory (subtract them, if negative)."""
+        """Add bytes to the host's memory, or subtract them if negative."""
         self._host += size
         self.trace.host_bytes = max(self.trace.host_bytes, self._host)
 
@@ -200,7 +200,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        # Reading `tensor.device` is dispatched as well, but starts no kernel.
+        # Reading `tensor.device` is also dispatched, but starts no kernel.
         if func is _PRIM_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is _aten._local_scalar_dense.default:
@@ -208,9 +208,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
             # The subclass's own code runs first, and calls operators on its inner tensors.
             return NotImplemented
-        # Composite operators arrive whole where autograd, which takes them apart, is not active.
+        # Composite operators arrive undivided if autograd, which decomposes them, is not active.
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
-            # Not `func.decompose`: Python code that copies for some operators, unlike the kernel.
+            # Not `func.decompose`: unlike the kernel, that Python code copies for some operators.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         inner = _implementation(func) if isinstance(func, OpOverload) else None
@@ -220,7 +220,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._follow_recomputation()
         self._count(func, args, kwargs, result)
         for tensor in _tensors_in(result):
-            self._storage_of(tensor)
+            self._storage_for(tensor)
         return result
 
     def _trace_inside(
@@ -238,7 +238,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tuple((t.shape, t.dtype) for t in _tensors_in((args, kwargs)))
         outputs = tuple((t.shape, t.dtype) for t in _tensors_in(result))
         options = _options(func, args)
-        # Equal calls share one entry: a step of hundreds of layers has few distinct ones.
+        # Equal calls share one entry: a step of hundreds of layers has few distinct calls.
         key = (func, self._phase_index, inputs, outputs, options)
         index = self._keys.get(key)
         if index is None:
@@ -258,7 +258,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.phases.append(self._phase_index)
 
     def _follow_recomputation(self) -> None:
-        """Keep the ticks of recomputed forward passes: in a backward pass, autograd's own formulas
+        """Record the ticks of recomputed forward passes: in a backward pass, autograd's formulas
         run without gradients, and a recomputed forward pass with gradients."""
         tick = len(self.trace.calls)
         if self._phase.startswith("backward") and torch.is_grad_enabled():
@@ -270,7 +270,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Storages
 
-    def _storage_of(self, tensor: Tensor) -> Storage:
+    def _storage_for(self, tensor: Tensor) -> Storage:
         storage = tensor.untyped_storage()
         # A tensor and its views share the storage in C++, not the Python object.
         identity = storage._cdata
@@ -301,7 +301,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 #: Custom operators of this package whose Python code is traced, because of its large temporaries.
-#: Of others, only the outputs' shapes are in a trace.
+#: For other custom operators, a trace has only the outputs' shapes.
 _TRACED_INSIDE = (
     "firstlight::linear_cross_entropy",
     "firstlight::nf4_linear",
@@ -331,7 +331,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """The inner tensors of a tensor subclass that wraps several; otherwise the tensor itself."""
+    """Yield the inner tensors of a tensor subclass that wraps several; otherwise the tensor
+    itself."""
     if tensor is None:
         return
     if is_traceable_wrapper_subclass(tensor):
@@ -343,7 +344,8 @@ def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _options(func: Any, args: tuple[Any, ...]) -> str:
-    """Properties of a call, besides shapes and dtypes, that its kernel's memory depends on."""
+    """Return the properties of a call, besides shapes and dtypes, on which its kernel's memory
+    depends."""
     if func is _ATTENTION_BACKWARD and not args[0].transpose(1, 2).is_contiguous():
         return "copies the gradient"
     if func in _PRODUCTS and args[_PRODUCTS[func]].stride(-1) != 1:

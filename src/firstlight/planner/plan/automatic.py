@@ -44,7 +44,7 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
         return None
     found = estimate(recipe, machine)
     if machine.gpu is None and recipe.schedule.max_minutes is not None:
-        # The warm-up is a share of the steps that the minutes have time for.
+        # The warm-up is a fraction of the steps for which the minutes have time.
         found = Estimator().timed(found, machine)
     if found.training is None or found.evaluation is None:
         return None
@@ -66,11 +66,11 @@ def run_phases(
     recipe: ResolvedRecipe,
     machine: Machine,
 ) -> dict[str, PhasePeak]:
-    """The memory peaks of a run's phases by name: those of its steps, evaluations, sample texts and
-    saves, and of averaging its last checkpoints.
+    """Return the memory peaks of a run's phases by name: those of its steps, evaluations, sample
+    texts and saves, and of averaging its last checkpoints.
 
     On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
-    is kept from the first save on. With a GPU this copy is in the host's memory.
+    is kept from the first save on. With a GPU, this copy is in the host's memory.
 
     Args:
         training, evaluation: predictions for one process.
@@ -93,8 +93,8 @@ def run_phases(
     copied, gathered = _copied_bytes(state, recipe), 0
     engine = engine_of(recipe, machine.count)
     if engine.updates_itself:
-        # DeepSpeed holds more than is saved. Moments, and at stage 3 weights, are gathered by the
-        # main process before they are copied.
+        # DeepSpeed holds more than is saved. The main process gathers moments, and at stage 3
+        # weights, before they are copied.
         weights = 4 * count_parameters(meta_model(recipe.model)).total
         gathered = state.get("optimizer_states", 0) * machine.count
         copied = weights + gathered
@@ -103,7 +103,8 @@ def run_phases(
     elif engine.shards_state:
         # The main process writes the shards of all processes.
         copied *= copies_of(recipe, machine.count)
-    # As `CheckpointSaver` decides: in the background if the copy fits into half of the free memory.
+    # Decided as in `CheckpointSaver`: in the background if the copy fits into half of the free
+    # memory.
     asynchronous = recipe.checkpoint.asynchronous
     if asynchronous is None:
         asynchronous = copied <= machine.usable_bytes / 2
@@ -113,7 +114,7 @@ def run_phases(
     if copied and every and (steps is None or every < steps):
         peaks = {name: _with(p.parts, checkpoint_copy=copied) for name, p in peaks.items()}
     if recipe.checkpoint.average_last:
-        # The averaged weights are evaluated before they are written; checkpoints have no copies
+        # The averaged weights are evaluated before they are written; no copies of checkpoints exist
         # by then.
         averaged = 4 * count_parameters(meta_model(recipe.model)).total
         peaks["averaging"] = _with(evaluating["evaluation"].parts, averaged_weights=averaged)
@@ -121,7 +122,7 @@ def run_phases(
 
 
 def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
-    """Bytes of a checkpoint's state: weights in fp32, and moments."""
+    """Return the bytes of a checkpoint's state: weights in fp32, and moments."""
     weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
     if recipe.lora is not None:
         # Only adapters are saved: two moments, and weights of half their size.
@@ -136,7 +137,7 @@ def _with(parts: Mapping[str, int], **more: int) -> PhasePeak:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The forecast, advice or plan that is asked for; see `hardware.fresh_process`."""
+    """Return the requested forecast, advice or plan; see `hardware.fresh_process`."""
     hardware = find_hardware(request["device"])
     if request["what"] == "plan":
         return _plan(parse_recipe(request["recipe"]), hardware, request["init_from"])
@@ -171,7 +172,7 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    # If the recipe itself should have fitted, there is less memory than reported: save the most.
+    # If the recipe itself should have fitted, less memory is free than reported: save the most.
     fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())
@@ -188,7 +189,7 @@ def _rate(one: Estimate) -> float:
 
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
-    # A run on another device than the planner finds gets no forecast rather than a wrong one.
+    # A run on another device than the planner detects gets no forecast rather than a wrong one.
     if machine.target.kind != hardware.device.type:
         return None
     return dataclasses.replace(machine, count=processes)
@@ -218,7 +219,7 @@ def planned_elsewhere(
     """
     request = {
         "what": "plan",
-        # Only the written keys: what is left out is open to the plan.
+        # Only the written keys: omitted keys are open to the plan.
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),
         "device": str(hardware.device),
         "init_from": init_from,
@@ -236,7 +237,7 @@ def planned_elsewhere(
 def planned_recipe(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """The recipe with the settings of the best plan for this machine, tried for two steps.
+    """Return the recipe with the settings of the best plan for this machine, tried for two steps.
 
     Args:
         recipe: the recipe as written.
@@ -246,14 +247,14 @@ def planned_recipe(
 
     Raises:
         ConfigError: the recipe can't be planned, or nothing fits; the message then names the
-            nearest settings that would.
+            nearest settings that would fit.
     """
     machine = _this_machine(hardware, 1)
     if machine is None:
-        raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: leave it out")
+        raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: remove it")
     resolved = open_micro_batch(resolve_for(recipe, machine, init_from))
     if resolved.preference is not None:
-        raise ConfigError("--plan auto does not support preference pairs: leave it out")
+        raise ConfigError("--plan auto does not support preference pairs: remove it")
     first = estimate(resolved, machine, evaluates=False)
     if first.problem:
         raise ConfigError(first.problem)
@@ -263,14 +264,14 @@ def planned_recipe(
         nearest = f"; what would: {', '.join(names)}" if names else ""
         raise ConfigError(f"nothing that the plan tried fits into this machine's memory{nearest}")
     found = _corrected(best, machine, hardware, tell)
-    # With `init_from` the model's config comes from that folder: the written section stays.
+    # With `init_from` the model's config comes from that folder: the written section is kept.
     return Recipe.model_validate(dict(found) | ({"model": recipe.model} if init_from else {}))
 
 
 def _corrected(
     best: Estimate, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """The candidate's recipe with the micro-batch size that trials of two steps confirm."""
+    """Return the candidate's recipe with the micro-batch size that trials of two steps confirm."""
     assert best.training is not None
     recipe = best.recipe
     sizes = list(micro_batches(recipe, machine))
@@ -280,7 +281,7 @@ def _corrected(
     place = sizes.index(written)
     trial = _try(recipe, machine, hardware, sizes[place])
     while trial is None and place + 1 < len(sizes):
-        tell(f"plan: a micro-batch of {sizes[place]} rows does not fit after all: fewer")
+        tell(f"plan: a micro-batch of {sizes[place]} rows does not fit after all: trying fewer")
         place += 1
         trial = _try(recipe, machine, hardware, sizes[place])
     if trial is None:
@@ -303,8 +304,8 @@ def _corrected(
 
 
 def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, size: int) -> Trial | None:
-    """Try two steps of the recipe's global batch in micro-batches of `size`; None if memory ran
-    out."""
+    """Try two steps of the recipe's global batch in micro-batches of `size`; return None if memory
+    ran out."""
     try:
         return try_rows(_cut(recipe, machine, size), hardware, size)
     except FirstlightError as error:

@@ -31,13 +31,13 @@ from firstlight.planner.speed.throughput import (
 )
 from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
-from firstlight.recipe.resolve import attention_backend, open_ways
+from firstlight.recipe.resolve import attention_backend, open_compile_modes
 
-#: Seconds of timed steps after which an `Estimator` times no further candidates, and after which it
-#: times no further methods of the table.
+#: Seconds of timed steps after which an `Estimator` stops timing candidates, and after which it
+#: stops timing methods of the table.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
-#: Minutes of a run from which tracing its compiled step, which takes ten seconds, is little of it.
+#: Minutes of a run from which the ten seconds for tracing its compiled step are little of its time.
 _TRACED_MINUTES = 10.0
 
 _GIB = 2**30
@@ -54,7 +54,7 @@ class Candidate:
         changes: values of keys of the recipe (`section.key`) that the candidate sets.
         evaluates: True includes the memory of evaluations.
         compiles: True predicts the memory of the compiled step, if the recipe compiles, which takes
-            ten seconds and more; False predicts that of the step without torch.compile.
+            at least ten seconds; False predicts that of the step without torch.compile.
     """
 
     recipe: ResolvedRecipe
@@ -78,10 +78,10 @@ class Estimate:
             known.
         usable_bytes: bytes of a device that a run may take.
         problem: the reason why the candidate is invalid; "" if it is valid.
-        is_bound: True if `training` is the memory of the step without torch.compile, mostly an
+        is_bound: True if `training` is the memory of the step without torch.compile, usually an
             upper bound of the compiled step's.
-        compile_gain: predicted speed of a recipe that compiles, as a multiple of that without
-            torch.compile; 1 if it is not known.
+        compile_gain: predicted speed of a recipe that compiles, as a multiple of the speed without
+            torch.compile; 1 if unknown.
         traced: the prediction with the operators of one process's step, from which `speed` is
             predicted; None once that is done.
     """
@@ -110,8 +110,9 @@ class Estimate:
 
     @property
     def may_fit_compiled(self) -> bool:
-        """True if the candidate could fit with torch.compile, judged by what that does not change:
-        the memory of evaluations, and of weights, gradients and optimizer states in the update."""
+        """True if the candidate could fit with torch.compile, judged by the memory that compiling
+        does not change: that of evaluations, and of weights, gradients and optimizer states in the
+        update."""
         if not self.is_bound or self.training is None:
             return False
         peak = self.training.phases.get("optimizer")
@@ -125,7 +126,8 @@ class Estimate:
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """The estimate as JSON values, without the recipe; without a speed if it does not fit."""
+        """Return the estimate as JSON values, without the recipe; without a speed if it does not
+        fit."""
         return {
             "name": self.name,
             "changes": dict(self.changes),
@@ -141,7 +143,7 @@ class Estimate:
 
 
 class Estimator:
-    """Makes estimates.
+    """Estimates the memory and speed of candidates.
 
     Args:
         workers: processes that trace; None traces in this process.
@@ -159,13 +161,13 @@ class Estimator:
         self._timing_seconds = 0.0
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """The estimate for one candidate, without a speed for a CPU (see `timed`)."""
-        return self._with_speed(_memory_of(candidate, self._workers), candidate)
+        """Return the estimate for one candidate, without a speed for a CPU (see `timed`)."""
+        return self._with_speed(_memory_estimate(candidate, self._workers), candidate)
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
-        """Estimates for several candidates, in their order, each as soon as it is made; `tell` is
-        called with the candidate's name then."""
-        traced = self._workers.map(_memory_of, [(candidate,) for candidate in candidates])
+        """Yield estimates for several candidates, in their order, each as soon as it is available;
+        `tell` is then called with the candidate's name."""
+        traced = self._workers.map(_memory_estimate, [(candidate,) for candidate in candidates])
         for estimate, candidate in zip(traced, candidates, strict=True):
             found = self._with_speed(estimate, candidate)
             self.tell(found.name)
@@ -177,8 +179,8 @@ class Estimator:
         recipe = estimate.recipe
         machine = candidate.machine
         size = recipe.model.hidden_size, recipe.model.num_hidden_layers
-        ways = open_ways(recipe.efficiency, recipe.distributed, machine.compiler, size)
-        gain = ways[0].gain
+        modes = open_compile_modes(recipe.efficiency, recipe.distributed, machine.compiler, size)
+        gain = modes[0].gain
         try:
             speed = estimate_speed(estimate.traced, recipe, machine)
             if speed is not None and recipe.efficiency.compile and _is_timed(machine):
@@ -187,15 +189,15 @@ class Estimator:
                 gain = plain.step_seconds.expected / speed.step_seconds.expected
         except FirstlightError as error:
             return dataclasses.replace(estimate, problem=str(error))
-        # Estimates are kept until the plan is shown: drop the thousands of operators.
+        # Estimates are kept until the plan is shown, so the thousands of operators are dropped.
         return dataclasses.replace(estimate, speed=speed, compile_gain=gain, traced=None)
 
     def timed(
         self, estimate: Estimate, machine: Machine, most_seconds: float = _TIMING_SECONDS
     ) -> Estimate:
-        """The estimate with the speed of steps that are timed, if it fits and is for one device of
-        this machine, and all timings so far took less than `most_seconds`; else the same estimate.
-        Nothing may run in the workers."""
+        """Return the estimate with the speed of steps that are timed, if it fits, is for one device
+        of this machine, and all timings so far took less than `most_seconds`; otherwise the same
+        estimate. Nothing may run in the workers."""
         if not (_is_timed(machine) and estimate.fits) or _is_offloaded(estimate.recipe):
             return estimate
         key = estimate.recipe.model_dump_json()
@@ -220,14 +222,14 @@ def _is_timed(machine: Machine) -> bool:
 
 
 def _is_offloaded(recipe: ResolvedRecipe) -> bool:
-    """True if the state of a run with one process is not where a timed step has it."""
+    """Return True if the state of a run with one process is not where a timed step has it."""
     engine = named_engine(recipe.distributed)
     return engine.updates_itself or recipe.distributed.offload != "none"
 
 
 def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
-    """The estimate for a recipe as it stands, made in this process without timing steps. In a short
-    run that compiles, memory is that of the step without torch.compile, mostly an upper bound.
+    """Estimate a recipe as it is, in this process and without timing steps. For a short run that
+    compiles, memory is that of the step without torch.compile, usually an upper bound.
 
     Args:
         recipe: the resolved recipe.
@@ -240,8 +242,8 @@ def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True
     return Estimator().estimate(Candidate(recipe, machine, evaluates=evaluates, compiles=traces))
 
 
-def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:
-    """The estimate for a candidate, without its speed."""
+def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = None) -> Estimate:
+    """Return the estimate for a candidate, without its speed."""
     machine, recipe = candidate.machine, candidate.recipe
     known = (candidate.name, candidate.changes)
     try:
@@ -269,7 +271,7 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
         if last is not None:
             evaluation = of_one_rank(last, recipe, machine.count, on_cpu=on_cpu)
     except TrainingError:
-        # A worker process failed, which does not make the candidate invalid.
+        # A worker process failed, which does not mean that the candidate is invalid.
         raise
     except FirstlightError as error:
         return Estimate(*known, recipe, usable_bytes=machine.usable_bytes, problem=str(error))
@@ -285,25 +287,26 @@ def _memory_of(candidate: Candidate, workers: WorkerProcesses | None = None) -> 
 
 
 def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Sequences of an optimizer step for each group of devices with one copy of the model."""
+    """Return the sequences per optimizer step of each group of devices with one copy of the
+    model."""
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
         return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
     return recipe.batch.micro_batch_size * (recipe.batch.gradient_accumulation_steps or 1)
 
 
-# Each method alone, and the reasons of a choice
+# Each method alone, and the reasons for the settings
 
 
 def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
-    """An estimate for each method that the recipe does not use, added alone to the recipe. The
-    memory is that without torch.compile, unless compiling is the method. On this machine methods
-    are timed for some time, but torch.compile is not.
+    """Return an estimate for each method that the recipe does not use, added alone to the recipe.
+    The memory is that without torch.compile, unless compiling is the method. On this machine,
+    methods are timed for a limited time; torch.compile is never timed.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates.
+        estimator: the estimator to use.
     """
     candidates = [
         Candidate(
@@ -327,7 +330,7 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
 def methods(  # noqa: C901 - a flat list: one independent case per method
     recipe: ResolvedRecipe, machine: Machine
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, {key of the recipe: value}) of each method that would change something."""
+    """Yield (name, {key of the recipe: value}) of each method that would change something."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
         changes: dict[str, Any] = {"batch.micro_batch_size": 1}
@@ -365,7 +368,7 @@ def methods(  # noqa: C901 - a flat list: one independent case per method
 
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
-    """The changes that set another optimizer, and that turn off the options which it refuses."""
+    """Return the changes that set another optimizer and turn off the options that it rejects."""
     off = {"embeddings_in_32_bits": None, "cautious_weight_decay": False, "tuned_width": None}
     own, has = recipe.optimizer, OPTIMIZERS[name].options
     refused = [key for key, value in off.items() if getattr(own, key) != value and key not in has]
@@ -373,12 +376,13 @@ def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
 
 
 def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
-    """The change that turns off the averaging of checkpoints, which LoRA does not support."""
+    """Return the change that turns off averaging of checkpoints, which LoRA does not support."""
     return {"checkpoint.average_last": 0} if recipe.checkpoint.average_last else {}
 
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
-    """Changes that set the precision, and the attention backend if it was chosen by precision."""
+    """Return the changes that set the precision, and the attention backend if it was chosen by
+    precision."""
     config = recipe.efficiency
     seq_len = recipe.data.seq_len
     facts = facts_of(recipe, machine)
@@ -395,12 +399,13 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
 def reasons_for(
     recipe: Recipe, best: Estimate, first: Estimate, machine: Machine
 ) -> dict[str, str]:
-    """The reason for each key that the recipe leaves open, or that the best candidate changes.
+    """Return the reason for each key that the recipe leaves open, or that the best candidate
+    changes.
 
     Args:
         recipe: the recipe as written.
         best: the chosen estimate.
-        first: the estimate for the recipe as it stands.
+        first: the estimate for the recipe as it is.
         machine: the machine that was planned for.
     """
     reasons: dict[str, str] = {}
@@ -446,8 +451,8 @@ _ATTENTION = {
 
 
 def _logits_bytes(recipe: ResolvedRecipe) -> int:
-    """Bytes of a micro-batch's logits in fp32. Not from the trace, because that of a compiled step
-    does not show which bytes are logits."""
+    """Return the bytes of a micro-batch's logits in fp32. They are not taken from the trace,
+    because the trace of a compiled step does not show which bytes are logits."""
     return 4 * recipe.batch.micro_batch_size * recipe.data.seq_len * recipe.model.vocab_size
 
 
@@ -466,8 +471,8 @@ def _precision(precision: str, machine: Machine) -> str:
 
 # The search for the fastest candidate that fits or, if none does, for settings that would fit
 
-#: Changes that are tried to make a step fit or its micro-batches larger; those that cost least
-#: speed first.
+#: Changes that are tried to make a step fit or its micro-batches larger; those that cost the least
+#: speed come first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as it stands", {}),
     ("chunked loss", {"efficiency.loss_chunk_tokens": 1024}),
@@ -492,7 +497,7 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 
-#: LoRA as it is tried if nothing fits, and the changes with which all such settings are tried.
+#: LoRA as it is tried if nothing fits, and the changes that accompany all such settings.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
 _LEAST: dict[str, Any] = {
     "batch.micro_batch_size": 1,
@@ -506,22 +511,22 @@ def best_estimate(
     estimator: Estimator | None = None,
     known: Estimate | None = None,
 ) -> Estimate | None:
-    """The settings with the most tokens a second among those that fit; None if none does.
+    """Return the settings with the most tokens/s among those that fit; None if none fits.
 
     The recipe's precision and global batch are kept, but not its micro-batch size; AdamW becomes
     8-bit AdamW only if nothing else fits. Methods that save memory are added, the cheapest first,
     only until the micro-batch keeps the device busy.
 
     If the recipe compiles, candidates are searched without torch.compile, which is quicker and
-    mostly takes more memory. The candidate found, and the recipe as it stands, are then estimated
+    usually takes more memory. The selected candidate, and the recipe as it is, are then estimated
     with torch.compile. If neither fits, the search is repeated with it, for all candidates that
     could fit.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates; None makes a new one.
-        known: the estimate for the recipe as it stands, if it was made before.
+        estimator: the estimator to use; None creates one.
+        known: the estimate for the recipe as it is, if it was already made.
     """
     estimator = estimator or Estimator()
     without: dict[str, Estimate] = {}
@@ -529,7 +534,7 @@ def best_estimate(
     if not recipe.efficiency.compile:
         return found
     estimates: list[Estimate] = []
-    # The unchanged recipe first: `max` takes the first of equally fast ones.
+    # The unchanged recipe comes first, because `max` returns the first of equally fast candidates.
     if found is None or found.changes:
         estimates.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
@@ -551,29 +556,30 @@ def _fastest(
     compiles: bool = False,
     hopeless: Container[str] = (),
 ) -> Estimate | None:
-    """The fastest of the candidates of `_SAVINGS` that fits; None if none does.
+    """Return the fastest of the candidates of `_SAVINGS` that fits; None if none fits.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates.
+        estimator: the estimator to use.
         looked_at: receives each candidate's estimate by name, with the largest micro-batch that
             fits.
         compiles: see `Candidate`.
-        hopeless: names of candidates to leave out.
+        hopeless: names of candidates to skip.
     """
     found: list[Estimate] = []
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
-        # Changes that the recipe has already are left out, which may leave an earlier candidate.
+        # Changes that the recipe already has are dropped, which may give an earlier candidate
+        # again.
         if wanted in tried:
             continue
         tried.append(wanted)
         if name in hopeless:
             continue
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
-            # Another optimizer changes the result: only in place of AdamW, if nothing else fits.
+            # Another optimizer changes the result, so it only replaces AdamW if nothing else fits.
             continue
         if "optimizer.name" in wanted:
             wanted |= other_optimizer(recipe, wanted["optimizer.name"])
@@ -599,11 +605,11 @@ def largest_that_fits(
     *,
     compiles: bool,
 ) -> Estimate:
-    """The estimate with the largest micro-batch that fits and divides the step evenly; with the
-    smallest micro-batch if none fits.
+    """Return the estimate with the largest micro-batch that fits and divides the step evenly, or
+    with the smallest micro-batch if none fits.
 
     Memory is about linear in the size of the micro-batch: the two smallest give the slope, and the
-    sizes that should fit by it are estimated themselves, the largest first.
+    sizes that should fit according to it are estimated, the largest first.
     """
     sizes = list(micro_batches(recipe, machine))
 
@@ -636,9 +642,9 @@ def largest_that_fits(
 
 
 def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """The recipe with the same global batch, but an open number of micro-batches.
+    """Return the recipe with the same global batch, but an open number of micro-batches.
 
-    Without `global_batch_tokens`, a step is the micro-batch of the recipe, which stays as it is.
+    Without `global_batch_tokens`, a step is the micro-batch of the recipe, which is not changed.
     """
     if resolved.batch.global_batch_tokens is None:
         return resolved
@@ -646,17 +652,17 @@ def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
-    """Micro-batch sizes that divide a device's part of each step evenly, each at most half of the
-    one before."""
+    """Yield micro-batch sizes that divide a device's part of each step evenly, each at most half of
+    the previous one."""
     total = sequences_per_step(recipe, machine)
     if recipe.batch.ramp_start_tokens is not None:
-        # The first step of a batch-size ramp has to be divided evenly, too.
+        # The first step of a batch-size ramp must also be divided evenly.
         share = recipe.data.seq_len * copies_of(recipe, machine.count)
         total = math.gcd(total, recipe.batch.ramp_start_tokens // share)
     before = 2 * total
     for size in range(total, 0, -1):
         if total % size == 0 and 2 * size <= before:
-            # Sizes in between differ too little in speed to be worth an estimate each.
+            # Sizes in between differ too little in speed to justify an estimate each.
             before = size
             yield size
 
@@ -681,7 +687,7 @@ def _with_micro_batch_size(
 def _has(recipe: ResolvedRecipe, key: str, value: object) -> bool:
     section, _, name = key.partition(".")
     found = getattr(getattr(recipe, section), name)
-    # Any number of tokens makes a chunked loss.
+    # Any nonzero number of tokens means that the loss is computed in chunks.
     return bool(found == value or (name == "loss_chunk_tokens" and found))
 
 
@@ -692,7 +698,7 @@ def _is_busy(one: Estimate, machine: Machine) -> bool:
 
 
 def _rate(one: Estimate) -> float:
-    """Expected tokens a second; if the device's rates are unknown, the micro-batch size."""
+    """Return the expected tokens/s; if the device's rates are unknown, the micro-batch size."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
     return float(one.recipe.batch.micro_batch_size)
@@ -701,21 +707,21 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Alternatives that fit, for a recipe of which no candidate fits: LoRA, LoRA on weights in four
-    bits, offloading to the CPU, more devices; each with a micro-batch of one sequence and full
+    """Return alternatives that fit, for a recipe of which no candidate fits: LoRA, LoRA on 4-bit
+    weights, offloading to the CPU, more devices; each with a micro-batch of one sequence and full
     activation checkpointing.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        estimator: makes the estimates; None makes a new one.
+        estimator: the estimator to use; None creates one.
     """
     estimator, candidates = estimator or Estimator(), []
     sequences = sequences_per_step(recipe, machine) * copies_of(recipe, machine.count)
     for name, changes, where in _fallbacks(recipe, machine):
         least = dict(_LEAST)
         if recipe.batch.global_batch_tokens is None:
-            # The global batch stays the same, also on more devices.
+            # The global batch stays the same, even on more devices.
             cut = with_changes(recipe, {k: v for k, v in changes.items() if "distributed" in k})
             copies = copies_of(cut, where.count)
             least["batch.gradient_accumulation_steps"] = max(sequences // copies, 1)
@@ -753,7 +759,7 @@ def _fallbacks(
         offload: dict[str, Any] = {
             "distributed.engine": "deepspeed",
             "distributed.offload": "cpu",
-            # DeepSpeed can't be combined with it.
+            # DeepSpeed does not support compilation.
             "efficiency.compile": False,
         }
         yield "offloading moments to the CPU (DeepSpeed)", offload, machine

@@ -1,4 +1,4 @@
-"""The target of a plan: this machine, or GPUs that are somewhere else."""
+"""The target of a plan: this machine, or GPUs of another machine."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from firstlight.training.starting_model import with_positions
 from firstlight.training.time_budget import predicted_steps
 from firstlight.weights.huggingface import read_config
 
-#: Usable share of the memory of a GPU that is not in the table.
+#: Usable fraction of the memory of a GPU that is not in the table.
 _GPU_SHARE = 0.98
 
-#: Usable share of a CPU's free memory, which other programs share.
+#: Usable fraction of a CPU's free memory, because other programs need memory too.
 _CPU_SHARE = 0.9
 
 _UNITS = {"b": 1, "": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -61,7 +61,7 @@ class Machine:
         memory_bytes: bytes of each device.
         usable_bytes: bytes of each device that a run may take.
         target: the device whose kernels and allocator are modelled.
-        gpu: the GPU with its rates; None for a CPU, and for a GPU whose memory alone is known.
+        gpu: the GPU with its rates; None for a CPU, and for a GPU of which only memory is known.
         precision: the precision that "auto" resolves to: "bf16", "fp16" or "fp32".
         is_here: True for the machine that this process runs on.
     """
@@ -77,9 +77,9 @@ class Machine:
 
     @property
     def compiler(self) -> Compiler | None:
-        """torch.compile for this device. Triton, which comes with torch, begins with capability
-        7.0, and firstlight doesn't compile for Apple's GPUs. Of other machines, only those with a
-        GPU as old as a T4 are taken to have few cores."""
+        """torch.compile for this device. Triton, which comes with torch, requires capability 7.0,
+        and firstlight does not compile for Apple's GPUs. Among other machines, only those with a
+        GPU as old as a T4 are assumed to have few cores."""
         if self.is_here or self.target.kind == "cpu":
             return find_compiler(self.hardware)
         old = self.gpu is not None and (0, 0) < self.gpu.capability < (8, 0)
@@ -105,9 +105,9 @@ class Machine:
 
     @property
     def hardware(self) -> Hardware:
-        """The `Hardware` that describes this target to the rest of firstlight."""
+        """Return the `Hardware` that describes this target to the rest of firstlight."""
         device = torch.device(self.target.kind)
-        # No capability for a GPU of which only the memory is known, so that no method is refused.
+        # No capability for a GPU of which only the memory is known, so that no method is rejected.
         of_table = self.gpu is not None and self.gpu.capability != (0, 0)
         known = self.target.kind == "cuda" and (self.is_here or of_table)
         capability = self.target.capability if known else None
@@ -122,11 +122,11 @@ def find_machine(
     count: int = 1,
     device: str = "auto",
 ) -> Machine:
-    """The machine that the options describe.
+    """Return the machine that the options describe.
 
     Args:
         gpu: a GPU's name; None is this machine's GPU or, without one, its CPU.
-        memory_bytes: bytes of each GPU instead of the table's; without `gpu`, of a GPU of unknown
+        memory_bytes: bytes of each GPU in place of the table's; without `gpu`, of a GPU of unknown
             speed.
         count: number of GPUs.
         device: `run.device` of a run on this machine.
@@ -136,9 +136,9 @@ def find_machine(
             `memory_bytes` or `count` is invalid.
     """
     if count < 1:
-        raise ConfigError(f"--gpus is {count}: at least 1 is needed")
+        raise ConfigError(f"--gpus is {count}: it must be at least 1")
     if memory_bytes is not None and memory_bytes < 2**20:
-        raise ConfigError(f"--gpu-memory is {memory_bytes} bytes: say for instance 24GiB")
+        raise ConfigError(f"--gpu-memory is {memory_bytes} bytes: set a size such as 24GiB")
     if gpu is not None:
         return _known(find_gpu(gpu, memory_bytes), memory_bytes, count)
     if memory_bytes is not None:
@@ -149,7 +149,9 @@ def find_machine(
     if found.device.type == "cuda":
         return _this_gpu(found, count)
     if count > 1:
-        raise ConfigError(f"--gpus {count} of which kind? Add --gpu NAME, such as 'RTX 4090'")
+        raise ConfigError(
+            f"--gpus {count} needs the kind of GPU: add --gpu NAME, such as 'RTX 4090'"
+        )
     usable = int(_CPU_SHARE * free_memory_bytes(found.device))
     is_fast = found.bf16 and bf16_is_faster(found.device)
     precision: AutoPrecision = "bf16" if is_fast else "fp32"
@@ -166,7 +168,7 @@ def find_machine(
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "24GiB", "24 GB" or "24000 MiB"; the unit may be missing.
+    """Return the bytes of a size such as "24GiB", "24 GB" or "24000 MiB"; the unit may be missing.
 
     Raises:
         ConfigError: the text is not a size.
@@ -174,7 +176,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match[2].lower() if match else None
     if match is None or unit not in _UNITS:
-        raise ConfigError(f"'{text}' is no size of memory: write for instance 24GiB or 24GB")
+        raise ConfigError(f"'{text}' is not a size of memory: write for example 24GiB or 24GB")
     return int(float(match[1]) * _UNITS[unit])
 
 
@@ -188,8 +190,9 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """GPU memory of a process outside of torch's allocator; None if it was measured neither on this
-    GPU type nor on an H100 of the same capability, for which the same kernels are loaded."""
+    """Return the GPU memory of a process outside of torch's allocator; None if it was measured
+    neither on this GPU type nor on an H100 of the same capability, for which the same kernels are
+    loaded."""
     found = measured_gpu(gpu)
     if found is None and gpu.capability == GPUS["H100"].capability:
         found = measured_gpu(GPUS["H100"])
@@ -220,7 +223,7 @@ def _gpu_machine(
 
 
 def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:
-    """The recipe with some keys (`section.key`) set; a section's name alone sets the whole section.
+    """Set some keys (`section.key`) of a recipe; a section's name alone sets the whole section.
 
     Raises:
         ConfigError: a value is invalid.
@@ -238,7 +241,7 @@ def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> Resolved
 
 
 def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) -> ResolvedRecipe:
-    """The recipe as a run on the machine would resolve it; see `resolve`.
+    """Resolve the recipe as a run on the machine would; see `resolve`.
 
     Args:
         recipe: the recipe as written.
@@ -246,7 +249,7 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
         init_from: folder of a model to start from.
 
     Raises:
-        ConfigError: the recipe has no model, its vocabulary isn't known, or see `resolve`.
+        ConfigError: the recipe has no model, its vocabulary is unknown, or see `resolve`.
         ModelError: `init_from` is not the folder of a model.
     """
     read = with_deepspeed_file(recipe, machine.count)
@@ -254,7 +257,7 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
 
 
 def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Facts:
-    """The facts with which the recipe is resolved on the machine.
+    """Return the facts with which the recipe is resolved on the machine.
 
     Raises:
         ConfigError: the number of devices is not a multiple of tensor_parallel x pipeline; or see
@@ -263,7 +266,7 @@ def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> 
     """
     kind = recipe.data.kind or _prepared_kind(recipe)
     if kind is not None:
-        # Pairs are planned without the model that a run starts from.
+        # Pairs are planned without the model from which a run starts.
         require_fitting_data(recipe, kind, from_weights=True)
     known: dict[str, Any] = {
         "processes": copies_of(recipe, machine.count),
@@ -275,7 +278,7 @@ def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> 
     if machine.is_here or machine.target.kind == "cpu":
         return facts_here(machine.hardware, **known)
     gpu = machine.gpu
-    # With unknown rates (None), `resolve` can't compare them and takes its usual choice.
+    # With unknown rates (None), `resolve` can't compare them and makes its usual choice.
     rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
     return Facts(
         machine.target.kind,
@@ -287,18 +290,18 @@ def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> 
 
 
 def epoch_tokens(recipe: Recipe) -> int | None:
-    """Tokens of the training split; None where the data are not on this machine."""
+    """Return the tokens of the training split; None if the data are not on this machine."""
     found = [prepared_vocabulary(folder) for folder in _folders(recipe)]
     return None if None in found else sum(one[1] for one in found if one)
 
 
 def _folders(recipe: Recipe) -> list[str]:
-    """The prepared folders of a recipe."""
+    """Return the prepared folders of a recipe."""
     return [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
 
 
 def _prepared_kind(recipe: Recipe) -> Kind | None:
-    """Kind of the prepared data; None where they are not on this machine."""
+    """Return the kind of the prepared data; None if they are not on this machine."""
     kind: Kind | None = None
     for folder in _folders(recipe):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
@@ -309,16 +312,16 @@ def _prepared_kind(recipe: Recipe) -> Kind | None:
 
 
 def _model_config(recipe: Recipe, init_from: str | None) -> ModelConfig:
-    """The config of the model that a run would train."""
+    """Return the config of the model that a run would train."""
     if init_from is not None:
         config = read_model_folder(init_from, lambda folder: read_config(config_folder(folder)))
-        # Only the run tells the user about changed positions, so that it is said once.
+        # Only the run reports changed positions, so that the user sees the message once.
         return with_positions(recipe, config, init_from, tell=lambda _: None)
     model = recipe.model or recipe.planning.model
     if model is None:
         raise ConfigError(
-            "the recipe has no model: add a `model:` section, or give the folder of the weights "
-            "to start from with --init-from"
+            "the recipe has no model: add a `model:` section, or set --init-from to the folder of "
+            "the weights to start from"
         )
     if model.vocab_size:
         return model
@@ -327,15 +330,15 @@ def _model_config(recipe: Recipe, init_from: str | None) -> ModelConfig:
     tokens = recipe.planning.vocab_size if prepared is None else prepared[0]
     if tokens is None:
         raise ConfigError(
-            f"the model's vocabulary is that of the data's tokenizer, and {folder} is not "
-            "prepared here: prepare it, or say --planning.vocab_size 50257"
+            f"the model's vocabulary is that of the data's tokenizer, but {folder} is not "
+            "prepared here: prepare it, or set --planning.vocab_size 50257"
         )
     return model.model_copy(update={"vocab_size": tokens})
 
 
 def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
-    """(size of the vocabulary, tokens of the training split) of a prepared folder; None if it is
-    not one, or not here."""
+    """Return (size of the vocabulary, tokens of the training split) of a prepared folder; None if
+    the folder is not prepared or not on this machine."""
     try:
         manifest = json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8"))
         return int(manifest["vocab_size"]), int(manifest["splits"]["train"]["tokens"])
@@ -349,7 +352,7 @@ class PlannedRun:
 
     Attributes:
         schedule: resolved schedule, as `train` computes it.
-        batch: sequences of each optimizer step, all devices together.
+        batch: sequences of each optimizer step, on all devices together.
         tokens: tokens of the whole run.
         epochs: passes over the training split; None if the data are not on this machine.
     """
@@ -363,13 +366,13 @@ class PlannedRun:
 def planned_run(
     recipe: ResolvedRecipe, machine: Machine, tokens_per_second: float | None = None
 ) -> PlannedRun | None:
-    """Length of a resolved recipe's run; None if it depends on data that are not on this machine,
-    or on an unknown speed.
+    """Return the length of a resolved recipe's run; None if it depends on data that are not on this
+    machine, or on an unknown speed.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine that it runs on.
-        tokens_per_second: predicted speed, for a run in minutes; None where it is not known.
+        tokens_per_second: predicted speed, for a run in minutes; None if unknown.
 
     Raises:
         ConfigError: the schedule is invalid; see `resolve_schedule`.
@@ -394,7 +397,7 @@ def planned_run(
 
 
 def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
-    """Rows of the training split; None where it is not prepared here."""
+    """Return the rows of the training split; None if it is not prepared here."""
     folders = _folders(recipe)
     try:
         splits = [

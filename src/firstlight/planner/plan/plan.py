@@ -58,15 +58,15 @@ from firstlight.planner.plan.machine import (
 from firstlight.planner.speed.gpu import DEFAULT_SHARES, PACKET_BYTES
 from firstlight.planner.speed.throughput import usual_speed
 from firstlight.recipe import Recipe, ResolvedRecipe
-from firstlight.recipe.resolve import open_ways
+from firstlight.recipe.resolve import open_compile_modes
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of a training: time or tokens.
+    """The budget of a training run: time or tokens.
 
     Attributes:
-        seconds, tokens: length of the run; at most one of them is given.
+        seconds, tokens: length of the run; at most one of them is set.
         price_per_hour: price of one device for an hour, in any currency.
     """
 
@@ -78,9 +78,9 @@ class Budget:
         for name in ("seconds", "tokens", "price_per_hour"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"{name.replace('_', ' ')} is {value}: it has to be more than 0")
+                raise ConfigError(f"{name.replace('_', ' ')} is {value}: it must be more than 0")
         if self.seconds is not None and self.tokens is not None:
-            raise ConfigError("give either --budget, a time, or --tokens")
+            raise ConfigError("set either --budget, a time, or --tokens")
 
     @property
     def is_given(self) -> bool:
@@ -102,7 +102,7 @@ class Plan:
         methods: an estimate for each method alone.
         nearest: changed settings that would fit, if no candidate fits.
         budget: the time or the tokens to train with, and the price.
-        warnings: warnings of sizes of the model that the machine computes slowly.
+        warnings: warnings about sizes of the model that the machine computes slowly.
         notes: assumptions of the plan about this machine and the run.
         suggestion: the model and the schedule for the budget.
         suggested: the estimate for `suggestion`.
@@ -133,13 +133,13 @@ class Plan:
 
     @property
     def chosen(self) -> ResolvedRecipe | None:
-        """The recipe to train: the suggestion's, else the best candidate's."""
+        """The recipe to train: the suggested one, otherwise the best candidate's."""
         found = self.suggested or self.best
         return None if found is None else found.recipe
 
     @property
     def run_seconds(self) -> float | None:
-        """Seconds of the run's steps, with the best settings if these were searched; None if the
+        """Seconds of the run's steps, with the best settings if they were searched for; None if the
         time is unknown, or no candidate fits."""
         taken = self.best or self.as_it_stands
         if self.run is None or taken.tokens_per_second is None or not taken.fits:
@@ -147,7 +147,7 @@ class Plan:
         return self.run.tokens / taken.tokens_per_second.expected
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         machine = {
             "name": self.machine.name,
             "count": self.machine.count,
@@ -165,7 +165,7 @@ class Plan:
             seconds = self.run_seconds
             price = None if seconds is None else cost(seconds, self.budget, self.machine)
             run = {**dataclasses.asdict(self.run), "seconds": seconds, "cost": price}
-            # Programs that read --json know the size of a step by this key.
+            # Programs that read --json expect the size of a step under this key.
             batch = run.pop("batch")
             run["rows_a_step"] = batch["size"]
             if batch["ramp_steps"]:
@@ -206,20 +206,20 @@ def make_plan(
         machine: the machine to run on.
         init_from: the folder of a model to start from.
         budget: time or tokens to suggest a model for, and the price; None suggests none.
-        searches: True looks for the best settings and estimates each method; False estimates the
-            recipe as it stands only.
-        estimator: makes the estimates; None makes a new one.
+        searches: True searches for the best settings and estimates each method; False estimates
+            only the recipe as it is.
+        estimator: the estimator to use; None creates one.
 
     Raises:
         ConfigError: the recipe can't be trained on any machine; or there is a price, but neither a
-            budget nor a run of known length; or there is a budget, but the recipe trains weights
-            that exist.
+            budget nor a run of known length; or there is a budget, but the recipe trains existing
+            weights.
         ModelError: `init_from` is not the folder of a model.
     """
     budget = budget or Budget()
     if budget.is_given and (why := _starting_weights(recipe, init_from)):
         raise ConfigError(
-            f"--budget and --tokens suggest a new model, and {why}: leave them out, and set "
+            f"--budget and --tokens suggest a new model, but {why}: leave them out, and set "
             "schedule.max_minutes to train for a given time"
         )
     resolved = resolve_for(recipe, machine, init_from)
@@ -230,10 +230,10 @@ def make_plan(
     first = estimator.timed(first, machine)
     if first.problem:
         raise ConfigError(first.problem)
-    run = _run_of(first, machine)
+    run = _planned_run_for(first, machine)
     if budget.price_per_hour is not None and run is None and not budget.is_given:
         raise ConfigError(
-            "--price-per-hour needs the length of the run: set schedule.max_steps, or give "
+            "--price-per-hour needs the length of the run: set schedule.max_steps, or set "
             "--budget or --tokens"
         )
     here = machine.hardware.device if machine.is_here else None
@@ -245,7 +245,7 @@ def make_plan(
         nearest = [] if best is not None else nearest_estimates(resolved, machine, estimator)
         methods = method_table(resolved, machine, estimator)
         if best is not None and resolved.schedule.max_minutes is not None:
-            run = _run_of(best, machine)
+            run = _planned_run_for(best, machine)
         plan = dataclasses.replace(
             plan, best=best, reasons=reasons, nearest=nearest, methods=methods, run=run
         )
@@ -259,8 +259,8 @@ def make_plan(
 
 
 def _notes(written: Recipe, machine: Machine) -> list[str]:
-    """See `Plan.notes`. The speed of this machine's CPU has to be measured next, because other
-    programs may use its cores only for a while."""
+    """Return `Plan.notes`. Call this right before the speed of this machine's CPU is measured,
+    because other programs may use its cores only for a while."""
     notes = []
     if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
         notes.append("other programs keep this machine busy: it may be faster than measured")
@@ -274,22 +274,22 @@ def _notes(written: Recipe, machine: Machine) -> list[str]:
 
 
 def _starting_weights(recipe: Recipe, init_from: str | None) -> str:
-    """The reason why the shape of the recipe's model is that of weights that exist, as text; "" for
-    a new model."""
+    """Return the reason why the shape of the recipe's model is fixed by existing weights, as text;
+    "" for a new model."""
     if init_from is not None:
-        return "--init-from gives the weights to start from"
+        return "--init-from names the weights to start from"
     if recipe.model is None:
-        return "a recipe without a model section starts from given weights"
+        return "a recipe without a model section starts from existing weights"
     for section in ("lora", "preference"):
         if getattr(recipe, section) is not None:
-            return f"a recipe with a {section} section starts from given weights"
+            return f"a recipe with a {section} section starts from existing weights"
     return ""
 
 
 def _replacements(
     written: Recipe, resolved: ResolvedRecipe, suggested: ResolvedRecipe
 ) -> dict[str, tuple[Any, Any]]:
-    """See `Plan.replacements`."""
+    """Return `Plan.replacements`."""
     found: dict[str, tuple[Any, Any]] = {}
     given, before = written.model_dump(mode="json"), resolved.model_dump(mode="json")
     for section, values in suggested.model_dump(mode="json").items():
@@ -305,14 +305,14 @@ def _replacements(
     return found
 
 
-def _run_of(estimate: Estimate, machine: Machine) -> PlannedRun | None:
-    """Length of the run of an estimate's recipe, at the estimated speed."""
+def _planned_run_for(estimate: Estimate, machine: Machine) -> PlannedRun | None:
+    """Return the length of the run of an estimate's recipe, at the estimated speed."""
     speed = estimate.tokens_per_second
     return planned_run(estimate.recipe, machine, None if speed is None else speed.expected)
 
 
 #: Number of models that are tried: after one that does not fit, a smaller one; after one whose rate
-#: differs from the assumed rate, one suggested by its rate.
+#: differs from the assumed rate, the one suggested for its rate.
 _TRIES = 6
 
 #: Bytes that a parameter takes in training, with fp32 AdamW.
@@ -322,23 +322,23 @@ _STATE_BYTES = 16
 def _for_budget(
     plan: Plan, budget: Budget, estimator: Estimator, written: Recipe
 ) -> dict[str, Any]:
-    """The suggestion and its estimate, as attributes of `Plan`.
+    """Return the suggestion and its estimate, as attributes of `Plan`.
 
     Args:
-        plan: the plan of the recipe as it stands.
+        plan: the plan of the recipe as it is.
         budget: the time or tokens.
-        estimator: makes the estimates.
-        written: the recipe as written. Where it leaves `efficiency.compile` or the learning rates
-            open, they follow the suggested run and model.
+        estimator: the estimator to use.
+        written: the recipe as written. If it leaves `efficiency.compile` or the learning rates
+            open, they follow from the suggested run and model.
 
-    The models of the first try are compared by the machine's speed for new models. Where the
-    suggested one has quite another speed with the recipe's methods, they are compared again, at a
-    multiple of it.
+    The models of the first try are compared by the machine's speed for new models. If the suggested
+    one has quite another speed with the recipe's methods, they are compared again, at a multiple of
+    that speed.
     """
     recipe, machine = plan.recipe, plan.machine
     if machine.gpu is None and not (machine.is_here and machine.count == 1):
         raise ConfigError(
-            "what to train in a time needs a known GPU: give --gpu NAME instead of --gpu-memory"
+            "a model for a given time needs a known GPU: set --gpu NAME instead of --gpu-memory"
         )
     seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
     text = usual_text(recipe.model.vocab_size, epoch_tokens(recipe))
@@ -349,17 +349,17 @@ def _for_budget(
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
-        # Defaults bind the values of this turn of the loop; later turns change them.
+        # Defaults bind the values of this iteration; later iterations change them.
         def rate(
             model: Suggestion,
             step: float,
-            way: Compiling,
+            mode: Compiling,
             most: float = most_parameters,
             speed: MachineFacts = speed,
         ) -> float | None:
             if model.parameters > most:
                 return None
-            return speed.tokens_per_second(model.flops, step, way)
+            return speed.tokens_per_second(model.flops, step, mode)
 
         found = suggest(
             rate,
@@ -369,7 +369,7 @@ def _for_budget(
             seconds=budget.seconds,
             tokens=budget.tokens,
             epochs=epochs,
-            ways=lambda model: open_ways(
+            modes=lambda model: open_compile_modes(
                 written.efficiency,
                 written.distributed,
                 compiler,
@@ -381,15 +381,15 @@ def _for_budget(
         # Every device needs at least one sequence of the batch.
         found = _for_all_devices(found, seq_len * machine.count)
         suggestion = _suggested_recipe(plan, found, written)
-        expected = speed.tokens_per_second(found.flops, found.global_batch_tokens, found.way)
+        expected = speed.tokens_per_second(found.flops, found.global_batch_tokens, found.mode)
         estimate = best_estimate(suggestion, machine, estimator)
         of_own = estimate is not None and "optimizer.name" not in estimate.changes
         if estimate is not None and estimate.fits and estimate.tokens_per_second is None:
-            # Steps of DeepSpeed and of an offloaded state are not timed.
+            # Steps with DeepSpeed or with an offloaded state are not timed.
             usual = usual_speed(estimate.recipe, expected, machine.hardware)
             estimate = dataclasses.replace(estimate, speed=usual)
         if estimate is None or not of_own or estimate.tokens_per_second is None:
-            # Next a model that is a fifth smaller, but not smaller than one that is known to fit.
+            # Next, a model that is a fifth smaller, but not smaller than one that is known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         fitting = max(fitting, found.parameters)
@@ -399,44 +399,46 @@ def _for_budget(
         reached = estimate.tokens_per_second.expected
         factor = reached / expected
         is_same = max(factor, 1 / factor) < defaults.OTHER_SPEED or found.config in seen
-        # With a budget in tokens, the rate only changes the duration.
+        # With a budget in tokens, the rate changes only the duration.
         if budget.seconds is None or is_same:
             break
         seen.append(found.config)
         speed = speed.times(factor)
     if not suggested:
-        raise ConfigError("no model of the ladder fits this machine: give one with more memory")
+        raise ConfigError(
+            "none of the candidate models fits this machine: use one with more memory"
+        )
     return suggested
 
 
 def largest_epochs(recipe: Recipe) -> float:
-    """Largest number of passes over the text in a budget of time: `schedule.epochs`, or
+    """Return the maximum number of passes over the text in a budget of time: `schedule.epochs`, or
     `defaults.MOST_EPOCHS`."""
     return recipe.schedule.epochs or defaults.MOST_EPOCHS
 
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Number of parameters whose training state alone fills the devices."""
+    """Return the number of parameters whose training state alone fills the devices."""
     sharded = named_engine(recipe.distributed).keeps_shards
     pieces = machine.count // (1 if sharded else copies_of(recipe, machine.count))
     return pieces * machine.usable_bytes / _STATE_BYTES
 
 
 def _models_to_train(recipe: ResolvedRecipe) -> list[ModelConfig]:
-    """The models of the ladder that can be sharded as the recipe asks, smallest first."""
+    """Return the candidate models that can be sharded as the recipe asks, smallest first."""
     cut = recipe.distributed
     ladder = list(model_ladder(recipe.model, cuts=cut.tensor_parallel))
     models = [one for one in ladder if not any(why_not_cut(one, cut))]
     if not models:
         why = "; ".join(why_not_cut(ladder[-1], cut))
         raise ConfigError(
-            f"no model of the ladder can be cut as the recipe asks, the largest: {why}"
+            f"none of the candidate models can be sharded as the recipe asks, the largest: {why}"
         )
     return models
 
 
 def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
-    """The suggestion with a batch that all devices can share evenly.
+    """Return the suggestion with a batch that all devices can share evenly.
 
     Args:
         found: the suggestion.
@@ -450,18 +452,18 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
 
 
 def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> ResolvedRecipe:
-    """The recipe with the suggestion's model, batch, number of steps and way to compile, and with
-    the learning rates of its width."""
+    """Return the recipe with the suggestion's model, batch, number of steps and compilation mode,
+    and with the learning rates for its width."""
     recipe = plan.recipe
     optimizer = optimizer_of_width(recipe, written, found.config.hidden_size)
     schedule = _kept_schedule(plan)
     if recipe.schedule.initial_learning_rate is not None:
-        # The warm-up begins at the same share of the peak.
+        # The warm-up begins at the same fraction of the peak.
         ratio = optimizer.learning_rate / recipe.optimizer.learning_rate
         schedule["initial_learning_rate"] = ratio * recipe.schedule.initial_learning_rate
     efficiency = recipe.efficiency
     if written.efficiency.compile == "auto" and not needs_compiling(written.efficiency):
-        keys = {"compile": found.way.compiles, "compile_regional": found.way.regional}
+        keys = {"compile": found.mode.compiles, "compile_regional": found.mode.regional}
         efficiency = efficiency.model_copy(update=keys)
     own = {"model": found.config, "optimizer": optimizer, "efficiency": efficiency}
     return with_changes(
@@ -480,10 +482,10 @@ def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> Resolve
 def optimizer_of_width(
     recipe: ResolvedRecipe, written: Recipe, hidden_size: int
 ) -> OptimizerConfig:
-    """The recipe's optimizer with the learning rates of a model of this width: those that the
-    recipe gives, converted from its own width, or those of new models."""
+    """Return the recipe's optimizer with the learning rates for a model of this width: the rates in
+    the recipe, converted from its width, or those of new models."""
     optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
-    # Muon's rates of new models were measured together with their initial weights and betas, which
+    # Muon's rates for new models were measured together with their initial weights and betas, which
     # only a recipe without an optimizer section gets.
     is_open = not given if optimizer.name == "muon" else "learning_rate" not in given
     if is_open and optimizer.name in NEW_MODEL_RATES:
@@ -491,21 +493,21 @@ def optimizer_of_width(
         kept = {key: value for key, value in rates.items() if key not in given - {"tuned_width"}}
         return optimizer.model_copy(update=kept)
     if has_width_rule(recipe):
-        # Without a tuned_width, the rates are those of the recipe's own model.
+        # Without a tuned_width, the rates are for the model of the recipe.
         width = optimizer.tuned_width or recipe.model.hidden_size
         optimizer = optimizer.model_copy(update={"tuned_width": width}).for_width(hidden_size)
     return optimizer
 
 
 def has_width_rule(recipe: Recipe) -> bool:
-    """True if the learning rates of the recipe's optimizer can follow the model's width."""
+    """Return True if the learning rates of the recipe's optimizer can follow the model's width."""
     return "tuned_width" in OPTIMIZERS[recipe.optimizer.name].options
 
 
 def _kept_schedule(plan: Plan) -> dict[str, Any]:
-    """The keys of the recipe's schedule for a run of another length. Warm-up and decay that are
-    given in steps or tokens keep their share of the run; if the length of the recipe's run is not
-    known, they get the default share."""
+    """Return the keys of the recipe's schedule for a run of another length. Warm-up and decay that
+    are set in steps or tokens keep their fraction of the run; if the length of the recipe's run is
+    unknown, they get the default fraction."""
     config = plan.recipe.schedule
     values = config.model_dump(
         exclude={"epochs", "max_minutes", "decay_steps", "decay_tokens", "min_learning_rate"}
@@ -516,7 +518,7 @@ def _kept_schedule(plan: Plan) -> dict[str, Any]:
 
     def share(steps: int) -> float:
         assert run is not None
-        # Rounded down, so that two shares of a run are not more than all of it; but not to 0, so
+        # Rounded down, so that the sum of two fractions is not more than the run; but not to 0, so
         # that one step of a long run stays one.
         return min(max(math.floor(1e5 * steps / run.max_steps), 1) / 1e5, 1.0)
 
@@ -537,22 +539,22 @@ def _in_time(
     *,
     epochs: float,
 ) -> dict[str, Any]:
-    """The suggestion and its estimate, as attributes of `Plan`. With a budget in seconds, with as
-    many steps as the estimated speed has time for."""
+    """Return the suggestion and its estimate, as attributes of `Plan`. With a budget in seconds,
+    the run has as many steps as fit at the estimated speed."""
     assert estimate.tokens_per_second is not None
     speed = estimate.tokens_per_second.expected
     if budget.seconds is not None:
-        tokens = tokens_in_time(speed, found.way.left_of(budget.seconds), text, epochs)
+        tokens = tokens_in_time(speed, found.mode.left_of(budget.seconds), text, epochs)
         steps = max(int(tokens / found.global_batch_tokens), 1)
         found = with_steps(found, steps, text)
         changes = {"schedule.max_steps": steps}
         estimate = dataclasses.replace(estimate, recipe=with_changes(estimate.recipe, changes))
-    found = dataclasses.replace(found, seconds=found.tokens / speed + found.way.seconds)
+    found = dataclasses.replace(found, seconds=found.tokens / speed + found.mode.seconds)
     return {"suggestion": found, "suggested": estimate}
 
 
 def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
-    """The cost of a run of this length on all devices; None without a price."""
+    """Return the cost of a run of this length on all devices; None without a price."""
     if budget.price_per_hour is None:
         return None
     return seconds / 3600 * budget.price_per_hour * machine.count
@@ -563,20 +565,20 @@ def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
 # Matrix units read 16 bytes at a time: 8 numbers of 16 bits. Products with a dimension that is not
 # a multiple of 8 use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
 
-#: Numbers of 16 bits that matrix units read at a time, and the multiple that a vocabulary is padded
-#: to.
+#: Numbers of 16 bits that matrix units read at a time, and the multiple to which a vocabulary is
+#: padded.
 _PACKET, _VOCABULARY = PACKET_BYTES // 2, 64
 
-#: Speed-up of products by aligned sizes that is named for a GPU that is not at hand.
+#: Speed-up of products by aligned sizes that is reported for a GPU of another machine.
 _GAIN_ON_GPUS = 1 / DEFAULT_SHARES.misaligned.expected
 
 #: Multiplications of a measured product [tokens, inner] x [inner, size].
 _PRODUCT_SIZE = 2e8
-#: Bounds of a measured product's tokens, and its largest inner size.
+#: Bounds of a measured product's tokens, and its maximum inner size.
 _LEAST_TOKENS = 16
 _MOST_TOKENS = 256
 _MOST_INNER = 512
-#: Counted measurements of each product.
+#: Number of counted measurements of each product.
 _ROUNDS = 5
 
 #: Smallest speed-up of a step that is worth a warning.
@@ -586,11 +588,12 @@ _LEAST_GAIN = 1.01
 def alignment_warnings(
     recipe: ResolvedRecipe, here: torch.device | None, capability: tuple[int, int] | None = None
 ) -> Iterator[str]:
-    """A warning for each misaligned size: its share of the work, and the gain of an aligned one.
+    """Yield a warning for each misaligned size: its share of the work, and the gain of an aligned
+    one.
 
     Args:
         recipe: recipe with its model.
-        here: device of this machine that the gain is measured on; None takes the upper bound for
+        here: device of this machine on which the gain is measured; None uses the upper bound for
             GPUs.
         capability: CUDA's compute capability of the GPU; None for another device.
     """
@@ -612,7 +615,7 @@ def alignment_warnings(
         if key == "vocab_size":
             multiple = _VOCABULARY
         elif key == "hidden_size":
-            # Heads have an even number of values each.
+            # Each head has an even number of values.
             multiple = math.lcm(_PACKET, 2 * recipe.model.num_attention_heads)
         aligned = -(-size // multiple) * multiple
         inner = min(
@@ -630,8 +633,8 @@ def alignment_warnings(
         origin = "up to" if here is None else "measured here, about"
         advice = {
             "vocab_size": f"efficiency.vocab_multiple {multiple} pads it to {aligned:,}",
-            None: f"take sizes of heads that are multiples of {_PACKET}",
-        }.get(key, f"take {aligned:,}")
+            None: f"use head sizes that are multiples of {_PACKET}",
+        }.get(key, f"set it to {aligned:,}")
         name = f"a width of {size:,} inside the model" if key is None else f"model.{key} {size:,}"
         misaligned = any(other % _PACKET for shape in own for other in shape if other != size)
         together = ", with the other sizes aligned as well" if misaligned else ""
@@ -644,9 +647,9 @@ def alignment_warnings(
 def _measured_gain(
     device: torch.device, dtype: torch.dtype, inner: int, size: int, *, aligned: int
 ) -> float:
-    """Time of a linear layer's products (see `_product_seconds`) with `size`, divided by the time
-    with `aligned`: the median of rounds in which the two take turns."""
-    # A large vocabulary is measured with fewer tokens, so that planning stays fast.
+    """Return the time of a linear layer's products (see `_product_seconds`) with `size`, divided by
+    the time with `aligned`: the median of rounds in which the two alternate."""
+    # A large vocabulary is measured with fewer tokens, to keep planning fast.
     fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET
     tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)
     ratios = []
@@ -655,15 +658,15 @@ def _measured_gain(
             _product_seconds(device, dtype, tokens, inner, size=one) for one in (size, aligned)
         ]
         ratios.append(seconds[0] / seconds[1])
-    # The first round loads the kernels, and is not counted.
+    # The first round loads the kernels and is not counted.
     return statistics.median(ratios[1:])
 
 
 def _product_seconds(
     device: torch.device, dtype: torch.dtype, tokens: int, inner: int, size: int
 ) -> float:
-    """Seconds of a linear layer's products: the forward product, and the gradients of the input and
-    of the weight. N tokens, I `inner`, S `size`."""
+    """Return the seconds of a linear layer's products: the forward product, and the gradients of
+    the input and of the weight. N tokens, I `inner`, S `size`."""
     x_NI = torch.ones(tokens, inner, device=device, dtype=dtype)
     weight_SI = torch.ones(size, inner, device=device, dtype=dtype)
     grad_NS = torch.ones(tokens, size, device=device, dtype=dtype)

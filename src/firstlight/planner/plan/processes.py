@@ -1,7 +1,7 @@
 """Worker processes in which plans are traced, and the process that predicts a run.
 
 Tracing is pure Python, so a process uses one core. The workers are forks of a process that imports
-torch while this process does its own imports.
+torch while this process does its other imports.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ T = TypeVar("T")
 #: Number of workers. More gain little: the search often needs a result before the next candidate.
 _COUNT = 2
 
-#: Seconds that workers get to end by themselves; Python takes some tenths of a second.
+#: Seconds that workers have to end by themselves; Python takes some tenths of a second.
 _ENDING_SECONDS = 1.0
 
 #: Modules that are imported by the process from which workers are forked.
 PRELOADED = ["torch._dynamo", "firstlight.planner.memory.recipe"]
 
 _KILLED = (
-    "a process that traced the model was killed, most likely for want of memory: end other "
+    "a process that traced the model was killed, most likely for lack of memory: end other "
     "programs, or plan a smaller model"
 )
 
@@ -52,8 +52,9 @@ class WorkerProcesses:
     """Runs functions in worker processes, or in this process.
 
     Args:
-        start: function that starts the processes when they are first needed, and returns them by
-            this process's ends of their pipes. If it returns none, all calls run in this process.
+        start: function that starts the processes when they are first needed, and returns them keyed
+            by this process's ends of their pipes. If it returns none, all calls run in this
+            process.
     """
 
     def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
@@ -67,18 +68,19 @@ class WorkerProcesses:
         return self._start()
 
     def map(self, function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-        """A function's results in the order of its arguments, each as soon as it is there.
+        """Yield a function's results in the order of its arguments, each as soon as it is
+        available.
 
         An exception of the function is raised here.
 
         Args:
             function: a function at the top level of a module.
-            arguments: the arguments of each call; they have to be picklable.
+            arguments: the arguments of each call, which must be picklable.
 
         Raises:
             TrainingError: a process was killed or crashed.
         """
-        # A single call goes to a worker, too: a crash must not end this process.
+        # A single call also goes to a worker: a crash must not end this process.
         if not self._ends:
             yield from (function(*one) for one in arguments)
             return
@@ -111,7 +113,7 @@ class WorkerProcesses:
                 raise self._gone(end) from None
 
     def _gone(self, end: Connection) -> TrainingError:
-        """The error for a process that has ended."""
+        """Return the error for a process that has ended."""
         process = self._ends[end]
         process.join(_ENDING_SECONDS)
         code = process.exitcode
@@ -125,13 +127,13 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def started() -> Iterator[WorkerProcesses]:
-    """Context with workers, which import while this process does. They are ended with the block,
-    also after an exception."""
+    """Context with workers, which import while this process does. They end with the block, even
+    after an exception."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # Only the fork server for now: starting a worker would wait for its imports.
-    # A worker that is killed leaves semaphores to the resource tracker, which removes them, with a
-    # warning that is of no use to the user.
+    # Only the fork server is started for now: starting a worker would wait for its imports.
+    # A worker that is killed leaves semaphores to the resource tracker, which removes them with a
+    # warning that is useless to the user.
     before = os.environ.get("PYTHONWARNINGS")
     quiet = "ignore:resource_tracker:UserWarning"
     os.environ["PYTHONWARNINGS"] = quiet if before is None else f"{before},{quiet}"
@@ -148,10 +150,10 @@ def started() -> Iterator[WorkerProcesses]:
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,), daemon=True)
             process.start()
-            # Not before: a signal during the start leaves a process that can't be joined. If it
+            # Added only now: a signal during the start leaves a process that can't be joined. If it
             # runs nevertheless, it ends with this end of its pipe.
             processes[here] = process
-            # So that the pipe ends when the process does.
+            # Closed here, so that the pipe ends when the process does.
             there.close()
         return processes
 
@@ -160,7 +162,7 @@ def started() -> Iterator[WorkerProcesses]:
     finally:
         for end in processes:
             end.close()
-        # An idle worker ends by itself, and cleans up; one that still works is ended.
+        # An idle worker ends by itself and cleans up; one that is still working is killed.
         end_by = time.monotonic() + _ENDING_SECONDS
         try:
             for process in processes.values():
@@ -173,18 +175,19 @@ def started() -> Iterator[WorkerProcesses]:
 
 def _work(end: Connection) -> None:
     """Run calls from the pipe and send their results, until the other end of the pipe is closed."""
-    # Ctrl-C is for the parent process, which then ends this one.
+    # Ctrl-C is handled by the parent process, which then ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # torch's warnings about code that is only traced are of no use to the user.
+    # torch's warnings about code that is only traced are useless to the user.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     gc.disable()
-    # Collections then neither visit the imported objects nor copy their pages.
+    # Garbage collections then neither visit the imported objects nor copy their pages.
     gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         while True:
             function, arguments = end.recv()
-            # Frees the garbage of the last call; before its answer, this would have delayed it.
+            # Frees the garbage of the last call; doing this before its answer would have delayed
+            # it.
             gc.collect(0)
             try:
                 answer = (True, function(*arguments))
@@ -194,25 +197,25 @@ def _work(end: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or a `TrainingError` with its text if it can't be pickled."""
+    """Return the error, or a `TrainingError` with its text if it can't be pickled."""
     try:
         sent = multiprocessing.reduction.ForkingPickler.dumps(error)
         multiprocessing.reduction.ForkingPickler.loads(sent)
-    except Exception:  # noqa: BLE001  (what an object that can't be sent raises is its own choice)
+    except Exception:  # noqa: BLE001  (an object that can't be sent may raise anything)
         return TrainingError(f"{type(error).__name__}: {error}")
     return error
 
 
-#: The module that the process that predicts runs.
+#: The module that the predicting process runs.
 _PREDICTING = "firstlight.planner.plan.automatic"
 
-#: Most seconds that a run waits for a forecast.
+#: Maximum seconds that a run waits for a forecast.
 _MOST_SECONDS = 90.0
 
 
 class RunForecaster:
     """Predicts runs on this machine in a separate process; see `training.forecast.Forecaster`. A
-    context manager; the process ends at its end."""
+    context manager that ends the process on exit."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
@@ -225,7 +228,7 @@ class RunForecaster:
         self._stack.close()
 
     def start(self) -> None:
-        """Start the process before it gets a request, so that it has imported torch by then."""
+        """Start the process before it gets a request, so that it has already imported torch."""
         self._processes = self._stack.enter_context(
             fresh_process.started(_PREDICTING, [os.environ])
         )
@@ -254,14 +257,14 @@ class RunForecaster:
         return None if found is None else str(found)
 
     def _ask(self, what: str, recipe: Recipe, hardware: Hardware, processes: int) -> Any:
-        """The answer to a request, as JSON values; the process ends after it."""
+        """Return the answer to a request, as JSON values; the process ends after it."""
         request = {
             "what": what,
             "recipe": recipe.model_dump(mode="json"),
             "device": str(hardware.device),
             "processes": processes,
         }
-        # The run's other processes wait for this one, and consider it dead after their timeout.
+        # The run's other processes wait for this one, and consider it failed after their timeout.
         patience = min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2)
         if not self._processes:
             self.start()

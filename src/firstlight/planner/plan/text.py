@@ -19,7 +19,7 @@ Table = list[Sequence[str]]
 
 
 def blocks(plan: Plan) -> Iterator[str | Table]:
-    """The lines and tables of a plan, in the order in which they are shown."""
+    """Yield the lines and tables of a plan, in the order in which they are shown."""
     machine, recipe = plan.machine, plan.recipe
     count = f"{machine.count} x " if machine.count > 1 else ""
     yield (
@@ -52,7 +52,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
 
 
 def _advice(plan: Plan) -> Iterator[str | Table]:
-    """The best estimate, or what would fit if nothing does as it is meant."""
+    """Yield the best estimate, or alternatives that would fit if nothing fits as requested."""
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
@@ -72,7 +72,8 @@ def _run(plan: Plan, run: PlannedRun) -> str:
     if not run.schedule.max_steps:
         return "the recipe's run: no steps, the model is evaluated and saved unchanged"
     read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
-    # A run in minutes has fewer steps than predicted: evaluations and saves take some of its time.
+    # A run in minutes has fewer steps than predicted, since evaluations and saves take time as
+    # well.
     about = "at the predicted speed about " if run.schedule.is_open else ""
     text = (
         f"the recipe's run: {about}{run.schedule.max_steps:,} steps of {run.batch.in_words} "
@@ -93,13 +94,13 @@ _PRECISIONS = {
 
 
 def precision_text(recipe: ResolvedRecipe) -> str:
-    """Text for the precision of a resolved recipe, with ", compiled" if it compiles."""
+    """Return text for the precision of a resolved recipe, with ", compiled" if it compiles."""
     name = recipe.efficiency.precision
     return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
 
 
 def in_words(one: Estimate) -> str:
-    """Text for an estimate's memory and, if it fits and the rates are known, its speed."""
+    """Return text for an estimate's memory and, if it fits and the rates are known, its speed."""
     if one.problem:
         return one.problem
     fits = "fits" if one.fits else "may not fit" if one.may_fit_compiled else "DOES NOT FIT"
@@ -116,7 +117,7 @@ def in_words(one: Estimate) -> str:
 
 
 def memory_table(one: Estimate) -> Table:
-    """A table of memory by part, for training and evaluation."""
+    """Return a table of memory by part, for training and evaluation."""
     columns = [
         (name, p)
         for name, p in (("training", one.training), ("evaluation", one.evaluation))
@@ -139,8 +140,9 @@ def memory_table(one: Estimate) -> Table:
 
 
 def method_rows(plan: Plan) -> Table:
-    """A table of memory and speed with each method, compared with the recipe as it stands. Memory
-    that is known only without torch.compile is compared with that of the recipe without it."""
+    """Return a table of memory and speed with each method, compared with the recipe as it is.
+    Memory that is known only without torch.compile is compared with that of the recipe without
+    it."""
     rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
     first = plan.as_it_stands
     assert first.training is not None
@@ -163,7 +165,7 @@ def method_rows(plan: Plan) -> Table:
 
 
 def changed_options(one: Estimate) -> dict[str, str]:
-    """The changes of `one` to the recipe, as options of `train`: `section.key` -> value."""
+    """Return the changes of `one` to the recipe, as options of `train`: `section.key` -> value."""
     found: dict[str, str] = {}
     for key in one.changes:
         value = _value(one, key)
@@ -172,7 +174,7 @@ def changed_options(one: Estimate) -> dict[str, str]:
             if isinstance(value, dict)
             else {key: value}
         )
-        # YAML reads JSON.
+        # JSON is valid YAML.
         found |= {k: v if isinstance(v, str) else json.dumps(v) for k, v in parts.items()}
     return found
 
@@ -241,9 +243,9 @@ def _suggestion(plan: Plan) -> Iterator[str]:
 
 
 def _limit(plan: Plan, epochs: float) -> str:
-    """The reason why the text is not read more often, as the end of a sentence; "" if it is only
-    the budget."""
-    # Not exactly the limit, because a run has whole steps.
+    """Return the reason why the text is not read more often, as the end of a sentence; "" if it is
+    only the budget."""
+    # Not compared exactly, because a run has a whole number of steps.
     if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
         return ""
     if plan.recipe.schedule.epochs:
@@ -252,7 +254,7 @@ def _limit(plan: Plan, epochs: float) -> str:
 
 
 def _written(value: Any) -> str:
-    """A value of the recipe as in YAML, numbers with four digits."""
+    """Format a value of the recipe as in YAML, numbers with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
@@ -262,25 +264,25 @@ def _price(plan: Plan, seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A number as "15.5M" or "1.36B"."""
+    """Format a number as "15.5M" or "1.36B"."""
     return f"{count / 1e6:,.3g}M" if count < 1e9 else f"{count / 1e9:,.4g}B"
 
 
 def speed(rate: Range) -> str:
-    """A speed in tokens per second with its range, as text."""
+    """Format a speed in tokens/s with its range."""
     return f"{rate.expected:,.0f} tokens/s ({rate.slow:,.0f} to {rate.fast:,.0f})"
 
 
 def _rate(one: Estimate) -> str:
     if not one.fits:
-        # The known memory is that of the step without torch.compile, which mostly takes more.
+        # The known memory is that of the step without torch.compile, which usually takes more.
         return "may not fit" if one.may_fit_compiled else "does not fit"
     rate = one.tokens_per_second
     return "" if rate is None else f"{rate.expected:,.0f}"
 
 
 def hours(seconds: float) -> str:
-    """A duration as "45 s", "90 min", "5.2 h" or "3.1 days"."""
+    """Format a duration as "45 s", "90 min", "5.2 h" or "3.1 days"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 5400:

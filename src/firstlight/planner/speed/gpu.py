@@ -1,26 +1,27 @@
 """Predicted time of an operator on a GPU of the table: its work divided by the GPU's rates.
 
-The roofline model (Williams et al. 2009): an operator takes the longer of the time of its FLOPs
-and of its bytes. The share of the data sheet's rates that is achieved is a range:
+This is the roofline model (Williams et al. 2009): an operator takes the longer of the time of its
+FLOPs and the time of its bytes. The achieved fraction of the data sheet's rates is a range:
 
 - large matrix products 0.45 to 0.85 of the dense peak, 0.65 expected;
 - flash attention, forward 0.35 to 0.70 and backward 0.30 to 0.60: FlashAttention-2 (Dao 2023)
-  measured 50-73 % and up to 63 % on A100, FlashAttention-3 (Shah et al. 2024) found the second to
-  be at 35-40 % on H100;
+  measured 50-73 % and up to 63 % on A100; FlashAttention-3 (Shah et al. 2024) reports 35-40 % for
+  FlashAttention-2 on H100;
 - streams 0.70 to 0.92 of the memory's bandwidth, as STREAM-like programs reach on these GPUs;
-- a kernel takes 2 to 6 microseconds at least, and starting one from Python 4 to 16, which is
+- a kernel takes at least 2 to 6 microseconds, and launching one from Python takes 4 to 16, which is
   hidden as long as the GPU is busy.
 
-A matrix product is divided into tiles of 128 x 128, which multiprocessors take in turns. The parts
-of tiles beyond the edge, and the idle multiprocessors of the last turn, are lost (NVIDIA, "Matrix
-Multiplication Background User's Guide": tile and wave quantization). Each tile takes the time of
-about 64 more elements of the inner dimension for its beginning and end.
+A matrix product is divided into tiles of 128 x 128, which multiprocessors process in waves. The
+parts of tiles beyond the edge, and the idle multiprocessors of the last wave, are lost (NVIDIA,
+"Matrix Multiplication Background User's Guide": tile and wave quantization). The beginning and end
+of each tile take the time of about 64 more elements of the inner dimension.
 
 For GPU types that `python -m benchmarks gpu` has measured (an H100), fitted constants
-(`measured_gpus.json`) replace these shares. Other types take the H100's constants, scaled by what
-each reaches of its data sheet in products alone (`assumed_shares`), so that the order of two GPUs
-follows from their data sheets and not from which of them was measured. Their ranges stay as wide as
-above, enough for two published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
+(`measured_gpus.json`) replace these fractions. Other types use the H100's constants, scaled by the
+fraction of its data sheet that each reaches in products alone (`assumed_shares`), so that the order
+of two GPUs follows from their data sheets and not from which of them was measured. Their ranges
+stay as wide as above, enough for two published rates of GPT-2 124M in compiled bf16 on an A100 with
+40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
@@ -63,7 +64,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 #: Phases whose streams are of the kind "optimizer".
 _OPTIMIZER_PHASES = ("optimizer", "clipping")
 
-#: Products of each expert's rows by its own weight, all experts in one call (`models.moe`).
+#: Products of each expert's rows by its weight, all experts in one call (`models.moe`).
 _GROUPED = ("grouped_linear", "grouped_linear_backward")
 
 _PRODUCTS = (
@@ -81,7 +82,7 @@ _PRODUCTS = (
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "flex_attention", "blockwise_attention")
 
-#: Number of tensors that the attention kernels take without a mask.
+#: Number of tensors that the attention kernels receive without a mask.
 _INPUTS_WITHOUT_MASK = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 6,
@@ -99,16 +100,17 @@ _FREE = frozenset(
 
 
 def is_free(operator: Operator) -> bool:
-    """True if the operator starts no kernel."""
+    """Return True if the operator starts no kernel."""
     name = operator.base_name
-    # A cast to the dtype that a tensor has already returns the tensor itself.
+    # A cast to the dtype that a tensor already has returns the tensor itself.
     if name == "to":
         return operator.inputs[:1] == operator.outputs[:1]
     return name in _FREE or not (operator.inputs or operator.outputs)
 
 
 def kind_of(operator: Operator) -> Kind:
-    """The kind that an operator's time counts under; operators without a kernel have one, too."""
+    """Return the kind to which an operator's time is added; operators without a kernel have one
+    too."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"
@@ -120,18 +122,18 @@ def kind_of(operator: Operator) -> Kind:
 
 
 def is_attention(operator: Operator) -> bool:
-    """True if the operator is one of the fused kernels of attention."""
+    """Return True if the operator is one of the fused kernels of attention."""
     name = operator.base_name
     return any(kernel in name for kernel in _ATTENTION)
 
 
 def is_grouped(operator: Operator) -> bool:
-    """True if the operator multiplies the rows of all experts in one call."""
+    """Return True if the operator multiplies the rows of all experts in one call."""
     return operator.base_name in _GROUPED
 
 
 def is_masked(operator: Operator) -> bool:
-    """True if an attention kernel was given a mask; training without a mask is causal."""
+    """Return True if an attention kernel received a mask; training without a mask is causal."""
     plain = _INPUTS_WITHOUT_MASK.get(operator.base_name)
     return plain is not None and len(operator.inputs) > plain
 
@@ -158,8 +160,8 @@ class MatrixProduct:
 
 
 def product_of(operator: Operator) -> MatrixProduct:
-    """The matrix product of an operator of the kind "matrix_products". The products of all experts
-    count as one product of all rows by one weight; their backward pass as two of them."""
+    """Return the matrix product of an operator of the kind "matrix_products". The products of all
+    experts count as one product of all rows by one weight; their backward pass as two of them."""
     name = operator.base_name
     if is_grouped(operator):
         count = 2 if name.endswith("backward") else 1
@@ -193,7 +195,8 @@ _LIST_TRAFFIC = {
 
 
 def streamed_bytes(operator: Operator) -> float:
-    """Bytes that an operator really reads and writes: a look-up reads its rows, not the table."""
+    """Return the bytes that an operator really reads and writes: a look-up reads its rows, not the
+    table."""
     name = operator.base_name
     if is_free(operator):
         return 0.0
@@ -204,7 +207,7 @@ def streamed_bytes(operator: Operator) -> float:
     if name == "nll_loss_forward":
         return float(total_bytes(operator.inputs[1:]))
     if name in ("nll_loss_backward", "embedding_dense_backward"):
-        # The whole gradient is set to zero; other traffic of nll_loss is negligible.
+        # The full gradient is set to zero; other traffic of nll_loss is negligible.
         return float(
             total_bytes(operator.outputs) + 2 * total_bytes(operator.inputs[:1])
             if name.startswith("emb")
@@ -213,14 +216,14 @@ def streamed_bytes(operator: Operator) -> float:
     if name in ("scatter_add_", "index_add_", "scatter_"):
         return 3.0 * total_bytes(operator.inputs[2:])
     if not operator.outputs:
-        # An in-place operator names no result: its input is read and written.
+        # An in-place operator reports no result: its input is read and written.
         return 2.0 * operator.moved_bytes
     return float(operator.moved_bytes)
 
 
 @dataclass(frozen=True)
 class Range:
-    """An expected figure and its range, from the slowest to the fastest run.
+    """An expected value and its range, from the slowest to the fastest run.
 
     Attributes:
         slow, expected, fast: seconds, of which `slow` is the largest; or rates or fractions, of
@@ -242,17 +245,17 @@ class Range:
 
     @classmethod
     def around(cls, seconds: float, error: float) -> Range:
-        """A time with a relative error on both sides."""
+        """Return a time with a relative error on both sides."""
         return cls(seconds * (1 + error), seconds, seconds * (1 - error))
 
     @classmethod
     def exact(cls, value: float) -> Range:
-        """A range with three equal values."""
+        """Return a range with three equal values."""
         return cls(value, value, value)
 
 
 def larger(one: Range, other: Range) -> Range:
-    """The elementwise maximum of two times."""
+    """Return the elementwise maximum of two times."""
     return Range(*map(max, one, other))
 
 
@@ -269,18 +272,20 @@ class Shares:
         attention, attention_backward: fractions of the peak that the fused kernels reach.
         bandwidth: fraction of the memory's bandwidth that kernels reach.
         link: fraction of the bandwidth of the link between GPUs.
-        overlap: fraction of computing that communication overlaps with.
+        overlap: fraction of the computation with which communication overlaps.
         kernel_seconds: duration of the shortest kernel.
         launch_seconds: host time to launch an operator from Python.
         compiled_launch_seconds: host time to launch a compiled kernel.
         fused_traffic: bytes that torch.compile's fused kernels move, as a multiple of
             `throughput.fused_bytes`. A norm reads its input twice, a residual is read and written
             as well, and gradients of biases are summed.
-        fp32_products: the same as `products` for fp32. This and the next three are an H100's.
+        fp32_products: the same as `products` for fp32. This and the next three values are an
+            H100's.
         misaligned: speed of products with rows that are not a multiple of `PACKET_BYTES`, as a
-            fraction of that of others.
+            fraction of the speed of other products.
         dispatch_launches, update_launches: host time of an operator that selective checkpointing
-            sees, beside its launch, and of a torch optimizer's call, in launches from Python.
+            sees, in addition to its launch, and of a torch optimizer's call, in launches from
+            Python.
         source: origin of these figures, as text for the user.
     """
 
@@ -303,7 +308,7 @@ class Shares:
 
 DEFAULT_SHARES = Shares()
 
-#: Bytes that matrix units read at a time: a row of another size is read by slower kernels.
+#: Bytes that matrix units read at a time: rows of other sizes are read by slower kernels.
 PACKET_BYTES = 16
 #: Rows and columns of a tile of a matrix product.
 _TILE = 128
@@ -311,7 +316,7 @@ _TILE = 128
 _TILE_ENDS = 64
 #: Clock of consumer GPUs at the data sheet's rates, in Hz, by capability; 1.8 GHz for others.
 _CLOCKS = {(8, 6): 1.7e9, (8, 9): 2.5e9, (12, 0): 2.4e9}
-#: fp32 operations of one multiprocessor in a cycle: 128 lanes, two operations.
+#: fp32 operations of one multiprocessor per cycle: 128 lanes, two operations.
 _OPERATIONS_A_CYCLE = 128 * 2
 #: Multiprocessors of GPUs whose number does not follow from the rate, because their multiprocessors
 #: have 64 lanes of fp32 (V100, A100), or twice the usual rate.
@@ -332,19 +337,21 @@ _MULTIPROCESSORS = {
 
 
 def multiprocessors(gpu: GPU) -> int:
-    """Number of multiprocessors of a GPU: by the name of a server GPU, else from the fp32 rate."""
+    """Return the number of multiprocessors of a GPU: by the name of a server GPU, otherwise from
+    the fp32 rate."""
     for name in sorted(_MULTIPROCESSORS, key=len, reverse=True):
         if gpu.name.startswith(name):
             return _MULTIPROCESSORS[name]
-    # Consumer GPUs differ in the number of multiprocessors, not in the work of one in a cycle.
+    # Consumer GPUs differ in the number of multiprocessors, not in the work of each per cycle.
     clock = _CLOCKS.get(gpu.capability, 1.8e9)
     return max(1, round(gpu.fp32 / (_OPERATIONS_A_CYCLE * clock)))
 
 
-#: Share of the data sheet's 16-bit rate that torch's large matrix products reach. All rates are
+#: Fraction of the data sheet's 16-bit rate that torch's large matrix products reach. All rates are
 #: from one program (github.com/zzc0721/torch-performance-test-data, `database.md`, January 2026),
-#: of which the H100's is also what firstlight measured, but for the T4: its 70 W allow 42 TFLOP/s
-#: for an instant, and 24 in products without a pause (forums.developer.nvidia.com, topic 264462).
+#: whose value for the H100 is also what firstlight measured, except the T4's: its 70 W allow 42
+#: TFLOP/s for an instant, and 24 in continuous products (forums.developer.nvidia.com, topic
+#: 264462).
 _REACHED = {
     "T4": 24 / 65,
     "L4": 0.58,
@@ -362,10 +369,10 @@ _REACHED = {
 
 
 def reached_share(gpu: GPU) -> float:
-    """The share of the data sheet's 16-bit rate that large matrix products alone reach. Without a
-    published measurement: 1 for GPUs whose matrix units have the half rate of GeForce cards, which
-    the board can supply with power (RTX 3060, 3090, 4090: 1.0 to 1.08), else 0.8 (RTX A6000: 0.79,
-    L40S: 0.74)."""
+    """Return the fraction of the data sheet's 16-bit rate that large matrix products alone reach.
+    Without a published measurement: 1 for GPUs whose matrix units have the half rate of GeForce
+    cards, for which the board supplies enough power (RTX 3060, 3090, 4090: 1.0 to 1.08), otherwise
+    0.8 (RTX A6000: 0.79, L40S: 0.74)."""
     for name in sorted(_REACHED, key=len, reverse=True):
         if re.match(rf"{name}\b", gpu.name):
             return _REACHED[name]
@@ -373,8 +380,8 @@ def reached_share(gpu: GPU) -> float:
 
 
 def tile_share(product: MatrixProduct, units: int) -> float:
-    """The fraction of a GPU's peak that partly filled tiles and idle multiprocessors leave for a
-    matrix product.
+    """Return the fraction of a GPU's peak that partly filled tiles and idle multiprocessors leave
+    for a matrix product.
 
     Args:
         product: the product's sizes and dtype.
@@ -384,14 +391,15 @@ def tile_share(product: MatrixProduct, units: int) -> float:
     filled = product.m * product.n / (rows * columns * _TILE**2)
     tiles = product.batch * rows * columns
     turns = math.ceil(tiles / units)
-    # A product of few tiles is cut along its inner dimension, too (split-k).
+    # A product of few tiles is also split along its inner dimension (split-k).
     pieces = max(1, min(units // tiles, product.k // 256)) if tiles < units else 1
     busy = min(1.0, tiles * pieces / units) if turns == 1 else tiles / (turns * units)
     return filled * busy * product.k / (product.k + _TILE_ENDS * pieces)
 
 
 def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
-    """Peak FLOP/s of matrix products of a dtype; TF32's for fp32 if `precision` is "tf32"."""
+    """Return the peak FLOP/s of matrix products of a dtype; TF32's for fp32 if `precision` is
+    "tf32"."""
     if dtype == torch.bfloat16:
         return gpu.peak_flops("bf16")
     if dtype == torch.float16:
@@ -400,12 +408,12 @@ def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
 
 
 #: Bytes that are read and written to cast the factors of an fp8 product, as a multiple of their
-#: bytes in bf16. Their largest values are found by the compiled kernels that make the factors.
+#: bytes in bf16. The compiled kernels that produce the factors also find their largest values.
 _FP8_CASTS = 1.5
 
 
 def runs_in_fp8(operator: Operator, products: Collection[tuple[int, ...]]) -> bool:
-    """True if the operator is one of the products that are computed in fp8, see
+    """Return True if the operator is one of the products that are computed in fp8, see
     `Workload.fp8_products`."""
     if not products or operator.phase not in ("forward", "backward") or is_grouped(operator):
         return False
@@ -423,8 +431,8 @@ def kernel_seconds(
     *,
     fp8: bool = False,
 ) -> Range:
-    """Seconds of one call on the GPU, by the roofline model; with `fp8`, of a product in fp8 that
-    was traced in bf16, and of the casts of its factors."""
+    """Return the seconds of one call on the GPU, by the roofline model; with `fp8`, those of a
+    product in fp8 that was traced in bf16, and of the casts of its factors."""
     if is_free(operator):
         return ZERO
     floor = shares.kernel_seconds
@@ -449,8 +457,8 @@ def kernel_seconds(
 
 
 def product_share(product: MatrixProduct, precision: str, shares: Shares) -> Range:
-    """The fraction of the peak that a matrix product without tile waste reaches. An odd number of
-    tokens counts as an odd row, which costs more."""
+    """Return the fraction of the peak that a matrix product without tile waste reaches. An odd
+    number of tokens counts as an odd row, which costs more."""
     if product.dtype == torch.float32 and precision != "tf32":
         return shares.fp32_products
     packet = PACKET_BYTES // product.dtype.itemsize
@@ -460,16 +468,16 @@ def product_share(product: MatrixProduct, precision: str, shares: Shares) -> Ran
 
 
 def attention_flops(operator: Operator) -> float:
-    """FLOPs of an attention kernel's matrix products.
+    """Return the FLOPs of an attention kernel's matrix products.
 
     Attention in training is causal. Without a mask, torch's kernels compute half of all scores;
-    with a mask, all of them. Blockwise attention leaves out the keys after a block's last query.
+    with a mask, all of them. Blockwise attention skips the keys after a block's last query.
     """
     backward = "backward" in operator.name
     shapes = [shape for shape, _ in operator.inputs if len(shape) == 4]
     query, key = shapes[1:3] if backward else shapes[:2]
     batch, heads, new, size = query
-    # Forward two products; backward the scores again, and the gradients of four factors.
+    # Two products forward; backward, the recomputed scores and the gradients of four factors.
     products = 5 if backward else 2
     each = products * 2.0 * batch * heads * size
     if "blockwise" in operator.name:
@@ -485,7 +493,7 @@ def _over(work: float, rate: Range) -> Range:
 #: Format of the files; files of other formats are ignored.
 FORMAT = 1
 
-#: Fitted constants that come with the package, of the GPU types that were measured.
+#: Fitted constants that come with the package, for the GPU types that were measured.
 PACKAGED = Path(__file__).with_name("measured_gpus.json")
 
 #: The fitted constants (see `Shares`), with the smallest and largest value of each. The constants
@@ -498,7 +506,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fused_traffic": (0.6, 4.0),
 }
 
-#: Smallest relative error of a range, on each side: runs of the same program differ by as much.
+#: Minimum relative error of a range, on each side: runs of the same program differ by this much.
 _LEAST_ERROR = 0.03
 
 
@@ -508,9 +516,9 @@ class MeasuredGpu:
 
     Attributes:
         constants: values by the names in `BOUNDS`.
-        error: relative error, without sign, that 95 % of the held-out configurations stay within.
-        fitted: number of configurations that the constants were fitted on.
-        held_out: number of configurations that the error was measured on.
+        error: relative error, without sign, within which 95 % of the held-out configurations stay.
+        fitted: number of configurations on which the constants were fitted.
+        held_out: number of configurations on which the error was measured.
         torch: version of torch that was measured.
         context_bytes: GPU memory of a process outside of torch's allocator; None if it was not
             measured.
@@ -533,7 +541,7 @@ class MeasuredGpu:
 
 
 def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = "") -> Shares:
-    """The model's shares for fitted constants.
+    """Return the model's shares for fitted constants.
 
     Args:
         constants: values by the names in `BOUNDS`.
@@ -560,7 +568,7 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
         kernel_seconds=seconds(default.kernel_seconds.expected),
         launch_seconds=seconds(constants["launch_seconds"]),
         compiled_launch_seconds=seconds(constants["launch_seconds"] * compiled),
-        # No ranges of their own: the products' and the bandwidth's apply to them.
+        # These have no separate ranges: those of the products and of the bandwidth apply.
         misaligned=Range.exact(default.misaligned.expected),
         fused_traffic=Range.exact(constants["fused_traffic"]),
         source=source or default.source,
@@ -568,17 +576,17 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
 
 
 def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
-    """The measurements of a GPU's type; None if there are none."""
+    """Return the measurements of a GPU's type; None if there are none."""
     return all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
 
 
 def assumed_shares(gpu: GPU) -> Shares:
-    """The shares of a GPU of a type that was not measured: an H100's, with the ranges of
+    """Return the shares of a GPU of a type that was not measured: an H100's, with the ranges of
     `DEFAULT_SHARES`.
 
-    A kernel takes as long to launch as on the H100's host, whatever the GPU. Large products reach
-    the same part of `reached_share` as on the H100. Fused attention has the H100's share on GPUs of
-    its capability, which run the same kernels, and elsewhere that of `DEFAULT_SHARES`.
+    A kernel takes as long to launch as on the H100's host, on any GPU. Large products reach the
+    same fraction of `reached_share` as on the H100. Fused attention has the H100's share on GPUs of
+    its capability, which run the same kernels, and on other GPUs that of `DEFAULT_SHARES`.
     """
     anchor = GPUS["H100"]
     measured = measured_gpu(anchor)
@@ -596,7 +604,7 @@ def assumed_shares(gpu: GPU) -> Shares:
 
 
 def shares_for(gpu: GPU) -> Shares:
-    """The fitted shares of a GPU's type; see `assumed_shares` if it was not measured."""
+    """Return the fitted shares of a GPU's type; see `assumed_shares` if it was not measured."""
     found = measured_gpu(gpu)
     if found is None:
         return assumed_shares(gpu)
@@ -604,7 +612,8 @@ def shares_for(gpu: GPU) -> Shares:
 
 
 def read_measured(path: Path) -> dict[str, MeasuredGpu]:
-    """The measurements of a file by GPU name; {} if it is missing, damaged or of another format."""
+    """Read the measurements of a file by GPU name; {} if it is missing, damaged or of another
+    format."""
     try:
         values = read_json(path)
         if values["format"] != FORMAT:
@@ -616,7 +625,8 @@ def read_measured(path: Path) -> dict[str, MeasuredGpu]:
 
 @functools.cache
 def all_measured(own: Path) -> dict[str, MeasuredGpu]:
-    """The measurements of the package, and those of a file of this machine, which come first."""
+    """Return the measurements of the package and those in a file of this machine, which take
+    precedence."""
     return read_measured(PACKAGED) | read_measured(own)
 
 

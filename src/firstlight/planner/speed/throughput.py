@@ -4,8 +4,9 @@ from steps that are timed on this machine.
 Predictions have two hardware models: a GPU by its data sheet or by fitted constants (`gpu.py`), and
 the links between several GPUs and to the CPU (`Exchange`).
 
-The trace of a step has no kernels of torch.compile, which fuse everything between matrix products
-and attention. Operands and results of those still pass through memory: `fused_bytes` counts them.
+The trace of a step does not contain the kernels of torch.compile, which fuse everything between
+matrix products and attention. Operands and results of those still pass through memory:
+`fused_bytes` counts them.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ class Exchange:
 
     Attributes:
         gathers_weights: True if weights are all-gathered in each pass, and gradients
-            reduce-scattered once a step (FSDP); False if gradients are all-reduced once (DDP).
+            reduce-scattered once per step (FSDP); False if gradients are all-reduced once (DDP).
         processes: number of processes that share the batch.
         weight_bytes: bytes of these processes' weights, in the dtype that is sent.
         gradient_bytes: bytes of their gradients, in the dtype that is sent.
-        micro_batches: number of micro-batches of a step.
+        micro_batches: number of micro-batches per step.
         tensor_parallel: number of processes that share each layer; multiplies `processes`.
         hidden_bytes: bytes of a micro-batch's hidden states.
         layers: number of layers of a pipeline stage. With tensor parallelism, each sums the hidden
-            states four times a micro-batch (Shoeybi et al. 2019, arXiv 1909.08053).
+            states four times per micro-batch (Shoeybi et al. 2019, arXiv 1909.08053).
         stages: number of pipeline stages; multiplies `processes`.
-        offloaded_bytes: bytes moved between CPU and GPU memory in a step, both directions.
-        link: bytes per second between GPUs, in one direction; 0 takes the GPU table's bandwidth.
+        offloaded_bytes: bytes moved between CPU and GPU memory per step, in both directions.
+        link: bytes per second between GPUs, in one direction; 0 uses the GPU table's bandwidth.
         host_link: bytes per second between CPU and GPU, in one direction.
     """
 
@@ -90,9 +91,9 @@ class Exchange:
 
 
 def overlapping_bytes(exchange: Exchange) -> float:
-    """Bytes of weights and gradients that each process sends in a step, overlapped with computing.
-    In a ring of n processes, an all-gather or reduce-scatter sends (n - 1) / n of the data, an
-    all-reduce twice as much (Patarasuk and Yuan 2009)."""
+    """Return the bytes of weights and gradients that each process sends per step, overlapped with
+    computation. In a ring of n processes, an all-gather or reduce-scatter sends (n - 1) / n of the
+    data, an all-reduce twice as much (Patarasuk and Yuan 2009)."""
     share = (exchange.processes - 1) / exchange.processes
     if exchange.gathers_weights:
         # Gradients add up unsharded until the last micro-batch; see `FSDPEngine.backward_pass`.
@@ -102,8 +103,8 @@ def overlapping_bytes(exchange: Exchange) -> float:
 
 
 def waiting_bytes(exchange: Exchange) -> float:
-    """Bytes of activations and their gradients that each process sends in a step, not overlapped
-    with computing."""
+    """Return the bytes of activations and their gradients that each process sends per step, not
+    overlapped with computation."""
     count = exchange.tensor_parallel
     # After attention and after the MLP, in the forward and in the backward pass.
     sums = 4 * exchange.layers * exchange.micro_batches
@@ -112,20 +113,20 @@ def waiting_bytes(exchange: Exchange) -> float:
 
 
 def bubble(exchange: Exchange) -> float:
-    """Idle time of a pipeline's stages at the start and end of a step, as a fraction of the
-    computing: (stages - 1) / micro-batches (Narayanan et al. 2021, arXiv 2104.04473)."""
+    """Return the idle time of a pipeline's stages at the start and end of a step, as a fraction of
+    the computation: (stages - 1) / micro-batches (Narayanan et al. 2021, arXiv 2104.04473)."""
     return (exchange.stages - 1) / exchange.micro_batches
 
 
 def exchange_seconds(
     exchange: Exchange, link: float, beside: Range, shares: Shares = DEFAULT_SHARES
 ) -> Range:
-    """Seconds that communication adds to a step.
+    """Return the seconds that communication adds to a step.
 
     Args:
         exchange: communication of the step.
         link: bytes per second between GPUs, in one direction, unless `exchange` has a rate.
-        beside: seconds of computing that communication can overlap with.
+        beside: seconds of computation with which communication can overlap.
         shares: fractions of the links' rates and of the overlap that are reached.
     """
     rate = exchange.link or link
@@ -143,24 +144,24 @@ Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
 
 #: Phases that torch.compile compiles, and in which a pipeline's stages wait for each other.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
-#: Look-ups of rows and the sums of their gradients count as separate kernels in compiled code too.
+#: Look-ups of rows and the sums of their gradients are separate kernels in compiled code as well.
 _NOT_FUSED = ("embedding", "embedding_dense_backward")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Properties of a training step that its speed depends on, besides the operators.
+    """Properties of a training step, besides the operators, on which its speed depends.
 
     Attributes:
-        global_batch_tokens: tokens of a step, all processes together.
+        global_batch_tokens: tokens per step, all processes together.
         flops_per_token: see `models.accounting.train_flops_per_token`.
         precision: the recipe's `efficiency.precision`, resolved.
         compiled: True if torch.compile compiles the forward and the backward pass.
         cuda_graphs: True if a step is launched as one CUDA graph.
         dispatches: True if Python sees each operator of the layers (selective checkpointing).
-        updates: number of calls of torch optimizers in a step.
+        updates: number of calls of torch optimizers per step.
         fp8_products: sizes of the products in fp8: a micro-batch's tokens and the two sizes of a
-            weight, sorted. They are those of the gradients' products, too.
+            weight, sorted. The gradients' products have the same sizes.
         exchange: communication of several processes.
     """
 
@@ -200,7 +201,7 @@ class SpeedPrediction:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as JSON values; ranges as "low", "expected", "high"."""
+        """Return the prediction as JSON values; ranges as "low", "expected", "high"."""
         values = asdict(self)
         for name in ("tokens_per_second", "mfu"):
             found: Range = getattr(self, name)
@@ -241,13 +242,13 @@ def predict_speed(
         prediction: prediction for one process, with the operators of an optimizer step.
         work: the step's tokens, precision and communication.
         gpu: a GPU of the table.
-        shares: fractions of the GPU's rates that are reached; None takes those of its type.
+        shares: fractions of the GPU's rates that are reached; None uses those of its type.
     """
     shares = shares or shares_for(gpu)
     sums, peak, notes = _on_gpu(prediction.operators, work, gpu, shares)
     exchange = work.exchange
     if waits := bubble(exchange):
-        # Stages wait in the passes only: each updates its own parameters without the others.
+        # Stages wait only in the passes: each updates its own parameters without the others.
         for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
             sums.add(phase, "communication", sums.phases[phase] * waits)
     sent = exchange_seconds(exchange, gpu.link, sums.phases.get("backward", ZERO), shares)
@@ -255,7 +256,7 @@ def predict_speed(
         sums.add("communication", "communication", sent)
     step = sums.total
     devices = exchange.processes * exchange.tensor_parallel * exchange.stages
-    # The slowest step has the lowest rate, so `slow` stays the first value.
+    # The slowest step has the lowest rate, so `slow` remains the first value.
     rates = Range(*(work.global_batch_tokens / max(s, 1e-12) for s in step))
     mfu = Range(*(rate * work.flops_per_token / (peak * devices) for rate in rates))
     return SpeedPrediction(
@@ -277,7 +278,7 @@ def _bound(sums: _Sums) -> Bound:
 
 
 def _fuses(entry: OperatorCount, work: Workload) -> bool:
-    """True if torch.compile fuses the operator into one of its own kernels."""
+    """Return True if torch.compile fuses the operator into one of its own kernels."""
     one = entry.operator
     return (
         work.compiled
@@ -288,7 +289,7 @@ def _fuses(entry: OperatorCount, work: Workload) -> bool:
 
 
 def fused_bytes(counts: Iterable[OperatorCount]) -> dict[str, float]:
-    """Bytes of the operands and results of matrix products and attention, by phase.
+    """Return the bytes of the operands and results of matrix products and attention, by phase.
     torch.compile's fused kernels move about `Shares.fused_traffic` times as many."""
     found: dict[str, float] = {}
     for entry in counts:
@@ -327,18 +328,18 @@ def _on_gpu(
         sums.add(phase, "elementwise", traffic)
         sums.memory += traffic.expected
     if work.dispatches and not work.compiled:
-        # In the forward pass, and when the backward pass computes it again.
+        # In the forward pass, and when the backward pass recomputes it.
         seen = sum(entry.count for entry in counts if entry.operator.phase == "forward")
         for phase in ("forward", "backward"):
             launches[phase] = launches.get(phase, 0.0) + shares.dispatch_launches * seen
     if "optimizer" in launches:
         launches["optimizer"] += shares.update_launches * work.updates
     _add_launching(sums, launches, work, shares)
-    # Two int64 a token: its id and its label.
+    # Two int64 per token: its id and its label.
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
-    unmeasured = "worked out from its data sheet and a measured H100, and was not measured"
+    unmeasured = "computed from its data sheet and a measured H100, and was not measured"
     notes = [
         f"speed on a {gpu.name} is {shares.source if is_measured else unmeasured}: "
         f"{multiprocessors(gpu)} multiprocessors, {shares.products.slow:.0%} to "
@@ -351,7 +352,8 @@ def _on_gpu(
 
 
 def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shares: Shares) -> None:
-    """Add each phase's seconds in which the GPU is idle until the host launches the next kernel."""
+    """Add the seconds of each phase in which the GPU is idle until the host launches the next
+    kernel."""
     if work.cuda_graphs:
         return
     for phase, count in launches.items():
@@ -361,13 +363,13 @@ def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shar
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
         busy = sums.phases.get(phase, ZERO)
         waited = larger(busy, each * number)
-        # Only the time beyond the kernels: while they run, launching the next ones is free.
+        # Only the time beyond the kernels counts: while they run, launching the next ones is free.
         extra = Range(*(a - b for a, b in zip(waited, busy, strict=True)))
         sums.add(phase, "launching", extra)
 
 
 def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Workload:
-    """The properties of a recipe's step that its speed depends on, besides the operators.
+    """Return the properties of a recipe's step, besides the operators, on which its speed depends.
 
     Args:
         recipe: the resolved recipe.
@@ -388,7 +390,7 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
             meta_model(model), seq_len, frozen=recipe.lora is not None
         ),
         precision=recipe.efficiency.products,
-        # The backend cudagraphs records torch's own kernels, and fuses none.
+        # The backend cudagraphs records torch's kernels, and fuses none.
         compiled=recipe.efficiency.compile and recipe.efficiency.compile_backend != "cudagraphs",
         cuda_graphs=records_cuda_graphs(recipe.efficiency),
         dispatches=recipe.efficiency.activation_checkpointing == "selective",
@@ -401,22 +403,23 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
 
 
 def updates_of(recipe: ResolvedRecipe) -> int:
-    """Number of calls of torch optimizers in a step: one for each list of parameters if the
-    backward pass updates."""
+    """Return the number of calls of torch optimizers per step: one for each list of parameters if
+    the backward pass updates."""
     if not recipe.efficiency.optimizer_in_backward:
         return 1
-    # Adapters are not counted, nor frozen weights left out.
+    # Adapters are not counted, and frozen weights are included.
     return sum(1 for _ in in_lists(meta_model(recipe.model).parameters(), LIST_VALUES))
 
 
-#: Largest number of micro-batches of a step that `trace_memory` traces.
+#: Maximum number of micro-batches of a step that `trace_memory` traces.
 _TRACED_MICRO_BATCHES = 2
 #: Phases that each micro-batch has.
 _EACH_MICRO_BATCH = ("forward", "loss", "backward of loss", "backward")
 
 
 def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPrediction:
-    """The prediction with the operators of all micro-batches of a step, not only the traced ones.
+    """Return the prediction with the operators of all micro-batches of a step, not only of the
+    traced ones.
 
     Args:
         prediction: prediction for a step of `count` micro-batches; at most two of them were traced.
@@ -436,7 +439,7 @@ def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPredict
 def exchange_of(
     recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
 ) -> Exchange:
-    """Communication of a recipe's step: between processes, and between CPU and GPU.
+    """Return the communication of a recipe's step: between processes, and between CPU and GPU.
 
     Args:
         recipe: the resolved recipe.
@@ -462,7 +465,7 @@ def exchange_of(
         hidden_bytes=tokens * recipe.model.hidden_size * (2.0 if half else 4.0),
         layers=recipe.model.num_hidden_layers // cut.pipeline,
         stages=cut.pipeline,
-        # 8 bytes a parameter: fp32 gradients to the CPU, weights back. Activations go both ways.
+        # 8 bytes per parameter: fp32 gradients to the CPU, weights back. Activations go both ways.
         offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
     )
 
@@ -491,31 +494,31 @@ def estimate_speed(
 #
 # The model, optimizer and methods of a recipe train for a few steps on random tokens. If that would
 # take too long, a micro-batch of fewer sequences is timed, and if it still would, models with fewer
-# layers. The time of a whole step follows from these: the passes take time in proportion to the
+# layers. The time of a full step follows from these: the passes take time in proportion to the
 # sequences, and both passes and update take the same time for each further layer.
 #
-# torch.compile is left out, because compiling takes longer than all of a plan.
+# torch.compile is not timed, because compiling takes longer than an entire plan.
 
-#: Steps that are timed after a first one, which allocates memory and loads kernels. The faster one
-#: counts: other programs only make a step slower.
+#: Steps that are timed after a first step, which allocates memory and loads kernels. The faster one
+#: counts, because other programs can only make a step slower.
 _STEPS = 2
 
-#: Seconds that the steps of a recipe should take at most. One step of a model of two layers with
-#: one sequence is timed however long it takes.
+#: Maximum seconds that the steps of a recipe should take. One step of a model of two layers with
+#: one sequence is timed in any case.
 SECONDS = 3.0
 
 #: Tokens of a micro-batch, by kind of device, below which a token takes longer.
 BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
-#: Assumed seconds for making a parameter and updating it in all steps, by kind of device.
+#: Assumed seconds for creating a parameter and updating it in all steps, by kind of device.
 _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 
-#: Largest relative error of a whole timed step, and of one that was computed from smaller ones
+#: Maximum relative error of a full timed step, and of a step that was computed from smaller ones
 #: (docs/benchmarks/planner.md).
 _ERROR = 0.15
 _SCALED_ERROR = 0.2
 
-#: `hardware.device.peak_flops`, which takes some time, once for each precision.
+#: `hardware.device.peak_flops`, which takes some time, cached for each precision.
 _peak_flops = functools.cache(peak_flops)
 
 
@@ -537,7 +540,7 @@ class StepTime:
     timed: str = ""
 
     def seconds(self, micro_batches: int) -> float:
-        """Seconds of a step of this number of micro-batches."""
+        """Return the seconds of a step with this number of micro-batches."""
         return micro_batches * self.passes + self.update
 
 
@@ -547,10 +550,10 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
     Args:
         recipe: the resolved recipe of a run with one process.
         hardware: the device to run on.
-        seconds: time that the steps should take at most.
+        seconds: maximum time that the steps should take.
 
     Raises:
-        ConfigError: the recipe's methods can't work together.
+        ConfigError: the recipe's methods can't be combined.
         RuntimeError, MemoryError: the step does not fit into memory.
     """
     recipe = uncompiled(recipe).model_copy(update={"distributed": DistributedConfig()})
@@ -590,10 +593,11 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
 def _timed(
     recipe: ResolvedRecipe, hardware: Hardware, rows: int, most_seconds: float
 ) -> tuple[float, float]:
-    """Seconds of the passes and of the update of a step of one micro-batch of `rows` sequences.
+    """Return the seconds of the passes and of the update of a step of one micro-batch of `rows`
+    sequences.
 
-    No further step is begun after `most_seconds`: some precisions are much slower on a CPU than
-    their matrix products, by which the size of the step was chosen.
+    No further step is begun after `most_seconds`: on a CPU, steps in some precisions are much
+    slower than their matrix products, by which the size of the step was chosen.
     """
     batch: dict[str, Any] = {"micro_batch_size": rows, "gradient_accumulation_steps": 1}
     batch |= {"global_batch_tokens": None, "ramp_start_tokens": None, "ramp_steps": None}
@@ -607,7 +611,7 @@ def _timed(
         passed = time.perf_counter()
         return clip(*args)
 
-    setattr(optimizer, "clip_gradients", clipped)  # noqa: B010  (a method of this object alone)
+    setattr(optimizer, "clip_gradients", clipped)  # noqa: B010  (a method of this object only)
     times: list[tuple[float, float]] = []
     begun = time.perf_counter()
     while len(times) < 1 + _STEPS:
@@ -623,50 +627,55 @@ def _timed(
 
 
 def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> SpeedPrediction:
-    """The speed of a recipe whose step was timed.
+    """Return the speed of a recipe whose step was timed.
 
     Args:
         recipe: the resolved recipe of a run with one process.
         step: result of `time_step`.
-        gain: expected speed with torch.compile as a multiple of that without it.
+        gain: expected speed with torch.compile as a multiple of the speed without it.
     """
-    seq_len, frozen = recipe.data.seq_len, recipe.lora is not None
-    micro_batches = recipe.batch.accumulation(seq_len)
-    tokens = micro_batches * recipe.batch.rows * seq_len
-    flops = train_flops_per_token(meta_model(recipe.model), seq_len, frozen=frozen)
+    micro_batches = recipe.batch.accumulation(recipe.data.seq_len)
     error = _SCALED_ERROR if step.timed else _ERROR
     seconds = Range.around(step.seconds(micro_batches) / gain, error)
-    rates = Range(*(tokens / one for one in seconds))
     source = f"steps timed here{f' ({step.timed})' if step.timed else ''}"
     if recipe.efficiency.compile:
         source += f", without torch.compile; with it usually {gain:.2f} times as fast"
-    return SpeedPrediction(
-        step_seconds=seconds,
-        tokens_per_second=rates,
-        mfu=Range(*(rate * flops / step.peak_flops for rate in rates)),
-        phases={"passes": micro_batches * step.passes / gain, "optimizer": step.update / gain},
-        source=source,
-    )
+    phases = {"passes": micro_batches * step.passes / gain, "optimizer": step.update / gain}
+    return _measured_speed(recipe, seconds, step.peak_flops, source, phases)
 
 
 def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> SpeedPrediction:
-    """The speed of a recipe whose steps can't be timed, from that of new models of its size.
+    """Return the speed of a recipe whose steps can't be timed, from that of new models of its size.
 
     Args:
         recipe: the resolved recipe.
         rate: tokens per second of a new model of its size on this machine.
         hardware: the device to run on.
     """
-    seq_len = recipe.data.seq_len
-    tokens = recipe.batch.accumulation(seq_len) * recipe.batch.rows * seq_len
-    seconds = Range.around(tokens / rate, _SCALED_ERROR)
-    rates = Range(*(tokens / one for one in seconds))
-    flops = train_flops_per_token(meta_model(recipe.model), seq_len)
+    seconds = Range.around(_step_tokens(recipe) / rate, _SCALED_ERROR)
     peak = _peak_flops(hardware.device, dtype_of(recipe.efficiency.precision))
-    return SpeedPrediction(
-        step_seconds=seconds,
-        tokens_per_second=rates,
-        mfu=Range(*(one * flops / peak for one in rates)),
-        phases={},
-        source="new models of this size timed here, without DeepSpeed and offloading",
-    )
+    source = "new models of this size timed here, without DeepSpeed and offloading"
+    return _measured_speed(recipe, seconds, peak, source, {})
+
+
+def _step_tokens(recipe: ResolvedRecipe) -> int:
+    seq_len = recipe.data.seq_len
+    return recipe.batch.accumulation(seq_len) * recipe.batch.rows * seq_len
+
+
+def _measured_speed(
+    recipe: ResolvedRecipe, seconds: Range, peak: float, source: str, phases: dict[str, float]
+) -> SpeedPrediction:
+    """The speed of a run with one process.
+
+    Args:
+        recipe: the resolved recipe.
+        seconds: seconds of an optimizer step.
+        peak: FLOP/s that `mfu` is relative to.
+        source, phases: see `SpeedPrediction`.
+    """
+    frozen = recipe.lora is not None
+    flops = train_flops_per_token(meta_model(recipe.model), recipe.data.seq_len, frozen=frozen)
+    rates = Range(*(_step_tokens(recipe) / one for one in seconds))
+    mfu = Range(*(rate * flops / peak for rate in rates))
+    return SpeedPrediction(seconds, rates, mfu, phases, source=source)
