@@ -222,9 +222,9 @@ def test_a_tokenizer_of_other_shards_is_refused(
     server: RemoteServer, source: Path, texts: list[str]
 ) -> None:
     train_tokenizer(texts, 300).save_pretrained(source)
-    assert "tokenizer.json is not the tokenizer of the shards" in refusal(server.url)
+    assert "tokenizer.json is not the one the shards were made with" in refusal(server.url)
     (source / "tokenizer.json").write_text("{")
-    assert "tokenizer.json is not the tokenizer of the shards" in refusal(server.url)
+    assert "tokenizer.json is not the one the shards were made with" in refusal(server.url)
 
 
 def test_a_damaged_manifest_of_the_cache_is_written_again(
