@@ -483,9 +483,11 @@ def _view(progress: RunProgress, *, is_large: bool) -> View:
 def sample_line(prompt: str, text: str, width: int) -> str:
     """A sample text and the end of its prompt in one line of at most `width` characters, with each
     run of white space as one space."""
-    most, prompt, text = width // 3, " ".join(prompt.split()), " ".join(text.split())
-    end = prompt if len(prompt) <= most else f"…{prompt[-most:]}"
-    return shortened(f"{end!r} -> {text!r}", width)
+    most = width // 3
+    end = " ".join(prompt.split())
+    if len(end) > most:
+        end = f"…{end[-most:]}"
+    return shortened(f"{end!r} -> {' '.join(text.split())!r}", width)
 
 
 class TrainingProgress:
