@@ -1,7 +1,8 @@
-"""Benchmarks of firstlight: beside other programs, and what its choices and predictions rest on.
+"""Benchmarks of firstlight: comparisons with other programs, and measurements behind its defaults
+and predictions.
 
     python -m benchmarks            lists them
     python -m benchmarks NAME ...   runs one
 
-This package is in a checkout only, and not part of the installed one.
+This package exists only in a source checkout; it is not installed.
 """

@@ -1,6 +1,6 @@
-"""`python -m benchmarks NAME`: the commands of the benchmarks, and the tables that they print.
+"""`python -m benchmarks NAME`: commands of the benchmarks, and the tables that they print.
 
-All commands that take an hour or more, except `planner`, continue where an earlier call stopped.
+All commands that take an hour or more, except `planner`, resume where an earlier call stopped.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from firstlight.console import human_bytes, say
 from firstlight.errors import ConfigError
 from firstlight.files.atomic import write_file
 
-#: Option --out of benchmarks that continue where an earlier call stopped; it is required.
+#: Required option --out of benchmarks that resume where an earlier call stopped.
 folder_option = path_option(
     "--out",
     "folder",
     required=True,
-    help="Folder of texts and results; go on with what it holds already.",
+    help="Folder for texts and results; existing results are reused.",
 )
 #: Option --page, the file of a page in Markdown.
 page_option = path_option(
@@ -64,13 +64,14 @@ def write_page(
     draw: Callable[[Result], bytes],
     page: Callable[[Result, str], str],
 ) -> None:
-    """Write a page and its picture, if `file` is given.
+    """Write a page and its picture, unless `file` is None.
 
     Args:
         file: file of the page, in Markdown; None writes none.
         result: result of the benchmark.
         draw: function that draws a result as PNG.
-        page: function from a result and the picture's relative path to the text of the page.
+        page: function that returns the text of the page for a result and the picture's relative
+            path.
     """
     if file is None:
         return
@@ -82,7 +83,9 @@ def write_page(
 
 @click.command("planner")
 @click.option(
-    "--only", type=click.Choice(["memory", "speed"]), help="One half; else both, memory first."
+    "--only",
+    type=click.Choice(["memory", "speed"]),
+    help=("Only one half; by default both, memory first."),
 )
 @click.option("--quick", is_flag=True, help="Every eighth configuration of memory, fewer of speed.")
 @path_option("--out", help="Write planner.json and pictures here.")
@@ -91,7 +94,7 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
     """Compare the planner's predictions with real training steps on this machine's CPU: peak memory
     of some 80 configurations, and speed of ten.
 
-    Takes most of an hour. Each measurement is printed and written to planner.json at once.
+    Takes most of an hour. Each measurement is printed and written to planner.json immediately.
     """
     from benchmarks import planner_memory, planner_speed
 
@@ -139,11 +142,11 @@ def planner_command(only: str | None, quick: bool, out: Path | None, as_json: bo
 @page_option
 @with_json
 def learning_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
-    """Held-out bits per byte of recipes after the same tokens or the same time.
+    """Compare the held-out bits per byte of recipes after the same tokens or the same time.
 
     Each run trains one recipe with one of several seeds; the recipes take turns for each seed.
-    results.jsonl in --out has each finished run; the same command continues where the last one
-    stopped. Seconds count training steps alone.
+    results.jsonl in --out contains all finished runs; the same command resumes where the last one
+    stopped. Seconds include only training steps.
     """
     from benchmarks.learning import bench_learning, draw, page
 
@@ -161,10 +164,10 @@ def learning_command(folder: Path, page_file: Path | None, as_json: bool, **opti
 @page_option
 @with_json
 def budget_command(folder: Path, page_file: Path | None, as_json: bool, **options: Any) -> Result:
-    """The settings that `train TEXTS --budget` chooses, beside random settings.
+    """Compare the settings that `train TEXTS --budget` chooses with random settings.
 
-    Each run is the whole command in a process of its own, within the budget of wall-clock time.
-    results.jsonl in --out has each finished run; the same command goes on where the last one
+    Each run is the complete command in a separate process, within the budget of wall-clock time.
+    results.jsonl in --out contains all finished runs; the same command resumes where the last one
     stopped.
     """
     from benchmarks.budget import bench_budget, draw, page
@@ -177,7 +180,7 @@ def budget_command(folder: Path, page_file: Path | None, as_json: bool, **option
 
 @click.command("gpu")
 @path_option(
-    "--out", help="Measure, and append to lines.jsonl in this folder; continue with what it holds."
+    "--out", help="Measure, and append to lines.jsonl in this folder; existing results are reused."
 )
 @bench_options(GPUBench, "seconds", "items", "device", "commit")
 @path_option(
@@ -201,14 +204,14 @@ def gpu_command(
     as_json: bool,
     **options: Any,
 ) -> Result:
-    """Figures of firstlight on this machine's GPU, in calls of less than ten minutes.
+    """Measure firstlight on this machine's GPU, in calls of less than ten minutes.
 
     One process measures item after item, the most useful first, and appends a line to lines.jsonl
-    in --out after each; the same command continues where the last one stopped.
+    in --out after each; the same command resumes where the last one stopped.
     """
     if (out is not None) + bool(reported) + (fitted is not None) != 1:
         raise ConfigError(
-            "benchmarks gpu takes --out DIR to measure, --report DIR to print the tables, or "
+            "benchmarks gpu needs --out DIR to measure, --report DIR to print the tables, or "
             "--fit DIR to compare the planner"
         )
     from benchmarks.gpu import planner, quick
@@ -223,13 +226,13 @@ def gpu_command(
 
 
 def _memory_cells(one: Result) -> list[str]:
-    """The cells of a configuration in the table of memory of `benchmarks planner`."""
+    """Return the cells of a configuration in the memory table of `benchmarks planner`."""
     measured = "{name} | {predicted_bytes:mebi} MiB | {peak_bytes:mebi} MiB | {error:+.2%}"
     return cells("{name} | failed: {reason}" if one["reason"] else measured, one)
 
 
 def _speed_cells(row: Result) -> list[str]:
-    """The cells of a configuration in the table of speed of `benchmarks planner`."""
+    """Return the cells of a configuration in the speed table of `benchmarks planner`."""
     measured = "{name} | {predicted:.3f} | {measured:.3f} | {error:+.1%}"
     return cells("{name} | failed: {problem}" if row["problem"] else measured, row)
 
@@ -302,7 +305,8 @@ def _show_budget(result: Result) -> None:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 def benchmarks() -> None:
-    """Measure firstlight beside other programs, and what its choices and predictions rest on."""
+    """Compare firstlight with other programs, and measure what its defaults and predictions are
+    based on."""
 
 
 @benchmarks.command("loading")
@@ -325,12 +329,12 @@ def benchmarks() -> None:
 @out_option("loading")
 @with_json
 def loading_command(parameters: str, out: Path | None, as_json: bool, **options: Any) -> Result:
-    """Memory and time of each loading mode, beside transformers' from_pretrained.
+    """Compare memory and time of each loading mode with transformers' from_pretrained.
 
     A checkpoint with random weights is made as one file, in shards and with one file per tensor.
-    Each row loads it in a fresh process, from the page cache. Peak host memory is counted from the
-    process's level after the imports until the first logits; peak GPU memory is that of torch's
-    allocator.
+    Each row loads it in a fresh process, from the page cache. Peak host memory is measured relative
+    to the process's level after the imports, until the first logits; peak GPU memory is that of
+    torch's allocator.
     """
     from benchmarks.loading import bench_loading, draw, parse_count
 
@@ -345,11 +349,12 @@ def loading_command(parameters: str, out: Path | None, as_json: bool, **options:
 @out_option("training")
 @with_json
 def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
-    """Training with a recipe's default settings, beside bare loops and other programs.
+    """Compare training with a recipe's default settings to bare loops and other programs.
 
     A fresh process trains each row for a few steps, on the source of Python's standard library; the
     rows take turns. training.json is rewritten after every run, so an interrupted benchmark keeps
-    its measurements. Two further steps of each run show the shares of forward, backward and update.
+    its measurements. Two additional steps of each run show the shares of forward, backward and
+    update.
     """
     from benchmarks.training import bench_training, draw, draw_operators
     from firstlight.bench.steps import steps_title
@@ -368,13 +373,13 @@ def training_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 @benchmarks.command("generation")
 @bench_options(GenerationBench, "model", model="NAME|CHECKPOINT")
 @click.option(
-    "--batch-sizes", metavar="N,...", default="1,8", show_default=True, help="Texts at a time."
+    "--batch-sizes", metavar="N,...", default="1,8", show_default=True, help="Batch sizes."
 )
 @bench_options(GenerationBench, "prompt_tokens", "new_tokens", "repeats", "rows", "device", "quick")
 @out_option("generation")
 @with_json
 def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **options: Any) -> Result:
-    """Tokens per second and time to the first token, beside transformers' generate.
+    """Compare tokens per second and time to the first token with transformers' generate.
 
     Each row loads the same weights in a fresh process; the rows take turns. "of the limit" is the
     share of a step's time that reading the weights once would take, at the rate measured for
@@ -385,7 +390,7 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
     try:
         sizes = [int(size) for size in batch_sizes.split(",")]
     except ValueError:
-        raise ConfigError(f"--batch-sizes is '{batch_sizes}': give numbers such as 1,8") from None
+        raise ConfigError(f"--batch-sizes is '{batch_sizes}': use numbers such as 1,8") from None
     measure = partial(bench_generation, GenerationBench(batch_sizes=sizes, **options))
     return publish("generation", out, measure, show_generation, draw=draw)
 
@@ -395,11 +400,11 @@ def generation_command(batch_sizes: str, out: Path | None, as_json: bool, **opti
 @out_option("scaling")
 @with_json
 def scaling_command(out: Path | None, as_json: bool, **options: Any) -> Result:
-    """Tokens per second, the share of a step that is not computing, and memory by rank, for each
-    engine and number of processes.
+    """Measure tokens per second, the share of a step that is not computation, and memory by rank,
+    for each engine and number of processes.
 
-    Every process has the same micro-batch. On a CPU the processes share its cores: the gain is
-    small there, and the table shows the overhead of each engine.
+    Every process has the same micro-batch size. On a CPU, the processes share the cores, so the
+    gain is small and the table shows the overhead of each engine.
     """
     from benchmarks.scaling import bench_scaling, draw
 
@@ -418,13 +423,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_benchmarks_in_processes() -> None:
-    """Let the processes that this one starts find this package, by PYTHONPATH: their own import
-    path has no current folder."""
+    """Add this package to PYTHONPATH for child processes, whose import path does not include the
+    current folder."""
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
 
-# The tables of the benchmarks that take minutes.
+# Tables of the benchmarks that take minutes.
 
 
 def show_loading(result: Result) -> None:
@@ -462,14 +467,15 @@ def show_training(result: Result) -> None:
     )
     show_steps_head(result)
     show(f"large matrix products: {rates}; the higher is the ceiling")
-    # In the user's own environment, OpenMP threads wait by spinning, unlike in firstlight's.
+    # In the user's environment, OpenMP threads wait by spinning, unlike in firstlight's
+    # environment.
     programs = {row["program"] for row in result["rows"]}
     spins = not result["same_environment"] and programs != {"firstlight"}
     if machine["load"] is not None and machine["load"] > machine["cpus"] and spins:
         show(
-            f"other work keeps this machine busy (load {machine['load']:.1f} on {machine['cpus']} "
-            "CPUs): threads that wait by spinning, as outside of firstlight's environment, wait "
-            "longer for it; --same-environment takes that difference away"
+            f"other programs keep this machine busy (load {machine['load']:.1f} on "
+            f"{machine['cpus']} CPUs): threads that wait by spinning, as outside of firstlight's "
+            "environment, then wait longer; --same-environment removes that difference"
         )
     measured = [row for row in result["rows"] if row["status"] == "measured"]
     show_cells(
@@ -523,7 +529,7 @@ def show_scaling(result: Result) -> None:
     """Show the result of `benchmarks scaling`."""
     show_line(
         "{model}, {parameters:,} parameters, {precision}, {micro_batch_size} rows of {seq_len} "
-        "tokens a process; {machine[name]}, {machine[cores]} cores",
+        "tokens per process; {machine[name]}, {machine[cores]} cores",
         result,
     )
     rows = [

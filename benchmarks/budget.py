@@ -1,15 +1,15 @@
 """`python -m benchmarks budget`: settings chosen by `train TEXTS --budget` against a random search.
 
-Each run is `train_texts` in a process of its own, from the texts to the trained model, within the
-budget of wall-clock time. The first run of a text and budget has the settings that firstlight
-chooses. The others have vocabulary, shape, sequence length, batch, learning rates and passes over
-the text drawn at random, the same draws for every text and budget. A run that is far above the
-first one at the same share of its steps is ended there (`FAR_ABOVE`). All other runs of a text are
-evaluated on all of its held-out text, which is the same for all settings.
+Each run is `train_texts` in a separate process, from the texts to the trained model, within the
+budget of wall-clock time. The first run for a text and budget uses the settings that firstlight
+chooses. In the others, vocabulary, shape, sequence length, batch, learning rates and passes over
+the text are drawn at random, with the same draws for every text and budget. A run that is far worse
+than the first at the same fraction of its steps is ended (`FAR_ABOVE`). All other runs for a text
+are evaluated on all of its held-out text, which is the same for all settings.
 
 Each finished run is one line of results.jsonl. A second call in the same folder measures the
 missing runs. A random run whose passes over the text take less than two of the budgets is measured
-with one of them: with the other it would take the same steps.
+with only one of them, because it would take the same steps with the other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from firstlight.run_log.reader import read_json_lines, read_length
 
 RESULTS_NAME = "results.jsonl"
 
-#: Seconds after the end of the budget at which a run that has not ended is stopped.
+#: Time in seconds after the end of the budget at which a run is stopped.
 _PATIENCE = 300.0
 
 #: Settings of the random search: values of equal probability.
@@ -58,7 +58,7 @@ _CHOICES: dict[str, Sequence[Any]] = {
     "schedule.decay_fraction": (0.3, 0.5, 0.65, 0.8, 1.0),
     "schedule.epochs": (1.0, 2.0, 4.0, 8.0, 16.0),
 }
-#: Further settings: lower and upper end of a log-uniform distribution.
+#: Other settings: lower and upper end of a log-uniform distribution.
 _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.muon_learning_rate": (0.003, 0.05),
     "optimizer.learning_rate": (0.05, 1.0),
@@ -66,8 +66,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.weight_decay": (0.01, 3.0),
 }
 
-#: A run that takes less than this fraction of its budget is ended by its passes over the text, and
-#: not by the time: others take 93 % of it and more.
+#: A run that takes less than this fraction of its budget was ended by its passes over the text and
+#: not by time; other runs take at least 93 %.
 _FILLED = 0.8
 
 #: Version of the lines of results.jsonl: lines of another version are measured again.
@@ -75,22 +75,22 @@ _FORMAT = 3
 
 
 def random_settings(number: int) -> dict[str, Any]:
-    """The settings of a random draw, by `section.key`.
+    """Return the settings of a random draw, by `section.key`.
 
     Args:
-        number: number of the draw, its seed: the same number has the same settings.
+        number: number of the draw, which is also its seed.
     """
     draw = random.Random(number)
     found = {key: draw.choice(values) for key, values in _CHOICES.items()}
     for key, (low, high) in _RANGES.items():
         found[key] = float(f"{math.exp(draw.uniform(math.log(low), math.log(high))):.3g}")
-    # The drawn learning rates apply as they are: they must not be scaled from another width.
+    # The drawn learning rates must not be scaled from another width.
     return found | {"optimizer.tuned_width": found["model.hidden_size"]}
 
 
 def is_same_run(run: Mapping[str, Any], budget: str, chosen: Curve) -> bool:
-    """True if a random run would be the same with another budget: its passes over the text end
-    before both budgets.
+    """Return True if a random run would be the same with another budget: its passes over the text
+    end before both budgets.
 
     Args:
         run: the run's line of results.jsonl.
@@ -99,7 +99,7 @@ def is_same_run(run: Mapping[str, Any], budget: str, chosen: Curve) -> bool:
     """
     share, bits = run["curve"][-1]
     longest = _FILLED * min(parse_time(run["budget"]), parse_time(budget))
-    # A run that was ended early must be far above the chosen settings of the other budget, too.
+    # A run that was ended early must also be far above the chosen settings of the other budget.
     is_complete = run["bits_per_byte"] is not None
     return run["seconds"] / share < longest and (is_complete or is_hopeless(share, bits, chosen))
 
@@ -120,12 +120,12 @@ class BudgetCase:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values of the recipe that are given, by `section.key`; firstlight chooses the others."""
+        """Recipe values that are set, by `section.key`; firstlight chooses the others."""
         return random_settings(self.trial) if self.trial else {}
 
     @property
     def name(self) -> str:
-        """The text's name, without its folder, which differs between machines, and suffix."""
+        """Name of the text without its suffix and folder, which differs between machines."""
         return Path(self.text).stem
 
     @property
@@ -207,7 +207,8 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
 def _same_run(
     case: BudgetCase, budgets: Sequence[str], lines: Mapping[str, dict[str, Any]], chosen: Curve
 ) -> dict[str, Any] | None:
-    """The line of a case, made from that of the same run with another budget; None without one.
+    """Return the line of a case, made from that of the same run with another budget; None without
+    one.
 
     Args:
         case: the run.
@@ -224,7 +225,7 @@ def _same_run(
 
 
 def _said(run: Mapping[str, Any]) -> str:
-    """The bits per byte of a run, for a message."""
+    """Return the bits per byte of a run, for a message."""
     if run["bits_per_byte"] is not None:
         return f"{run['bits_per_byte']:.4f} bits per byte"
     share, bits = run["curve"][-1]
@@ -232,7 +233,7 @@ def _said(run: Mapping[str, Any]) -> str:
 
 
 def measure_run(case: BudgetCase, folder: Path, chosen: Curve) -> dict[str, Any]:
-    """Train one case in a process of its own.
+    """Train one case in a separate process.
 
     Args:
         case: the run.
@@ -243,8 +244,8 @@ def measure_run(case: BudgetCase, folder: Path, chosen: Curve) -> dict[str, Any]
         The run's line of results.jsonl, or {"error": {"type", "message"}}.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # `train_texts` reuses texts that are prepared beside the run folder. A folder of its own makes
-    # each run prepare the text within its budget.
+    # `train_texts` reuses texts that were prepared next to the run folder. With a separate folder,
+    # each run prepares the text within its budget.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as own:
         request: dict[str, Any] = {"text": case.text, "budget": case.budget, "chosen": chosen}
         request |= {"settings": case.settings, "run": str(Path(own) / "run")}
@@ -278,7 +279,7 @@ Curve = Sequence[Sequence[float]]
 
 
 def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
-    """True if a run is so far above the run of the chosen settings that it is ended.
+    """Return True if a run is so far above the run of the chosen settings that it is ended.
 
     Args:
         share: share of the run's steps that are done.
@@ -292,7 +293,7 @@ def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
 
 
 def share_of_steps(record: Mapping[str, Any], length: Mapping[str, Any]) -> float:
-    """Share of a run's steps that are done; an estimate until their number is decided.
+    """Return the share of a run's steps that are done; an estimate until their number is decided.
 
     Args:
         record: metrics of the last step.
@@ -375,7 +376,7 @@ class _Watch:
         self._share = 0.0
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Take a step's metrics.
+        """Process a step's metrics.
 
         Raises:
             _Hopeless: the run is far above the run of the chosen settings.
@@ -394,7 +395,7 @@ class _Watch:
             raise _Hopeless
 
     def _early_bits(self, loss: float) -> float | None:
-        """The bits per byte of the training loss at `_EARLY`; None before."""
+        """Return the bits per byte of the training loss at `_EARLY`, or None before that point."""
         start, end = _EARLY
         if self._share >= start:
             self._early.append(loss)
@@ -410,7 +411,7 @@ class _Watch:
         return self._points[-1][0]
 
     def curve(self, steps: int | None = None) -> Curve:
-        """The curve of the run.
+        """Return the curve of the run.
 
         Args:
             steps: steps of the run; None if it was ended early, and has an estimated share.
@@ -427,11 +428,12 @@ class _Hopeless(Exception):  # noqa: N818 - no error
 
 
 def budget_groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The runs by text and budget ("TEXT, BUDGET"), each group in the order of its trials."""
+    """Return the runs by text and budget ("TEXT, BUDGET"), each group in the order of its
+    trials."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["trial"]):
         groups.setdefault(f"{run['text']}, {run['budget']}", []).append(run)
-    # Without a run of the chosen settings, there is nothing to compare a random search with.
+    # Without a run of the chosen settings, there is nothing to compare with.
     return {title: own for title, own in groups.items() if own[0]["trial"] == 0}
 
 
@@ -450,7 +452,8 @@ HEADER = (
 
 
 def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A row of the table (see HEADER): the run of the chosen settings, and the random draws."""
+    """Return a row of the table (see HEADER): the run of the chosen settings, and the random
+    draws."""
     chosen, ended = runs[0], [run for run in runs if run["bits_per_byte"] is None]
     draws = [run["bits_per_byte"] for run in runs[1:] if run not in ended]
     low, high = chosen["expected"]
@@ -470,8 +473,8 @@ def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of every run's bits per byte: a dot for a random draw, a circle for one that was ended
-    early, a line for chosen settings."""
+    """Return a PNG of every run's bits per byte: a dot for a random draw, a circle for one that was
+    ended early, a line for chosen settings."""
     groups = budget_groups(result["runs"])
     figure = new_figure(10, 0.8 * len(groups) + 1.5)
     axes = figure.subplots()
@@ -497,7 +500,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def page(result: Mapping[str, Any], picture: str) -> str:
-    """The page of the results, in Markdown.
+    """Return the page of the results, in Markdown.
 
     Args:
         result: result of `bench_budget`.

@@ -1,11 +1,12 @@
-"""`benchmarks generation`: tokens per second, and the share of the memory bandwidth's limit.
+"""`benchmarks generation`: measures tokens per second, and the fraction of the memory bandwidth
+limit.
 
-A step of decoding takes at least the time of reading the weights once. The memory bandwidth is
-measured in the same run, as that of copying a large tensor (bytes read and written). Each row runs
-in a process of its own, the rows take turns, and each number is the median over the turns.
+A decoding step takes at least as long as reading the weights once. The memory bandwidth is measured
+in the same run by copying a large tensor (bytes read and written). Each row runs in a separate
+process, the rows take turns, and each number is the median over the turns.
 
-`measure` describes how a row is timed. A row without the key-value cache computes the whole
-text again for each token; its tokens must equal those of the row with the cache.
+`measure` describes how a row is timed. A row without the key-value cache recomputes the full text
+for each token; its tokens must equal those of the row with the cache.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class GenerationRow(ProgramRow):
     Attributes:
         dtype: number format of the weights.
         compile: True compiles the steps of decoding; see `BatchDecoder`.
-        cache: False computes the whole text again for each token.
+        cache: False recomputes the full text for each token.
     """
 
     dtype: str
@@ -71,7 +72,8 @@ ROWS = (
     GenerationRow("transformers-fp32", "transformers", "float32"),
     GenerationRow(REFERENCE, "transformers", "bfloat16"),
     GenerationRow("fp32", "firstlight", "float32"),
-    # Only in fp32: in bf16, rounding soon makes the two computations choose different tokens.
+    # Only in fp32, because rounding in bf16 soon makes the two computations choose different
+    # tokens.
     GenerationRow("fp32-no-cache", "firstlight", "float32", cache=False),
     GenerationRow("bf16", "firstlight", "bfloat16"),
     GenerationRow("int8", "firstlight", "int8"),
@@ -88,7 +90,7 @@ _GGUF_DTYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
 
 
 def decided(bench: GenerationBench) -> GenerationBench:
-    """The options, with defaults for those that are open.
+    """Return the options, with defaults for those that are open.
 
     Raises:
         ConfigError: a value is out of range, or a name is unknown.
@@ -127,7 +129,7 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
     hardware, own = find_hardware(bench.device), for_generation()
     rows = installed_rows([row for row in ROWS if row.name in bench.rows])
     if hardware.device.type != "cpu" and any(row.program == "llama.cpp" for row in rows):
-        say("llama.cpp is measured on CPUs only: its rows are left out")
+        say("llama.cpp is measured only on CPUs: its rows are skipped")
         rows = [row for row in rows if row.program != "llama.cpp"]
     with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as temporary:
         folder, config = _model_folder(bench, Path(temporary))
@@ -152,7 +154,8 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             machine["copy_bytes_per_second"] = max(rates)
             if row.program == "firstlight":
                 environment = dict(own) | environment
-            # An empty cache: the first turn measures compilation, whatever ran before.
+            # The cache is empty, so that the first turn measures compilation regardless of earlier
+            # runs.
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(temporary) / "caches")
             environment["HF_HUB_OFFLINE"] = "1"
             # Without the cache, one continuation takes minutes.
@@ -161,7 +164,8 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
             if row.program == "llama.cpp":
                 try:
                     of_row["folder"] = str(_gguf_folder(folder, Path(temporary), row.dtype))
-                except FirstlightError as error:  # a model that GGUF lacks: one row has no result
+                # GGUF does not support the model, so this row has no result.
+                except FirstlightError as error:
                     return error_of(type(error).__name__, str(error))
             return ask("benchmarks.generation", of_row, environment)
 
@@ -176,7 +180,7 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
 
 
 def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelConfig]:
-    """The model's folder and its config.
+    """Return the model's folder and its config.
 
     If the option is a name rather than a path, a model with random weights is made in `temporary`.
 
@@ -198,14 +202,14 @@ def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelC
     needed = (bench.prompt_tokens or 0) + (bench.new_tokens or 0)
     if needed > config.max_position_embeddings:
         raise ConfigError(
-            f"{bench.prompt_tokens} tokens of prompt and {bench.new_tokens} new ones don't fit the "
-            f"model's context of {config.max_position_embeddings}"
+            f"{bench.prompt_tokens} prompt tokens and {bench.new_tokens} new tokens don't fit "
+            f"the model's context of {config.max_position_embeddings}"
         )
     return folder, config
 
 
 def _gguf_folder(folder: Path, temporary: Path, dtype: str) -> Path:
-    """The folder of a model's GGUF file, which the first turn writes."""
+    """Return the folder of a model's GGUF file, which the first turn writes."""
     found = temporary / f"gguf-{dtype}"
     if not found.exists():
         convert(folder, found, to="gguf", dtype=_GGUF_DTYPES[dtype])
@@ -213,9 +217,9 @@ def _gguf_folder(folder: Path, temporary: Path, dtype: str) -> Path:
 
 
 def bytes_per_token(config: ModelConfig, dtype: str) -> int | None:
-    """Bytes of weights that one step of decoding reads: all but the embedding tables of tokens and
-    positions, of which only single rows are read. None for mixture-of-experts models, where the
-    bytes depend on the experts to which tokens are routed.
+    """Return the bytes of weights that one step of decoding reads: all but the embedding tables of
+    tokens and positions, of which only single rows are read. None for mixture-of-experts models,
+    where the bytes depend on the experts to which tokens are routed.
 
     Args:
         config: the model's config.
@@ -242,7 +246,7 @@ def summarize(
     copy_bytes_per_second: float,
     config: ModelConfig,
 ) -> list[dict[str, Any]]:
-    """The medians of each row.
+    """Return the medians of each row.
 
     Returns:
         For each row the fields of `GenerationRow`, "reason" (the error message, or ""),
@@ -290,7 +294,8 @@ def _is_plain(row: GenerationRow) -> bool:
 def _cache_ratios(
     number: int, runs: Sequence[Mapping[str, Any]], cached: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """Tokens per second with the cache divided by those without, for each turn that has both.
+    """Return the tokens per second with the cache divided by those without, for each turn that has
+    both.
 
     Raises:
         ModelError: decoding with the cache chose other tokens than decoding without it.
@@ -339,7 +344,7 @@ def _batch_summary(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of a result: tokens per second of each row, one panel per batch size."""
+    """Return a PNG of a result: tokens per second of each row, one panel per batch size."""
     rows = [row for row in result["rows"] if row["batches"]]
     names = [row["name"] for row in rows]
     colors = ["tab:blue" if row["program"] == "firstlight" else "tab:gray" for row in rows]
@@ -428,7 +433,7 @@ def _firstlight(request: dict[str, Any]) -> Continue:
 
 
 def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) -> Continue:
-    """A function that continues prompts greedily, as `firstlight generate` does.
+    """Return a function that continues prompts greedily, as `firstlight generate` does.
 
     Args:
         decoder: decoder without texts, with room for all prompts.
@@ -455,8 +460,8 @@ def continue_with_sampling(decoder: BatchDecoder, request: Mapping[str, Any]) ->
 
 
 def _without_cache(model: Model, request: Mapping[str, Any]) -> Continue:
-    """A function that continues prompts greedily without a cache: the model computes the whole text
-    again for each new token."""
+    """Return a function that continues prompts greedily without a cache: the model computes the
+    whole text again for each new token."""
     device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -487,7 +492,7 @@ def _transformers(request: dict[str, Any]) -> Continue:
 def continue_with_generate(
     model: Any, device: torch.device, request: Mapping[str, Any]
 ) -> Continue:
-    """A function that continues prompts with transformers' `generate`, greedily."""
+    """Return a function that continues prompts with transformers' `generate`, greedily."""
 
     def seconds(prompts: list[list[int]], new: int) -> tuple[float, list[int]]:
         ids = torch.tensor(prompts, device=device)
@@ -513,7 +518,7 @@ def continue_with_generate(
 
 
 def _llama_cpp(request: dict[str, Any]) -> Continue:
-    """A function that continues prompts with llama.cpp, greedily, all in one context."""
+    """Return a function that continues prompts with llama.cpp, greedily, all in one context."""
     from llama_cpp import llama_cpp as library
 
     (path,) = Path(request["folder"]).iterdir()
@@ -539,7 +544,7 @@ def _llama_cpp(request: dict[str, Any]) -> Continue:
     batch = library.llama_batch_init(options.n_batch, 0, 1)
 
     def next_tokens(parts: list[list[int]], position: int) -> list[int]:
-        """The greedy tokens after one part of each text, all of one length."""
+        """Return the greedy tokens after one part of each text, all of one length."""
         batch.n_tokens = 0
         for number, part in enumerate(parts):
             for place, token in enumerate(part):

@@ -1,11 +1,11 @@
 """`python -m benchmarks learning`: loss of recipes after the same tokens, or after the same time.
 
-Every run is a training in a process of its own. Each recipe, which is a row of the tables, runs
-with several seeds, and the rows take turns over the seeds (A B A B). On one corpus and size all
-rows have the same budget: tokens, or minutes of training at the speed of their first steps, which
-is measured once per row. `max_steps` is set so that the schedule ends with the budget. Seconds are
-those of training steps, including waiting for data, without evaluations, checkpoints and the start
-of the process.
+Every run trains in a separate process. Each recipe, which is a row in the tables, runs with several
+seeds, and the rows take turns over the seeds (A B A B). For a corpus and size, all rows have the
+same budget: tokens, or minutes of training at the speed of their first steps, which is measured
+once per row. `max_steps` is set so that the schedule ends with the budget. Seconds are those of
+training steps, including waiting for data, without evaluations, checkpoints and the start of the
+process.
 
 Each point of a curve is measured on the same sample of the held-out text. The final figure of a run
 is measured on all of the held-out text or on a larger sample, in fp32. A token's context is the
@@ -68,7 +68,8 @@ class LearningRow:
     successor_of: str = ""
 
 
-#: Model shapes by name. Layouts like Llama and like GPT-2 have about as many parameters in a shape.
+#: Model shapes by name. For a given shape, Llama-like and GPT-2-like layouts have about the same
+#: number of parameters.
 SIZES: dict[str, dict[str, Any]] = {
     # nanoGPT's shape for a CPU.
     "0.8m": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -87,7 +88,7 @@ BEFORE = "before"
 #: The settings of new models, which are also those of the demo.
 NEW = "new"
 
-#: Name for `--rows` that means all single changes.
+#: Name for `--rows` that selects all single changes.
 CHANGES = "changes"
 
 _NANOGPT: dict[str, Any] = {
@@ -128,7 +129,7 @@ _NANOCHAT: dict[str, Any] = {
 _ZERO: dict[str, Any] = {"schedule.kind": "linear", "schedule.min_lr_ratio": 0.0}
 
 ROWS: dict[str, LearningRow] = {
-    # Recipes of their own.
+    # Complete recipes.
     "nanogpt": LearningRow(
         _NANOGPT, about="nanoGPT: GPT-2 layout, AdamW at 6e-4, cosine to a tenth"
     ),
@@ -226,7 +227,7 @@ _VARIABLE = ("data", "model", "init", "batch", "schedule", "optimizer", "loss", 
 
 
 def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, LearningRow]:
-    """The named rows in their order, then the variants; by name.
+    """Return the named rows in order, followed by the variants, by name.
 
     Args:
         names: names of `ROWS`, or `CHANGES` for all single changes and the row that they change;
@@ -244,7 +245,7 @@ def choose_rows(names: Sequence[str], variants: Sequence[str]) -> dict[str, Lear
 
 
 def find_row(name: str) -> LearningRow:
-    """The row of a name, or a variant of a row.
+    """Return the row of a name, or a variant of a row.
 
     Args:
         name: name in `ROWS`, or "NAME:section.key=value,section.key=value" for a variant of NAME.
@@ -267,7 +268,8 @@ def find_row(name: str) -> LearningRow:
 
 
 def recipe_values(row: LearningRow, size: str) -> dict[str, Any]:
-    """Values of the recipe of a row at a size, without the corpus and the number of steps."""
+    """Return the values of the recipe of a row at a size, without the corpus and the number of
+    steps."""
     chain = [row]
     while chain[0].of:
         chain.insert(0, ROWS[chain[0].of])
@@ -287,10 +289,11 @@ _SIZES, _TOKENS = ("2.6m",), 1_474_560
 #: Number of points of a curve, and of held-out tokens for each point.
 _POINTS, _POINT_TOKENS = 12, 32_768
 
-#: Minimum of held-out tokens for the final figure; each point of the curve has an eighth of them.
+#: Minimum number of held-out tokens for the final figure; each point of the curve uses an eighth of
+#: them.
 _LEAST_HELD_OUT = 8192
 
-#: Vocabulary size of a tokenizer; and of one whose tokens are the 256 bytes and the end of a text.
+#: Vocabulary size of a tokenizer, and of a byte tokenizer with 256 bytes and the end of a text.
 _VOCAB_SIZE, _BYTES = 4096, 257
 
 #: Number of steps whose time is measured to find the number of steps that fit into a budget of
@@ -360,7 +363,7 @@ class LearningCase:
         return f"{length}, {self.held_out_tokens:,} held-out tokens"
 
     def recipe(self, max_steps: int, seed: int) -> dict[str, Any]:
-        """Values of the recipe of a run, without its folder."""
+        """Return the values of the recipe of a run, without its folder."""
         values = self.values
         seq_len = values["data"]["seq_len"]
         # All points together are then evaluated on little more tokens than the final figure.
@@ -384,7 +387,7 @@ class LearningCase:
         return rows * recipe.data.seq_len
 
     def parsed(self, max_steps: int) -> Recipe:
-        """The validated recipe.
+        """Return the validated recipe.
 
         Raises:
             ConfigError: the values are not a valid recipe.
@@ -393,7 +396,7 @@ class LearningCase:
 
 
 def prepare_corpus(name: str, folder: Path) -> LearningCorpus:
-    """Prepare a corpus in `folder`, unless it is there.
+    """Prepare a corpus in `folder`, unless it already exists.
 
     Args:
         name: "stdlib", a text file, or "bytes:FILE" for tokens that are bytes.
@@ -404,7 +407,7 @@ def prepare_corpus(name: str, folder: Path) -> LearningCorpus:
         StorageError: a file system error.
     """
     file = name.removeprefix("bytes:")
-    # The hash of the path: files with the same name in different folders are different corpora.
+    # The hash of the path distinguishes files with the same name in different folders.
     key = hashlib.sha256(str(Path(file).resolve()).encode()).hexdigest()[:8]
     title = name if name == "stdlib" else Path(file).stem + (" bytes" if name != file else "")
     own = title if name == "stdlib" else f"{title}-{key}"
@@ -417,7 +420,7 @@ def prepare_corpus(name: str, folder: Path) -> LearningCorpus:
 
 
 def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
-    """Prepare the corpora; every row on every corpus at every size, by title.
+    """Prepare the corpora; return a case for every row, corpus and size, by title.
 
     Raises:
         ConfigError: an option is invalid, or a row is not a recipe.
@@ -430,7 +433,9 @@ def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
             f"--held-out-tokens is {bench.held_out_tokens}: it must be at least {_LEAST_HELD_OUT}"
         )
     if bench.tokens is not None and bench.minutes is not None:
-        raise ConfigError("--tokens and --minutes both say how long a run is: keep one")
+        raise ConfigError(
+            "--tokens and --minutes both set the length of a run: use only one of them"
+        )
     if bench.minutes is not None and not bench.minutes > 0:
         raise ConfigError(f"--minutes is {bench.minutes}: it must be above 0")
     tokens = None if bench.minutes is not None else bench.tokens or _TOKENS
@@ -492,7 +497,8 @@ def bench_learning(bench: LearningBench, on_run: Keep) -> Result:
 
 
 def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
-    """The case of a line of results.jsonl; None if the recipe of its row has changed since."""
+    """Return the case of a line in results.jsonl, or None if the recipe of its row has changed
+    since."""
     corpus = LearningCorpus(line["corpus"], line["corpus_sha256"])
     budget = (line["budget_tokens"], line["budget_minutes"], line.get("held_out_tokens"))
     try:
@@ -503,13 +509,14 @@ def _case_of(line: Mapping[str, Any]) -> LearningCase | None:
 
 
 def _in_order(lines: list[dict[str, Any]], cases: Sequence[LearningCase]) -> list[dict[str, Any]]:
-    """The lines in the order of the cases, and of the seeds; then those of other calls' cases."""
+    """Return the lines in the order of the cases, and of the seeds; then those of other calls'
+    cases."""
     places = {case.digest: place for place, case in enumerate(cases)}
     return sorted(lines, key=lambda line: (places.get(line["digest"], len(places)), line["seed"]))
 
 
 def _outcome(case: LearningCase, lines: Sequence[dict[str, Any]], seeds: int) -> RowOutcome:
-    """The finished runs of a case, from the first seed to the last one before a gap."""
+    """Return the finished runs of a case, from the first seed to the last one before a gap."""
     done = {line["seed"]: line for line in lines if line["digest"] == case.digest}
     outcome = RowOutcome()
     for seed in range(_FIRST_SEED, _FIRST_SEED + seeds):
@@ -566,7 +573,7 @@ def measure_run(case: LearningCase, earlier: list[dict[str, Any]], folder: Path)
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train a recipe, in a process of its own.
+    """Train a recipe; runs in a separate process.
 
     Args:
         request: "recipe", values of the recipe; "data", folder of the corpus; "threads" of torch;
@@ -613,13 +620,13 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _PaceIsKnown(Exception):  # noqa: N818 - no error
-    """Ends a run of which only the first steps are measured."""
+    """Raised to end a run of which only the first steps are measured."""
 
 
 # The page.
 
 
-#: Minimum of seeds for a verdict; minimum of a gain that counts, in standard deviations.
+#: Minimum number of seeds for a verdict, and minimum gain that counts, in standard deviations.
 _SEEDS, _LEAST_GAIN = 3, 2.0
 
 #: Number of the best rows in a panel of the picture.
@@ -673,15 +680,15 @@ class RowFigures:
         return statistics.mean(self.gains) / max(statistics.stdev(self.gains), 1e-6)
 
     def curve(self) -> list[tuple[float, float, list[float]]]:
-        """(tokens, mean seconds, bits per byte of each seed) at each point."""
+        """Return (tokens, mean seconds, bits per byte of each seed) at each point."""
         return [
             (points[0][0], statistics.mean(p[1] for p in points), [p[2] for p in points])
             for points in zip(*(run["curve"] for run in self.runs), strict=False)
         ]
 
     def to_goal(self) -> tuple[float, float] | None:
-        """(tokens, seconds) at which the mean curve reaches the goal, interpolated linearly between
-        points; None if it never does."""
+        """Return (tokens, seconds) at which the mean curve reaches the goal, interpolated linearly
+        between points; None if it never does."""
         points = [(t, s, statistics.mean(bits)) for t, s, bits in self.curve()]
         before = None
         for tokens, seconds, bits in points:
@@ -717,7 +724,7 @@ class LearningGroup:
 
 
 def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
-    """The runs by group and row, both in the order of their first runs."""
+    """Return the runs by group and row, both in the order of their first runs."""
     groups: dict[tuple[str, str, str], dict[str, list[Mapping[str, Any]]]] = {}
     for run in runs:
         key = (run["corpus"], run["size"], run["budget"])
@@ -737,8 +744,8 @@ def learning_groups(runs: Sequence[Mapping[str, Any]]) -> list[LearningGroup]:
 
 
 def verdicts(groups: Sequence[LearningGroup]) -> dict[str, str]:
-    """The verdict on each single change, and on each recipe that replaced another as the default,
-    by name of the row.
+    """Return the verdict on each single change, and on each recipe that replaced another as the
+    default, by name of the row.
 
     A change is kept if its gain exceeds two standard deviations on two corpora and at two sizes,
     and no group has a loss of that size.
@@ -769,7 +776,7 @@ HEADER = ("recipe", "bits per byte", "seconds to the baseline", "gain over", "ga
 
 
 def row_cells(row: RowFigures) -> tuple[str, ...]:
-    """A row of a group's table; see HEADER."""
+    """Return a row of a group's table; see HEADER."""
     goal = row.to_goal()
     return (
         row.name,
@@ -787,13 +794,13 @@ def _gain_cell(gains: Sequence[float]) -> str:
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the held-out bits per byte by tokens and by seconds, with bands over the seeds, for
-    the baseline, the best rows and the rows with which they are compared."""
+    """Return a PNG of the held-out bits per byte by tokens and by seconds, with bands over the
+    seeds, for the baseline, the best rows and the rows with which they are compared."""
     groups = learning_groups(result["runs"])
     figure = new_figure(13, 3.6 * max(len(groups), 1))
     axes = figure.subplots(max(len(groups), 1), 2, squeeze=False)
     for places, group in zip(axes, groups, strict=False):
-        # Only the best rows, and those that they are compared with: more could not be told apart.
+        # Only the best rows and those they are compared with; more could not be distinguished.
         best = sorted(group.rows[1:], key=lambda row: row.bits_per_byte)[:_BEST]
         names = {group.rows[0].name, *(row.name for row in best), *(row.over for row in best)}
         shown = [row for row in group.rows if row.name in names]
@@ -807,7 +814,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
                 place.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
         ends = [bits for row in shown for _, _, seeds in row.curve()[-1:] for bits in seeds]
         middle = [bits for row in shown for _, _, seeds in row.curve()[:3][-1:] for bits in seeds]
-        for place, label in zip(places, ("tokens", "seconds of training"), strict=True):
+        for place, label in zip(places, ("tokens", "training seconds"), strict=True):
             place.set(xlabel=label, ylabel="held-out bits per byte")
             # The axis ends at the third points: the first two are far above all others.
             if middle and max(middle) > min(ends):
@@ -819,7 +826,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def page(result: Mapping[str, Any], picture: str) -> str:
-    """The page of the results, in Markdown.
+    """Return the page of the results, in Markdown.
 
     Args:
         picture: address of the picture.

@@ -1,10 +1,11 @@
-"""`python -m benchmarks loading`: memory and time of each loading mode, and of transformers.
+"""`python -m benchmarks loading`: measures memory and time of each loading mode, and of
+transformers.
 
-The benchmark makes a checkpoint with random weights in the shape of Qwen2.5-0.5B (or wider or
-narrower). Each row loads it in a process of its own: firstlight in one of its modes, or
-transformers' `from_pretrained`. The docstring of `memory.py` describes the measurements. The file
-is in the page cache, the number of threads is the same for all rows, the rows take turns (A B C,
-A B C), and each number is the median over the turns.
+The benchmark creates a checkpoint with random weights in the shape of Qwen2.5-0.5B (or wider or
+narrower). Each row loads it in a separate process: firstlight in one of its modes, or transformers'
+`from_pretrained`. The docstring of `memory.py` describes the measurements. The file is in the page
+cache, the number of threads is the same for all rows, the rows take turns (A B C, A B C), and each
+number is the median over the turns.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class LoadingRow(ProgramRow):
         layout: model folder that is loaded, one of `LAYOUTS`; "sharded" and "per-tensor" have an
             index file.
         cast: True converts the weights: from bfloat16 to float32, or from float32 to bfloat16.
-        huge_pages: True lets torch take huge pages, False does not; None keeps the user's setting.
+        huge_pages: True lets torch use huge pages, False does not; None keeps the user's setting.
     """
 
     way: str | None = None
@@ -82,15 +83,15 @@ ROWS = (
 
 
 def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
-    """The rows that the options choose.
+    """Return the rows that the options choose.
 
     Raises:
         ConfigError: a value is out of range, a name is unknown, or no row is left.
     """
     if not SMALLEST <= bench.parameters <= LARGEST:
         raise ConfigError(
-            f"{bench.parameters:,} parameters are outside what this benchmark makes: "
-            f"between {SMALLEST:,} and {LARGEST:,}"
+            f"{bench.parameters:,} parameters are outside the supported range of {SMALLEST:,} to "
+            f"{LARGEST:,}"
         )
     require_positive(repeats=bench.repeats)
     if bench.dtype not in ("bfloat16", "float32"):
@@ -98,7 +99,7 @@ def loading_rows(bench: LoadingBench) -> list[LoadingRow]:
     chosen = chosen_rows("way", ROWS, bench.ways)
     rows = [row for row in chosen if not (bench.no_transformers and row.program != "firstlight")]
     if not rows:
-        raise ConfigError("no way is left to measure")
+        raise ConfigError("no loading mode is left to measure")
     return rows
 
 
@@ -117,7 +118,7 @@ def bench_loading(bench: LoadingBench, on_run: Keep = lambda _: None) -> Result:
     """
     rows = installed_rows(loading_rows(bench))
     if not rows:
-        raise ConfigError("no way is left to measure: transformers is not installed")
+        raise ConfigError("no loading mode is left to measure: transformers is not installed")
     hardware = find_hardware(bench.device)
     if hardware.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"benchmarks loading runs on cpu and cuda, not on {hardware.device.type}")
@@ -190,7 +191,7 @@ def measure(row: LoadingRow, folder: Path, dtype: str, device: str = "cpu") -> F
     environment = os.environ | {HUGE_PAGES: pages, "HF_HUB_OFFLINE": "1"}
     found = ask("benchmarks.memory", request, environment)
     if "error" in found:
-        raise ModelError(f"loading by way of '{row.name}' failed: {found['error']['message']}")
+        raise ModelError(f"loading with '{row.name}' failed: {found['error']['message']}")
     return found
 
 
@@ -199,7 +200,7 @@ def compare(
     runs: Mapping[str, Sequence[Mapping[str, float | None]]],
     file_bytes: int,
 ) -> list[dict[str, Any]]:
-    """The medians of each row and its ratios.
+    """Return the medians of each row and its ratios.
 
     Args:
         rows: the rows.
@@ -244,14 +245,14 @@ def compare(
 
 
 def _median(values: Sequence[float | None]) -> Any:
-    """The median of the numbers; None without numbers, such as for GPU memory on a CPU."""
+    """Return the median of the numbers; None without numbers, such as for GPU memory on a CPU."""
     numbers = [value for value in values if value is not None]
     return statistics.median(numbers) if numbers else None
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the result of `bench_loading`: time to the first logits and peak host memory of each
-    row, and peak GPU memory if it was measured."""
+    """Return a PNG of the result of `bench_loading`: time to the first logits and peak host memory
+    of each row, and peak GPU memory if it was measured."""
     rows = result["rows"]
     names = [row["name"] + (" (default)" if row["default"] else "") for row in rows]
     colors = ["tab:blue" if row["program"] == "firstlight" else "tab:orange" for row in rows]
@@ -273,7 +274,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def parse_count(text: str) -> int:
-    """The number in a text such as '0.5B' (500000000); K, M and B are 10^3, 10^6 and 10^9.
+    """Return the number in a text such as '0.5B' (500000000); K, M and B are 10^3, 10^6 and 10^9.
 
     Raises:
         ConfigError: the text has another form.
@@ -286,7 +287,7 @@ def parse_count(text: str) -> int:
 
 
 def model_config(parameters: int) -> LlamaConfig:
-    """Config of a Qwen2 model with about this number of parameters.
+    """Return the config of a Qwen2 model with about this number of parameters.
 
     For half a billion, the hidden size is 896, that of Qwen2.5-0.5B. Hidden sizes are multiples of
     128, two heads of 64; the vocabulary size is adjusted to reach the number of parameters.
@@ -309,14 +310,14 @@ def model_config(parameters: int) -> LlamaConfig:
 
 
 def _proportions(width: int) -> tuple[int, int, int]:
-    """(layers, intermediate size, vocabulary size) for a hidden size, in proportion to
+    """Return (layers, intermediate size, vocabulary size) for a hidden size, in proportion to
     Qwen2.5-0.5B, which has 24, 4864 and 151936 with a hidden size of 896."""
     intermediate = round(width / 896 * 4864 / 64) * 64
     return min(28, round(width / 896 * 24)), intermediate, min(151_936, 170 * width)
 
 
 def _size(width: int) -> int:
-    """Number of parameters of a model with the sizes of `_proportions`."""
+    """Return the number of parameters of a model with the sizes of `_proportions`."""
     layers, intermediate, vocabulary = _proportions(width)
     attention = 2 * width * width + width + 2 * (128 * width + 128)
     return layers * (attention + 3 * width * intermediate + 2 * width) + (1 + vocabulary) * width
@@ -325,7 +326,7 @@ def _size(width: int) -> int:
 def make_checkpoints(
     parameters: int, dtype: str, folder: Path, layouts: Collection[str]
 ) -> dict[str, Any]:
-    """Write the checkpoint in each layout, unless it is there.
+    """Write the checkpoint in each layout, unless it already exists.
 
     Args:
         parameters: approximate number of the model's parameters.
@@ -350,12 +351,12 @@ def make_checkpoints(
     missing = [path for path in paths if not _is_there(path, content)]
     if missing:
         _require_space(folder, len(missing) * size)
-        say(f"making a checkpoint of {size / 1e9:.3g} GB in {folder}")
+        say(f"creating a checkpoint of {size / 1e9:.3g} GB in {folder}")
         model.to_empty(device="cpu")
         model.finish_loading()
         model.init_weights(torch.Generator().manual_seed(0))
     for path in missing:
-        # With a maximum of 1 byte, each tensor exceeds it and has a file of its own.
+        # With a maximum of 1 byte, each tensor exceeds it and gets a separate file.
         shard_bytes = {SINGLE: size, SHARDED: size // _SHARDS, PER_TENSOR: 1}[path.name]
         with new_folder(path) as place:
             write_json(place / CONFIG_NAME, content)
@@ -369,7 +370,7 @@ def make_checkpoints(
 
 
 def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
-    """True if the folder has the checkpoint whose config.json is `content`.
+    """Return True if the folder has the checkpoint whose config.json is `content`.
 
     Raises:
         InputError: the folder exists, but has something else.
@@ -379,8 +380,8 @@ def _is_there(path: Path, content: Mapping[str, Any]) -> bool:
     if (path / CONFIG_NAME).is_file() and read_json(path / CONFIG_NAME) == content:
         return True
     raise InputError(
-        f"{path} holds something else than this benchmark's checkpoint: "
-        "choose another --dir or the same --parameters and --dtype"
+        f"{path} contains something other than this benchmark's checkpoint: choose another --dir "
+        "or the same --parameters and --dtype"
     )
 
 
@@ -395,6 +396,6 @@ def _require_space(folder: Path, needed: int) -> None:
         free = shutil.disk_usage(folder).free
     if free < needed * 1.05:
         raise StorageError(
-            f"the checkpoint needs {needed / 1e9:.3g} GB, and {folder} has {free / 1e9:.3g} GB "
-            "free: choose another folder with --dir or fewer --parameters"
+            f"the checkpoint needs {needed / 1e9:.3g} GB, but {folder} has only {free / 1e9:.3g} "
+            "GB free: choose another folder with --dir or fewer --parameters"
         )

@@ -1,7 +1,7 @@
 """Memory of a process: resident memory as the kernel counts it (`hardware.process_memory`), memory
 of torch's allocator, memory of the GPU.
 
-`measure` loads one model once, in a process of its own, and reports memory and time:
+`measure` loads one model once, in a separate process, and reports memory and time:
 
     python -m firstlight.hardware.fresh_process benchmarks.memory REQUEST
 
@@ -14,7 +14,7 @@ REQUEST is a JSON object:
     device   "cpu" or "cuda"
     threads  threads of torch
 
-What is measured, in this order:
+The measurement consists of these steps:
 
 1. `import_seconds`: the time of importing everything that loading needs, without modules that the
    program itself imports later.
@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 
 
 def driver_used_bytes() -> int | None:
-    """Bytes of the GPU's memory in use by all processes, contexts included; None if unknown.
+    """Return the bytes of the GPU's memory in use by all processes, contexts included; None if
+    unknown.
 
     NVML reports it even before this process has a CUDA context. Without NVML (nvidia-ml-py), CUDA
     reports it, but only once this process has a context.
@@ -88,7 +89,7 @@ def driver_used_bytes() -> int | None:
 
 @dataclass
 class MeasuredMemory:
-    """Peak memory of a block of code above the memory before it.
+    """Peak memory of a block of code relative to the memory before it.
 
     Attributes:
         peak_bytes: peak of torch's allocator; on a CPU the peak of all allocations that torch's
@@ -132,7 +133,7 @@ def measured_memory(device: torch.device | str = "cpu") -> Iterator[MeasuredMemo
 
 
 def _peak_of_events(profiler: profile) -> int:
-    """The highest running sum of the profiler's allocations and releases."""
+    """Return the highest running sum of the profiler's allocations and releases."""
     inner = profiler.profiler
     assert inner is not None
     assert inner.kineto_results is not None
@@ -227,7 +228,8 @@ _COPY_BYTES = 256 * 2**20
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second, read plus written, of copying a tensor of 256 MiB on the device."""
+    """Return the bytes per second, read plus written, of copying a tensor of 256 MiB on the
+    device."""
     import torch
 
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -236,7 +238,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def copy_seconds(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
-    """Seconds of copying `source` into `target`, the minimum of six measurements."""
+    """Return the seconds of copying `source` into `target`, the minimum of six measurements."""
     from firstlight.hardware.device import synchronize
 
     best = math.inf

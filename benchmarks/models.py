@@ -1,4 +1,4 @@
-"""Models that the benchmarks measure, and configurations of the planner's benchmark."""
+"""Models used by the benchmarks, and configurations of the planner's benchmark."""
 
 from __future__ import annotations
 
@@ -73,12 +73,13 @@ _MORE_MODELS: dict[str, dict[str, Any]] = {
 
 
 def model_values(name: str) -> dict[str, Any]:
-    """The `model` section of a model of the benchmarks, by its name in one of the tables above."""
+    """Return the `model` section of a model of the benchmarks, by its name in one of the tables
+    above."""
     return dict(MODELS.get(name) or _MORE_MODELS[name])
 
 
 def random_model(config: ModelConfig, device: torch.device, vocab_multiple: int = 1) -> Model:
-    """A model with random fp32 weights, made on the device.
+    """Return a model with random fp32 weights, made on the device.
 
     On a GPU, this takes a second for 8 billion parameters, and none of the host's memory.
     """
@@ -137,7 +138,7 @@ class PlannerCase:
         return found
 
     def recipe(self, device: str = "cpu") -> dict[str, Any]:
-        """The values of the recipe, without open keys."""
+        """Return the values of the recipe, without open keys."""
         model = model_values(self.model)
         longest = max(self.tokens, model.get("max_position_embeddings", 1024))
         values: dict[str, Any] = {
@@ -156,7 +157,7 @@ class PlannerCase:
         return changed_recipe(values, self.changes)
 
     def request(self, device: str = "cpu") -> dict[str, Any]:
-        """The configuration as JSON object, for requests of `planner_steps`."""
+        """Return the configuration as JSON object, for requests of `planner_steps`."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -188,7 +189,7 @@ def _generation(dtype: str, sequences: int) -> dict[str, Any]:
 
 
 def _first() -> Iterator[PlannerCase]:
-    """Twenty configurations that differ from each other as much as possible."""
+    """Yield twenty configurations that differ from each other as much as possible."""
     yield PlannerCase("gpt2-124m", 8, 1024, fitted=True)
     yield PlannerCase("gpt2-124m", 16, 1024, _BF16)
     yield PlannerCase("llama-110m", 16, 1024, _BF16, fitted=True)
@@ -263,12 +264,13 @@ def _second() -> Iterator[PlannerCase]:
 
 
 def gpu_grid() -> tuple[PlannerCase, ...]:
-    """All configurations: twenty that differ most, then those that compile, then the rest."""
+    """Return all configurations: twenty that differ most, then those that compile, then the
+    rest."""
     return (*_first(), *_compiled(), *_second())
 
 
 def dry_grid() -> tuple[PlannerCase, ...]:
-    """The configurations of a dry run: tiny ones, each of which a CPU runs in a second."""
+    """Return the configurations of a dry run: tiny ones, each of which a CPU runs in a second."""
     return (
         PlannerCase("tiny-gpt2", 2, 128, fitted=True),
         PlannerCase("tiny-llama", 4, 256, _FULL, fitted=True),

@@ -1,4 +1,4 @@
-"""The options of the benchmarks.
+"""Options of the benchmarks.
 
 The text of an attribute is the help of its option; the values that stand for None are in brackets.
 """
@@ -14,10 +14,10 @@ from firstlight.bench.rows import StepsBench
 
 @dataclass(frozen=True)
 class FolderBench:
-    """Options of the benchmarks that continue where an earlier call stopped.
+    """Options of the benchmarks that resume where an earlier call stopped.
 
     Attributes:
-        folder: folder of the results; a call continues with the results of earlier calls.
+        folder: folder of the results; results of earlier calls are reused.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class LoadingBench:
         repeats: turns of all ways.
         ways: only these rows: auto, sequential, mmap, straight, sharded, per-tensor,
             per-tensor-sequential, cast, transformers, transformers-huge-pages, transformers-cast.
-        no_transformers: leave transformers' rows out.
+        no_transformers: skip transformers' rows.
         folder: make the checkpoint here, keep it and use it again. [a temporary folder]
         device: device to load to: auto, cpu, cuda or cuda:1.
     """
@@ -80,7 +80,7 @@ class GenerationBench:
         model: model that continues texts: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b,
             smollm2-135m or small, with random weights; or a model's folder. [gpt2-124m; small with
             --quick]
-        batch_sizes: texts at a time.
+        batch_sizes: batch sizes.
         prompt_tokens: tokens of each prompt. [128; 32 with --quick]
         new_tokens: new tokens of each text. [64; 16 with --quick]
         repeats: turns of all rows. [3; 1 with --quick]
@@ -106,12 +106,12 @@ class ScalingBench:
     """Options of `benchmarks scaling`.
 
     Attributes:
-        nproc: greatest number of processes: 1, 2, 4, ... and this number are measured.
+        nproc: maximum number of processes: 1, 2, 4, ... and this number are measured.
         model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or a
             recipe's.
         engines: only these: ddp, fsdp, fsdp-kept, fsdp-offload, hybrid, tensor, pipeline, zero-1,
             zero-2, zero-3.
-        seq_len: tokens of a sequence.
+        seq_len: tokens per sequence.
         micro_batch_size: sequences of each process's micro-batch.
         accumulation: micro-batches of a step.
         precision: precision as in a recipe's efficiency section.
@@ -181,7 +181,7 @@ class GPUBench(FolderBench):
     """Options of `benchmarks gpu`.
 
     Attributes:
-        seconds: greatest duration of the call, beside its imports; items that would not end in time
+        seconds: maximum duration of the call, beside its imports; items that would not end in time
             are left for the next.
         items: only these, such as A,C,D-124m; D stands for all whose names begin with D.
         device: cuda; or cpu, a dry run of every item with tiny shapes.

@@ -88,7 +88,7 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    """The blocks of all pages, and the commands that write a page as a whole."""
+    """Return the blocks of all pages, and the commands that write a page as a whole."""
     found = [
         Block(name, int(minutes), command, page)
         for page in sorted(PAGES.glob("*.md"))
@@ -138,7 +138,7 @@ def _budget() -> list[tuple[str, int, str]]:
 
 
 def others_share() -> float:
-    """Share of the processors that other programs use now."""
+    """Return the share of the processors that other programs use now."""
     return psutil.cpu_percent(_SECONDS_OF_WATCHING) / 100
 
 
@@ -202,7 +202,7 @@ def publish(block: Block, output: str, busy: float) -> None:
 
 
 def _named(known: Sequence[Block], name: str) -> list[Block]:
-    """The block of a name, or else those whose names begin with it and a hyphen."""
+    """Return the block of a name, or else those whose names begin with it and a hyphen."""
     return [one for one in known if one.name == name] or [
         one for one in known if one.name.startswith(f"{name}-")
     ]
@@ -239,7 +239,7 @@ if __name__ == "__main__":
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown; the first column is aligned left, the others right."""
+    """Return a table in Markdown; the first column is aligned left, the others right."""
     lines = ["| " + " | ".join(header) + " |"]
     lines.append("|---|" + "---:|" * (len(header) - 1))
     for row in rows:

@@ -1,5 +1,5 @@
-"""The constants of the speed model of GPUs, fitted on steps that were measured on one, and the file
-of a machine's own constants."""
+"""Fitting the constants of the GPU speed model to measured steps, and the file with a machine's
+constants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from firstlight.planner.speed.throughput import Workload, predict_speed
 
 #: Rounds over all constants.
 _ROUNDS = 4
-#: Steps of the search for one constant: each narrows its interval to 0.62 of the width.
+#: Number of search steps for one constant; each narrows its interval to 0.62 of the width.
 _TRIES = 9
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -49,7 +49,8 @@ class TimedStep:
 def relative_errors(
     steps: Sequence[TimedStep], gpu: GPU, constants: Mapping[str, float] | None
 ) -> list[float]:
-    """The relative error of each step's predicted time; positive if the prediction is too long.
+    """Return the relative error of each step's predicted time; positive if the prediction is too
+    long.
 
     Args:
         steps: measured steps.
@@ -64,7 +65,7 @@ def relative_errors(
 
 
 def fit_constants(steps: Sequence[TimedStep], gpu: GPU) -> dict[str, float]:
-    """The constants that fit measured steps best.
+    """Return the constants that fit measured steps best.
 
     Coordinate descent: each constant in turn is set to the minimum of the mean squared logarithm of
     predicted over measured seconds (golden-section search on a logarithmic scale), for `_ROUNDS`
@@ -87,7 +88,7 @@ def fit_constants(steps: Sequence[TimedStep], gpu: GPU) -> dict[str, float]:
         for name, (low, high) in BOUNDS.items():
             place = math.log(found[name])
             best, least = _minimum(loss(name), math.log(low), math.log(high))
-            # If the loss does not depend on a constant, its value stays as it is.
+            # If the loss does not depend on a constant, its value is unchanged.
             if least < loss(name)(place) * (1 - 1e-9):
                 found[name] = min(max(math.exp(best), low), high)
     return found
@@ -99,7 +100,7 @@ def _expected(name: str) -> float:
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """The argument and the value of a function's approximate minimum between two bounds, by
+    """Return the argument and the value of a function's approximate minimum between two bounds, by
     golden-section search."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)
@@ -120,13 +121,13 @@ def _minimum(function: Callable[[float], float], low: float, high: float) -> tup
 
 
 def save_measured(path: Path, name: str, measured: MeasuredGpu) -> None:
-    """Write the measurements of a GPU type into a file, besides those of other types that it has. A
-    file that is missing, damaged or of another format is made anew.
+    """Write the measurements of a GPU type to a file, keeping those of other types. A file that is
+    missing, damaged or in another format is recreated.
 
     Raises:
         StorageError: a file system error prevents writing.
     """
     gpus = {key: asdict(value) for key, value in read_measured(path).items()}
     write_json(path, {"format": FORMAT, "gpus": {**gpus, name: asdict(measured)}})
-    # So that the next prediction of this process uses the new file.
+    # Clear the cache so that the next prediction in this process uses the new file.
     all_measured.cache_clear()

@@ -1,7 +1,7 @@
 """Predicted and measured memory of steps: a part of `python -m benchmarks planner`.
 
-Each configuration is predicted and then run on this machine's CPU, in a process of its own. On a
-CPU, torch's profiler records every allocation to the byte, including those of compiled code.
+Each configuration is predicted and then run on this machine's CPU, in a separate process. On a CPU,
+torch's profiler records every allocation to the byte, including those of compiled code.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _TOGETHER = (
 
 
 def memory_grid(*, quick: bool = False) -> list[PlannerCase]:
-    """The configurations, or every eighth of them if `quick`.
+    """Return the configurations, or every eighth of them if `quick`.
 
     They are each method alone for GPT-2 and Llama, each shape, random combinations of methods,
     compiled steps of several lengths, blockwise attention, evaluations and generations.
@@ -174,7 +174,7 @@ def bench_memory(cases: Sequence[PlannerCase], on_run: Keep) -> Result:
         rows = [_row(by_name[name], one) for name, one in outcomes.items() if one.is_done]
         return {"rows": rows, "summary": summary(rows)}
 
-    # A process for each configuration, so that none measures the memory that another one left.
+    # Use a separate process for each configuration, so that none measures memory left by another.
     with ForkServer(environment, "benchmarks.planner_memory") as server:
         return run_bench(
             "memory",
@@ -194,7 +194,7 @@ def _row(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The errors of all results together.
+    """Return the errors of all results together.
 
     Returns:
         - "count": number of results with an error; "failed": number of the others
@@ -218,7 +218,8 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG: predicted against measured peaks, and the cumulative distribution of the errors."""
+    """Return a PNG: predicted against measured peaks, and the cumulative distribution of the
+    errors."""
     good = [one for one in results if not one["reason"]]
     figure = new_figure(11, 4.6)
     draw_peaks(figure.add_subplot(1, 2, 1), good)
@@ -288,8 +289,8 @@ def measure_on_cpu(
 
 
 def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
-    """The peak of three steps, including the model; of an evaluation after one uncounted step; or,
-    if the recipe compiles, of two steps after the uncounted step that compiles."""
+    """Return the peak of three steps, including the model; of an evaluation after one uncounted
+    step; or, if the recipe compiles, of two steps after the uncounted step that compiles."""
     hardware = find_hardware("cpu")
     compiles = recipe.efficiency.compile is True
     with measured_memory() as whole:
@@ -319,7 +320,7 @@ def _training(recipe: ResolvedRecipe, *, evaluates: bool) -> MeasuredMemory:
 
 
 def _held(program: TrainingProgram) -> list[torch.Tensor]:
-    """Parameters, buffers and optimizer states, each storage once; without gradients."""
+    """Return parameters, buffers and optimizer states, each storage once, without gradients."""
     found: dict[int, torch.Tensor] = {}
     tensors = [*program.model.parameters(), *program.model.buffers()]
     for optimizer in program.optimizer._torch_optimizers:
@@ -333,7 +334,7 @@ def _held(program: TrainingProgram) -> list[torch.Tensor]:
 
 
 def random_batch(recipe: ResolvedRecipe) -> Batch:
-    """One micro-batch of random tokens on the CPU, int64 [rows, seq_len].
+    """Return one micro-batch of random tokens on the CPU, int64 [rows, seq_len].
 
     With document masking, each row has several documents; for preference pairs, they are answers
     with references.
@@ -383,7 +384,7 @@ def predict_memory(
     generation: Mapping[str, Any] | None,
     target: Target | None = None,
 ) -> MemoryPrediction:
-    """The predicted memory of a recipe.
+    """Return the predicted memory of a recipe.
 
     Args:
         recipe: recipe with its model.
@@ -452,8 +453,8 @@ def predict_generation(
 
 @contextlib.contextmanager
 def _few_rows(target: Target) -> Iterator[None]:
-    """Context without the package's CPU kernel for few rows, which would read addresses that fake
-    tensors do not have."""
+    """Context manager that disables the package's CPU kernel for few rows, which would read
+    addresses that fake tensors do not have."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(few_rows, "few_rows_linear", _few_rows_product))
         if target.kind == "cuda":
@@ -467,7 +468,7 @@ def _few_rows_product(
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Stand-in for `few_rows.few_rows_linear` that allocates the same bytes."""
+    """Replace `few_rows.few_rows_linear` with a function that allocates the same bytes."""
     rows = x.float().contiguous()
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
     del rows

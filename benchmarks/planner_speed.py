@@ -1,6 +1,6 @@
 """Predicted and measured speed of training on this machine: a part of `benchmarks planner`.
 
-Each configuration has a process of its own, which predicts and trains in turns, so that changes of
+Each configuration has a separate process that alternately predicts and trains, so that changes in
 the machine's speed affect both. The medians of the predictions and of the steps are compared.
 
 Each configuration has three errors:
@@ -49,7 +49,7 @@ _MODULE = "benchmarks.planner_speed"
 
 
 def speed_case(model: str, seq_len: int, rows: int, **changes: Any) -> PlannerCase:
-    """A configuration of the benchmark.
+    """Return a configuration of the benchmark.
 
     Args:
         model: name of a model, see `model_values`.
@@ -63,8 +63,8 @@ def speed_case(model: str, seq_len: int, rows: int, **changes: Any) -> PlannerCa
 
 
 def speed_grid() -> tuple[PlannerCase, ...]:
-    """The configurations: widths, lengths, batches, number formats, and methods. The last four take
-    so long that less than a step is timed."""
+    """Return the configurations: widths, lengths, batches, number formats, and methods. The last
+    four take so long that less than a step is timed."""
     bf16 = {"efficiency__precision": "bf16"}
     return (
         speed_case("small", 256, 4),
@@ -119,7 +119,7 @@ def bench_speed(
 
 
 def row_of(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
-    """A configuration's row of the result.
+    """Return a configuration's row of the result.
 
     Returns:
         "name" and "problem" (the error message; "" if it was measured). Without a problem also:
@@ -158,7 +158,7 @@ def row_of(case: PlannerCase, outcome: RowOutcome) -> dict[str, Any]:
 
 
 def summarize_speed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The errors of all rows together.
+    """Return the errors of all rows together.
 
     Returns:
         - "rows": the rows of `row_of`; "goal": `GOAL`
@@ -186,7 +186,7 @@ def summarize_speed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least the fraction `share` of the values does not exceed.
+    """Return the smallest value that at least the fraction `share` of the values does not exceed.
 
     Args:
         ordered: values in ascending order.
@@ -201,14 +201,14 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def draw_speed(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the result of `bench_speed`: predicted against measured tokens/s, and the band
-    within the goal."""
+    """Return a PNG of the result of `bench_speed`: predicted against measured tokens/s, and the
+    band within the goal."""
     rows = [row for row in result["rows"] if not row["problem"]]
     figure = new_figure(7, 6.5)
     axes: Any = figure.subplots()
     for key, color, label in (
-        ("worked", "tab:blue", "of the thread's own time"),
-        ("measured", "tab:orange", "of the time on the clock"),
+        ("worked", "tab:blue", "of the thread's processor time"),
+        ("measured", "tab:orange", "of the wall-clock time"),
     ):
         x = [row["tokens_a_step"] / row[key] for row in rows]
         y = [row["tokens_a_step"] / row["predicted"] for row in rows]
@@ -276,8 +276,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(recipe: ResolvedRecipe, request: dict[str, Any]) -> Callable[[], tuple[float, float]]:
-    """A function that trains one step and returns its wall-clock seconds, and the processor seconds
-    of this thread."""
+    """Return a function that trains one step and returns its wall-clock seconds, and the processor
+    seconds of this thread."""
     tokens = Tokens(Path(request["data"]), recipe.data.seq_len)
     torch.manual_seed(recipe.run.seed)
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)

@@ -1,4 +1,4 @@
-"""Programs with which benchmarks compare: bare loops for GPT-2, transformers' Trainer.
+"""Programs for comparison in benchmarks: bare loops for GPT-2, and transformers' Trainer.
 
 Each loop is an efficient training program of one file, without this library: a model of linear
 layers and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64,
@@ -84,7 +84,8 @@ class PlainGPT2(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Mean cross-entropy (nats) of input ids and labels [batch, seq_len], both int64."""
+        """Return the mean cross-entropy (nats) of input ids and labels [batch, seq_len], both
+        int64."""
         positions_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         x_BTC = self.tokens(input_ids_BT) + self.positions(positions_T)
         for layer in self.layers:
@@ -96,7 +97,7 @@ class PlainGPT2(nn.Module):
 def autocast_loop(
     config: GPT2Config, device: torch.device, *, bf16: bool, compile_model: bool
 ) -> LoopStep:
-    """A function that trains one step of the program "reference", or of "reference-fp32".
+    """Return a function that trains one step of the program "reference", or of "reference-fp32".
 
     Args:
         config: shape of the model.
@@ -131,7 +132,7 @@ def autocast_loop(
 
 
 def pure_bf16_loop(config: GPT2Config, device: torch.device, *, compile_model: bool) -> LoopStep:
-    """A function that trains one step of the program "pure-bf16"; see `autocast_loop`."""
+    """Return a function that trains one step of the program "pure-bf16"; see `autocast_loop`."""
     model = PlainGPT2(config).to(device, torch.bfloat16)
     forward = torch.compile(model) if compile_model else model
     optimizer = torch.optim.AdamW(
@@ -176,7 +177,7 @@ def train_with_trainer(
     *,
     compile_model: bool,
 ) -> list[float]:
-    """Train a new model of the recipe's shape with the Trainer; returns the loss of each step.
+    """Train a new model of the recipe's shape with the Trainer; return the loss of each step.
 
     The vocabulary is not padded, attention is torch's SDPA, precision is bf16 by autocast, the
     optimizer is the Trainer's default, gradients are clipped to a norm of 1, and the learning rate

@@ -1,4 +1,4 @@
-"""Rows of benchmarks that compare programs: choice by name, and by installed packages."""
+"""Rows of benchmarks that compare programs: selection by name and by installed packages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=ProgramRow)
 
 
 def chosen_rows(kind: str, rows: Sequence[N], names: Sequence[str]) -> list[N]:
-    """The rows with these names, in the order of `rows`; all rows without names.
+    """Return the rows with these names, in the order of `rows`; all rows without names.
 
     Args:
         kind: noun for the names in error messages, such as "way".
@@ -53,7 +53,7 @@ def chosen_rows(kind: str, rows: Sequence[N], names: Sequence[str]) -> list[N]:
 def variant_changes(
     option: str, text: str, sections: Collection[str], example: str
 ) -> Iterator[tuple[str, str]]:
-    """The keys of a recipe and their values, as text, that a variant of a row changes.
+    """Yield the keys of a recipe and their values, as text, that a variant of a row changes.
 
     Args:
         option: the value of --set, for error messages.
@@ -77,17 +77,17 @@ def variant_changes(
 
 
 def has_package(name: str) -> bool:
-    """True if a package is installed."""
+    """Return True if a package is installed."""
     return importlib.util.find_spec(name) is not None
 
 
 def installed_rows(rows: Sequence[R]) -> list[R]:
-    """The rows that can run with the installed packages. The rows of a program that is not
+    """Return the rows that can run with the installed packages. The rows of a program that is not
     installed are left out, and a message is printed."""
     needed = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
     missing = {one for one, package in needed.items() if not has_package(package)}
     for program in sorted(missing & {row.program for row in rows}):
-        say(f"{program} is not installed: its rows are left out")
+        say(f"{program} is not installed: its rows are skipped")
     return [row for row in rows if row.program not in missing]
 
 

@@ -63,7 +63,8 @@ _TOGETHER = ("tensor", "pipeline")
 
 
 def scaling_rows(bench: ScalingBench) -> list[tuple[str, int]]:
-    """Engine and number of processes of each row; the first row is one process without an engine.
+    """Return the engine and number of processes of each row. The first row is one process without
+    an engine.
 
     Without `--engines`, the rows have all engines that support the model and are installed.
 
@@ -95,7 +96,7 @@ def scaling_rows(bench: ScalingBench) -> list[tuple[str, int]]:
 
 
 def step_tokens(bench: ScalingBench, engine: str, count: int) -> int:
-    """Tokens of a step over all processes."""
+    """Return the tokens of a step over all processes."""
     rows = bench.micro_batch_size * (1 if engine in _TOGETHER else count)
     return bench.seq_len * rows * bench.accumulation
 
@@ -113,7 +114,7 @@ def bench_scaling(bench: ScalingBench, on_run: Keep) -> Result:
     hardware = find_hardware(bench.device)
     if hardware.device.type == "cuda" and bench.nproc > torch.cuda.device_count():
         raise ConfigError(
-            f"{bench.nproc} processes need as many GPUs, and this machine has "
+            f"{bench.nproc} processes need as many GPUs, but this machine has "
             f"{torch.cuda.device_count()}"
         )
     model = meta_model(find_model(bench.model))
@@ -142,7 +143,7 @@ def bench_scaling(bench: ScalingBench, on_run: Keep) -> Result:
 
 
 def _ask_ranks_of(bench: ScalingBench, engine: str, count: int, hardware: Hardware) -> Found:
-    """Run a row's processes once; returns the result of rank 0, or an error."""
+    """Run a row's processes once; return the result of rank 0, or an error."""
     recipe = {
         "run": {"device": hardware.device.type},
         "data": {"dir": "-", "seq_len": bench.seq_len},
@@ -163,7 +164,7 @@ def _ask_ranks_of(bench: ScalingBench, engine: str, count: int, hardware: Hardwa
 def summarize(
     bench: ScalingBench, outcomes: Mapping[tuple[str, int], RowOutcome]
 ) -> list[dict[str, Any]]:
-    """The medians of each row.
+    """Return the medians of each row.
 
     Returns:
         For each row "engine", "processes" and "reason" (the error message, or ""); of a measured
@@ -204,7 +205,8 @@ def summarize(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of each row's tokens per second, and its peak memory of the rank that has most."""
+    """Return a PNG of each row's tokens per second, and its peak memory of the rank that has
+    most."""
     rows = [row for row in result["rows"] if "tokens_per_second" in row]
     names = [f"{row['engine']}, {row['processes']}" for row in rows]
     rates = [row["tokens_per_second"] for row in rows]
@@ -260,7 +262,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 def _median_step(
     recipe: ResolvedRecipe, hardware: Hardware, engine: Engine | None, steps: int
 ) -> float:
-    """Median seconds of this rank's steps after the first two; all ranks begin each step together.
+    """Return the median seconds of this rank's steps after the first two; all ranks begin each step
+    together.
 
     Args:
         recipe: the recipe.

@@ -123,7 +123,7 @@ class TrainingRow(ProgramRow):
 
 
 def training_rows(bench: TrainingBench, plan: StepsPlan) -> list[TrainingRow]:
-    """The rows: firstlight first, then its variants and the other programs.
+    """Return the rows: firstlight first, then its variants and the other programs.
 
     Raises:
         ConfigError: a name is unknown, or a variant is invalid here.
@@ -144,7 +144,7 @@ def training_rows(bench: TrainingBench, plan: StepsPlan) -> list[TrainingRow]:
 def _recipe_values(
     model: str, hardware: Hardware, seq_len: int, micro_batch_size: int
 ) -> dict[str, Any]:
-    """The first row's recipe: its keys are open unless the recipe file sets them."""
+    """Return the first row's recipe: its keys are open unless the recipe file sets them."""
     given: dict[str, Any] = {}
     if model.endswith((".yaml", ".yml")):
         given = load_recipe(model).model_dump(include=set(_SECTIONS), exclude_unset=True)
@@ -159,7 +159,7 @@ def _recipe_values(
 
 
 def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> Recipe:
-    """The recipe of `values` with a variant's keys set.
+    """Return the recipe of `values` with a variant's keys set.
 
     Args:
         values: values of a recipe.
@@ -186,8 +186,8 @@ def make_recipe(values: Mapping[str, Any], variant: str, hardware: Hardware) -> 
 
 
 def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> ResolvedRecipe:
-    """The resolved recipe, with one sequence in a micro-batch if "auto" is to find the largest that
-    fits: finding it takes time and other processes.
+    """Return the resolved recipe, with one sequence in a micro-batch if "auto" is to find the
+    largest that fits: finding it takes time and other processes.
 
     Raises:
         ConfigError: the recipe changes the sequence length or the tokens of a step, or is invalid.
@@ -209,8 +209,8 @@ def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> R
 def choose_programs(
     names: Sequence[str] | None, hardware: Hardware, is_gpt2: bool, model: str
 ) -> list[str]:
-    """The programs to compare with. If the Trainer's packages are missing, a message is printed,
-    and the Trainer is left out.
+    """Return the programs to compare with. If the Trainer's packages are missing, a message is
+    printed, and the Trainer is left out.
 
     Raises:
         ConfigError: a name is unknown, or a bare loop is named and the model is not a GPT-2.
@@ -296,7 +296,7 @@ def _measure(row: TrainingRow, plan: StepsPlan, folder: Path, bench: TrainingBen
 def summarize(
     rows: Sequence[TrainingRow], outcomes: Mapping[str, RowOutcome], head: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The medians of each row and their ratios to the reference.
+    """Return the medians of each row and their ratios to the reference.
 
     Returns:
         For each row "name", "program", "status" ("measured", "failed", "waiting") and "reason"; of
@@ -323,7 +323,8 @@ def summarize(
 
 
 def turn_ratios(runs: Sequence[Found], base: Sequence[Found]) -> list[float]:
-    """Speed relative to the base for each turn: the base's median step time over the run's."""
+    """Return the speed relative to the base for each turn: the base's median step time over the
+    run's."""
     return [
         statistics.median(theirs["step_seconds"]) / statistics.median(ours["step_seconds"])
         for ours, theirs in zip(runs, base, strict=False)
@@ -363,7 +364,7 @@ def _summary(row: TrainingRow, outcome: RowOutcome, head: Mapping[str, Any]) -> 
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the result of `bench_training`: tokens/s and peak memory of each row."""
+    """Return a PNG of the result of `bench_training`: tokens/s and peak memory of each row."""
     rows = [row for row in result["rows"] if row["status"] == "measured"]
     names = [row["name"].replace(",", ",\n") for row in rows]
     colors = ["tab:blue" if row["program"] == FIRSTLIGHT else "tab:orange" for row in rows]
@@ -553,7 +554,7 @@ class PartsClock(StepClock):
             self.phases.append(self._divided())
 
     def _divided(self) -> dict[str, float]:
-        """Seconds by phase of the last step."""
+        """Return the seconds by phase of the last step."""
         seconds = dict.fromkeys(PHASES, 0.0)
         before, end = self._start[0], self._start[0] + self.seconds[-1]
         for begin, done in self._passes:
@@ -596,8 +597,8 @@ def _noted_passes(passes: list[tuple[float, float]], device: torch.device) -> It
 
 
 def phase_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Fraction of a step's time by phase, over the divided steps of all turns; None if there are no
-    such steps."""
+    """Return the fraction of a step's time by phase, over the divided steps of all turns; None if
+    there are no such steps."""
     steps = [step for run in runs for step in run.get("phases", ())]
     total = sum(sum(step.values()) for step in steps)
     return (
@@ -606,8 +607,8 @@ def phase_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The operators over the profiled steps of all turns, the slowest first; without those of less
-    than `_LEAST_SHARE`.
+    """Return the operators over the profiled steps of all turns, the slowest first; without those
+    of less than `_LEAST_SHARE`.
 
     Returns:
         For each operator "operator", its name; "share", its fraction of the time of all operators;
@@ -628,7 +629,7 @@ def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_operators(title: str, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG of the seconds per step of each operator, a panel for each row."""
+    """Return a PNG of the seconds per step of each operator, a panel for each row."""
     panels = [
         Panel(
             "seconds a step",

@@ -1,2 +1,3 @@
-"""Figures of firstlight on one GPU: `quick` measures in one process what speed work needs, `bench`
-measures the published rows, each in a fresh process, and writes their pages."""
+"""Measurements of firstlight on one GPU: `quick` takes the measurements needed for optimisation
+work in one process; `bench` measures the published rows, each in a fresh process, and writes their
+pages."""

@@ -1,7 +1,7 @@
 """Time, memory and kernels of a call on a device, and calls recorded as CUDA graphs.
 
-On a CPU everything runs the same way: a recorded call is the call itself, memory is not measured,
-and operators stand for kernels.
+On a CPU, everything works in the same way, except that a recorded call is the call itself, memory
+is not measured, and operators take the place of kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from firstlight.hardware.device import synchronize
 
 Call = Callable[[], object]
 
-#: Number of kernels of a profile that are kept, those with the most time.
+#: Number of kernels to keep in a profile, those with the most time.
 _MOST_KERNELS = 15
 
 #: Names of attention kernels: FlashAttention's, cuDNN's, the memory-efficient ones, flex's.
@@ -30,16 +30,16 @@ _ATTENTION = re.compile(r"flash|sdpa|fmha|attention|flex", re.IGNORECASE)
 
 
 def milliseconds(call: Call, device: torch.device, *, rounds: int = 5, calls: int = 5) -> float:
-    """Milliseconds of a call, the median over rounds.
+    """Measure a call in milliseconds, as the median over rounds.
 
-    The device is waited for before and after each round only, so that a call which itself waits for
-    nothing is measured without waiting.
+    The device is synchronised only before and after each round, so that a call that does not wait
+    for the device is measured without waiting.
 
     Args:
         call: the call, whose first run may be slower.
         device: device of the computation.
         rounds: number of timed rounds, after one that is not timed.
-        calls: calls of a round.
+        calls: number of calls per round.
     """
     found = []
     for number in range(rounds + 1):
@@ -54,7 +54,7 @@ def milliseconds(call: Call, device: torch.device, *, rounds: int = 5, calls: in
 
 
 def kernels(call: Call, device: torch.device) -> dict[str, Any]:
-    """The kernels of one call.
+    """Profile the kernels of one call.
 
     Returns:
         - "kernels_ms": time in which at least one kernel ran
@@ -63,7 +63,7 @@ def kernels(call: Call, device: torch.device) -> dict[str, Any]:
         - "kernels": [name, milliseconds, calls] of the kernels with the most time
     """
     on_gpu = device.type == "cuda"
-    # Without the CPU's activity on a GPU: recording operators would slow down the host.
+    # On a GPU, CPU activity is not recorded, because recording operators would slow down the host.
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     synchronize(device)
     with profile(activities=[activity], acc_events=True) as profiler:
@@ -83,7 +83,7 @@ def kernels(call: Call, device: torch.device) -> dict[str, Any]:
 
 
 def _is_kernel(event: Any, device: str) -> bool:
-    # Ranges that torch marks by name, such as "Optimizer.step", are on the GPU's timeline, too.
+    # The GPU's timeline also contains ranges that torch marks by name, such as "Optimizer.step".
     is_marked = event.is_user_annotation() if hasattr(event, "is_user_annotation") else False
     is_here = event.device_type().name == device
     return is_here and not is_marked and (device == "CUDA" or event.name().startswith("aten::"))
@@ -112,7 +112,7 @@ def _summary(spans: list[tuple[str, float, float]]) -> dict[str, Any]:
 
 
 def recorded(call: Call, device: torch.device) -> Call:
-    """A function that replays a call as a CUDA graph; on a CPU, the call itself.
+    """Return a function that replays a call as a CUDA graph; on a CPU, the call itself.
 
     Args:
         call: a call that reads nothing on the host. Its tensors must keep their addresses.
@@ -123,12 +123,12 @@ def recorded(call: Call, device: torch.device) -> Call:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):  # loads kernels and makes workspaces, which can't be recorded
+        for _ in range(2):  # Load kernels and create workspaces, which can't be recorded.
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     gc.collect()
-    # Garbage that holds another graph, collected during the recording, would spoil it.
+    # Collecting garbage that holds another graph during the recording would make it invalid.
     gc.disable()
     try:
         with torch.cuda.graph(graph):
@@ -140,8 +140,8 @@ def recorded(call: Call, device: torch.device) -> Call:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
-    """A context whose peaks the yielded dict has at its end: "allocated_gib" and "reserved_gib" of
-    torch's allocator, with what was there before; {} on a CPU."""
+    """Context manager that records peak memory in the yielded dict: "allocated_gib" and
+    "reserved_gib" of torch's allocator, including earlier allocations; {} on a CPU."""
     found: dict[str, float] = {}
     if device.type != "cuda":
         yield found
@@ -155,7 +155,7 @@ def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Return memory that nothing uses to the GPU."""
+    """Return unused memory to the GPU."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

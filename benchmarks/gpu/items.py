@@ -1,8 +1,9 @@
-"""The items of `quick` for speed work, in the order of value per second; `published` has others.
+"""Items of `quick` for optimisation work, ordered by value per second of measurement; `published`
+has others.
 
 An item is a generator of rows: dicts of a row's name, "row", and its figures, or "error". A row
-that fails ends no other. Each item measures what the package does today, and what torch alone could
-do in its place, so that the same item shows the difference before and after a change.
+that fails does not affect the others. Each item measures the package's current implementation and
+plain torch alternatives, so that it shows the difference before and after a change.
 
 Shape letters as in `models/ops.py`; N is B x T, n the number of tokens of a chunk.
 """
@@ -67,7 +68,7 @@ class Bench:
         return self.hardware.device
 
     def pick(self, real: Any, tiny: Any) -> Any:
-        """A size, or that of a dry run."""
+        """Return `real`, or `tiny` in a dry run."""
         return tiny if self.dry else real
 
     def ms(self, call: Call, *, rounds: int = 5, calls: int = 5) -> float:
@@ -77,13 +78,14 @@ class Bench:
         return round(milliseconds(call, self.device, rounds=rounds, calls=calls), 4)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function through torch.compile, for one shape; in a dry run without code of its own."""
+        """Compile a function with torch.compile for one shape; in a dry run, no code is
+        generated."""
         backend = "eager" if self.dry else "inductor"
         compiled: Callable[..., Any] = torch.compile(function, dynamic=False, backend=backend)
         return compiled
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """A random tensor on the device."""
+        """Return a random tensor on the device."""
         return torch.randn(*shape, dtype=dtype, device=self.device)
 
 
@@ -92,7 +94,7 @@ class Item:
     """One item.
 
     Attributes:
-        name: the letter of the plan, and the part of it.
+        name: letter of the item in the plan, and its part.
         title: heading of its table.
         seconds: expected duration; without compiled code in the cache where it compiles.
         rows: function that measures.
@@ -108,7 +110,7 @@ class Item:
 
 
 def attempt(name: str, measure: Callable[[], Mapping[str, Any]]) -> Row:
-    """A row, with "error" in place of figures if `measure` fails."""
+    """Measure a row, with "error" in place of figures if `measure` fails."""
     try:
         return {"row": name, **measure()}
     except Exception as error:  # noqa: BLE001  (one row's failure is none of the others')
@@ -116,7 +118,7 @@ def attempt(name: str, measure: Callable[[], Mapping[str, Any]]) -> Row:
 
 
 def in_words(error: BaseException) -> str:
-    """An error as one short line."""
+    """Return an error as one short line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -138,7 +140,8 @@ _TRAINING_SHAPES = ("training, GPT-2 124M", "training, Llama 1B", "training, Lla
 
 
 def _operands(bench: Bench, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, T, D], keys and values [B, K, S, D] of a shape, which take gradients."""
+    """Create queries [B, H, T, D], and keys and values [B, K, S, D], for a shape; all require
+    gradients."""
     B, H, K, T, S, D = _SHAPES[name]
     if bench.dry:
         B, S = min(B, 2), min(S, 17 if T == 1 else 16)
@@ -149,7 +152,7 @@ def _operands(bench: Bench, name: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def facts(bench: Bench) -> Iterator[Row]:
-    """Versions, the time of starting a kernel, and the attention kernels that torch chooses."""
+    """Yield versions, the time to launch a kernel, and the attention kernels that torch chooses."""
     yield attempt("machine", functools.partial(_machine, bench))
     for name in _SHAPES:
         yield attempt(name, functools.partial(_chosen_kernel, bench, name))
@@ -196,13 +199,13 @@ _BACKENDS = {
 
 
 def attention(bench: Bench) -> Iterator[Row]:
-    """Attention kernels forward and backward, and ways to compute grouped queries."""
+    """Measure attention kernels forward and backward, and alternatives for grouped queries."""
     for shape in _TRAINING_SHAPES:
         for name, backend in _BACKENDS.items():
             yield attempt(
                 f"{shape}: {name}", functools.partial(_kernel_times, bench, shape, [backend])
             )
-    #: What a GPU without flash attention has.
+    #: Backends on a GPU without flash attention.
     old = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     ways = {"enable_gqa": _attend, "expanded keys": _expanded, "groups as rows": _as_rows}
     for kind, backends in (("all kernels", list(_BACKENDS.values())), ("no flash, no cuDNN", old)):
@@ -219,13 +222,14 @@ def attention(bench: Bench) -> Iterator[Row]:
 
 
 def _expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Grouped queries with keys and values repeated for each query head."""
+    """Compute grouped-query attention by repeating keys and values for each query head."""
     heads = q.shape[1]
     return _attend(q, for_each_query_head(k, heads), for_each_query_head(v, heads), mask)
 
 
 def _as_rows(q_BHTD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Grouped queries of one token, the query heads of a group as rows: [B, K, H / K, D]."""
+    """Compute grouped-query attention for one token, with the query heads of a group as rows: [B,
+    K, H / K, D]."""
     B, H, _, D = q_BHTD.shape
     rows_BKGD = q_BHTD.view(B, k.shape[1], -1, D)
     found = F.scaled_dot_product_attention(rows_BKGD, k, v, attn_mask=mask)
@@ -280,7 +284,7 @@ def _token_times(
 
 @contextlib.contextmanager
 def _cudnn(enabled: bool) -> Iterator[None]:
-    """A context with or without cuDNN's attention."""
+    """Context manager that enables or disables cuDNN's attention."""
     before: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     try:
@@ -290,7 +294,7 @@ def _cudnn(enabled: bool) -> Iterator[None]:
 
 
 def random_bf16_model(bench: Bench, name: str) -> Model:
-    """A model in bf16 for generation, with random weights."""
+    """Return a model in bf16 for generation, with random weights."""
     tiny = "tiny-gpt2" if name.startswith("gpt2") else "tiny-llama"
     config = config_of(model_values(bench.pick(name, tiny)))
     return random_model(config, bench.device).to(torch.bfloat16).eval()
@@ -302,7 +306,8 @@ def _prompt(bench: Bench, tokens: int) -> list[int]:
 
 @torch.inference_mode()
 def new_lengths(bench: Bench) -> Iterator[Row]:
-    """Tokens and prompts of lengths that occur for the first time, with cuDNN and without."""
+    """Measure tokens and prompts with lengths that occur for the first time, with and without
+    cuDNN."""
     model, new = random_bf16_model(bench, "gpt2-124m"), bench.pick(64, 3)
     decoder = BatchDecoder(model, 1, bench.pick(512, 64))
     warm_up = _prompt(bench, 300)
@@ -324,7 +329,7 @@ def new_lengths(bench: Bench) -> Iterator[Row]:
 
 
 def _decode(bench: Bench, decoder: BatchDecoder, prompt: Sequence[int], new: int) -> Row:
-    """Decode greedily, and time each token."""
+    """Decode greedily and time each token."""
     token, seconds = int(decoder.add(prompt).argmax()), []
     for _ in range(new):
         start = time.perf_counter()
@@ -350,8 +355,8 @@ def _prompts(bench: Bench, decoder: BatchDecoder) -> Row:
 
 
 def decoding(bench: Bench, name: str) -> Iterator[Row]:
-    """Steps of decoding as they are and as CUDA graphs of the same operators, and prompts one by
-    one and in one pass, without cuDNN's attention."""
+    """Measure decoding steps as they are and as CUDA graphs of the same operators, and prompts
+    individually and in one pass, without cuDNN's attention."""
     model = random_bf16_model(bench, name)
     for texts in bench.pick((1, 8, 64), (1, 2)):
         with _cudnn(False):
@@ -374,7 +379,7 @@ class _Decoding:
         self.decoder = BatchDecoder(model, texts, self.tokens + new)
         self.prompts = [[number + 1] * self.tokens for number in range(texts)]
         self.texts: list[Continuation] = []
-        # All steps read the whole cache.
+        # All steps read the entire cache.
         self.reach = self.tokens + new
         self.ids_B1 = torch.ones(texts, 1, dtype=torch.int64, device=bench.device)
         self.lengths_B = torch.full((texts,), self.tokens, device=bench.device)
@@ -382,7 +387,7 @@ class _Decoding:
         self.chosen_B = torch.zeros_like(self.lengths_B)
 
     def logits(self) -> Tensor:
-        """The logits [B, V] after the tokens `ids_B1`; reads nothing on the host."""
+        """Return the logits [B, V] after the tokens `ids_B1`; reads nothing on the host."""
         cache = self.decoder.cache.ragged(self.lengths_B, self.reach)
         found: Tensor = self.model(self.ids_B1, cache=cache)[:, -1]
         return found
@@ -394,11 +399,11 @@ class _Decoding:
     def advance(self, choose: Callable[[Tensor], Tensor]) -> None:
         """Choose the next tokens by a function of the logits [B, V], and append them."""
         self.ids_B1.copy_(choose(self.logits())[:, None])
-        # Never beyond the cache, however often the step is replayed.
+        # Never exceeds the cache, however often the step is replayed.
         self.lengths_B.add_(1).clamp_(max=self.reach - 1)
 
     def feed(self, replay: Call) -> None:
-        """A recorded `choose`, with tokens and lengths that the host sends."""
+        """Replay a recorded `choose` with tokens and lengths sent by the host."""
         replay()
         tokens = torch.tensor(self.chosen_B.tolist(), device=self.bench.device)
         self.ids_B1.copy_(tokens[:, None])
@@ -412,7 +417,7 @@ class _Decoding:
         self._push(first_tokens(self.texts, self.decoder))
 
     def as_it_is(self) -> None:
-        """A step as `generate` and `serve` make it."""
+        """Run a step as in `generate` and `serve`."""
         self._push(next_tokens(self.texts, self.decoder))
 
     def _push(self, chosen: Sequence[Chosen | Exception]) -> None:
@@ -420,14 +425,14 @@ class _Decoding:
             text.push(one)
 
     def one_by_one(self) -> None:
-        """The prompts as the package reads them."""
+        """Compute the prompts as the package does."""
         for prompt in self.prompts:
             self.decoder.add(prompt)
         for _ in self.prompts:
             self.decoder.remove(0)
 
     def one_pass(self, *, masked: bool) -> None:
-        """All prompts in one pass, of one length or masked by their lengths."""
+        """Compute all prompts in one pass, with equal lengths or masked by their lengths."""
         ids_BT = torch.tensor(self.prompts, device=self.bench.device)
         cache = self.decoder.cache
         cache.length = 0
@@ -437,7 +442,7 @@ class _Decoding:
             self.model(ids_BT, cache=cache, logits_to_keep=1)
 
 
-# Not in inference mode: a CUDA graph that is recorded in it would leave torch's random state
+# Not in inference mode, because a CUDA graph recorded in it would leave torch's random state
 # unusable for the graphs of training.
 @torch.no_grad()
 def _steps(bench: Bench, model: Model, texts: int) -> Iterator[Row]:
@@ -476,9 +481,9 @@ def _prompts_row(bench: Bench, call: Call) -> Row:
 
 
 def _step_row(bench: Bench, step: Call, *, tokens: int) -> Row:
-    """The time of a step of decoding, its memory and its kernels."""
+    """Measure the time, memory and kernels of a decoding step."""
     with peak_memory(bench.device) as peaks:
-        # Fewer steps than the cache has room for.
+        # Fewer steps than fit into the cache.
         ms = bench.ms(step, rounds=3, calls=12)
     found = kernels(step, bench.device)
     return {
@@ -491,8 +496,8 @@ def _step_row(bench: Bench, step: Call, *, tokens: int) -> Row:
 
 
 def _sample(logits_BV: Tensor) -> Tensor:
-    """Draw a token of each row without a wait for the host: the largest of p / e, where e is
-    exponentially distributed."""
+    """Draw a token for each row without waiting for the host: the one with the largest p / e, where
+    e is exponentially distributed."""
     p_BV = (logits_BV.float() / 0.8).softmax(-1)
     return (p_BV / torch.empty_like(p_BV).exponential_(1)).argmax(-1)
 
@@ -522,7 +527,7 @@ class _Training:
             rows, tokens = 1, 16
             if model.startswith("gpt2"):
                 model, changes = "tiny-gpt2", {**changes, "efficiency.compile_backend": "eager"}
-            else:  # one model that compiles takes long enough
+            else:  # Compiling one model takes long enough.
                 model = "tiny-llama"
                 changes = {k: v for k, v in changes.items() if "compile" not in k}
         self.bench = bench
@@ -539,16 +544,16 @@ class _Training:
         self._unread: tuple[Tensor, Any] | None = None
 
     def row(self, step: Call | None = None, *, calls: int = 3) -> Row:
-        """The figures of a step, see `training_row`."""
+        """Return the figures of a step, see `training_row`."""
         tokens = self.batch.input_ids.numel()
         return training_row(self.bench, step or self.step, tokens, self.flops * tokens, calls=calls)
 
     def step(self) -> None:
-        """A step as `firstlight train` makes it."""
+        """Run a step as in `firstlight train`."""
         self.program.step([self.batch], lr_scale=1.0)
 
     def step_without_reading(self, *, clips: bool = True) -> Tensor:
-        """A step whose loss, [], is not read, with clipped gradients or without."""
+        """Run a step whose loss, [], is not read by the host, with or without gradient clipping."""
         optimizer = self.program.optimizer
         with self.program.stepping(1.0):
             optimizer.zero_grad()
@@ -560,7 +565,7 @@ class _Training:
         return loss.detach()
 
     def step_read_late(self, *, clips: bool = True) -> None:
-        """A step that reads the loss of the step before, when its own work is queued."""
+        """Run a step that reads the loss of the previous step after queueing its own work."""
         loss = self.step_without_reading(clips=clips)
         on_gpu = loss.is_cuda
         slot = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=on_gpu)
@@ -576,7 +581,7 @@ class _Training:
 
 
 def training_row(bench: Bench, step: Call, tokens: int, flops: float, *, calls: int = 3) -> Row:
-    """The first step's seconds, and time, memory and kernels of the later ones.
+    """Measure the first step in seconds, and time, memory and kernels of later steps.
 
     Args:
         bench: the device.
@@ -606,7 +611,7 @@ def training_row(bench: Bench, step: Call, tokens: int, flops: float, *, calls: 
 
 
 def training_124m(bench: Bench) -> Iterator[Row]:
-    """Steps of GPT-2 124M, compiled: as they are, and with less waiting and clipping."""
+    """Measure compiled steps of GPT-2 124M: as they are, and with less waiting and clipping."""
     training = _Training(bench, "gpt2-124m", 32, 1024, _PADDED)
     yield attempt("as it is", training.row)
     yield attempt("loss read a step late", lambda: training.row(training.step_read_late))
@@ -615,7 +620,7 @@ def training_124m(bench: Bench) -> Iterator[Row]:
 
 
 def bf16_stream(bench: Bench) -> Iterator[Row]:
-    """The same in bf16 between the layers."""
+    """Measure the same with bf16 between the layers."""
     changes = {**_PADDED, "efficiency.bf16_residual": True}
     training = _Training(bench, "gpt2-124m", 32, 1024, changes)
     yield attempt("bf16 between layers", training.row)
@@ -635,14 +640,14 @@ _MUON = {
 
 
 def small_run(bench: Bench, changes: Mapping[str, Any]) -> Iterator[Row]:
-    """Steps of the model of `firstlight train stdlib --budget 3m`."""
+    """Measure steps of the model of `firstlight train stdlib --budget 3m`."""
     training = _Training(bench, "stdlib-44m", 8, 512, {**_MUON, **changes})
     yield attempt("as it is", lambda: training.row(calls=10))
     yield attempt("loss read a step late", lambda: training.row(training.step_read_late, calls=10))
 
 
 def training_1b(bench: Bench, precision: str) -> Iterator[Row]:
-    """Steps of a Llama of 1.2B parameters, compiled."""
+    """Measure compiled steps of a Llama with 1.2B parameters."""
     chosen = {"efficiency.precision": bench.pick(precision, "bf16")}
     training = _Training(bench, "llama-1b", 4, 2048, {**_COMPILED, **chosen})
     yield attempt("as it is", training.row)
@@ -660,7 +665,7 @@ QLORA: dict[str, Any] = {
 
 
 def qlora_8b(bench: Bench) -> Iterator[Row]:
-    """Steps of QLoRA for a Llama of 8B parameters, compiled, one sequence."""
+    """Measure compiled QLoRA steps of a Llama with 8B parameters and one sequence."""
     changes = bench.pick(QLORA, {**QLORA, "lora": {"rank": 8}})
     training = _Training(bench, "llama-8b", 1, 2048, changes)
     yield attempt("as it is", training.row)
@@ -670,7 +675,7 @@ def qlora_8b(bench: Bench) -> Iterator[Row]:
 
 
 def loss_in_chunks(bench: Bench) -> Iterator[Row]:
-    """Head and loss, forward and backward: all logits at once, and chunks of tokens."""
+    """Measure head and loss, forward and backward: all logits at once, and in chunks of tokens."""
     for model, sizes in {"124M": (32768, 768, 50304), "3B": (8192, 3072, 128256)}.items():
         head = _Head(bench, *bench.pick(sizes, (32, 16, 64)))
         yield attempt(f"{model}: all logits, compiled", head.whole)
@@ -701,12 +706,12 @@ class _Head:
         self.labels_N = torch.randint(V, (N,), device=bench.device)
 
     def whole(self) -> Row:
-        """All logits at once, compiled."""
+        """Measure all logits at once, compiled."""
         loss = self.bench.compiled(_whole_loss)
         return self._row(lambda: self._gradients(loss(self.x_NC, self.linear, self.labels_N)))
 
     def as_it_is(self, chunk: int) -> Row:
-        """Chunks as `efficiency.loss_chunk_tokens` computes them."""
+        """Measure chunks as computed by `efficiency.loss_chunk_tokens`."""
         loss = chunked_head_loss(chunk)
 
         def call() -> None:
@@ -719,7 +724,7 @@ class _Head:
         return self._row(call)
 
     def chunks(self, function: Callable[..., object], chunk: int) -> Row:
-        """Chunks by a compiled function: see `_chunk`."""
+        """Measure chunks computed by a compiled function; see `_chunk`."""
         compiled = self.bench.compiled(function)
 
         def call() -> None:
@@ -738,7 +743,7 @@ class _Head:
         torch.autograd.grad(loss, (self.x_NC, self.linear.weight))
 
     def _row(self, call: Call) -> Row:
-        call()  # compiles
+        call()  # Compile.
         with peak_memory(self.bench.device) as peaks:
             ms = self.bench.ms(call, rounds=3, calls=2)
         return {"ms": ms, **peaks, **kernels(call, self.bench.device)}
@@ -752,7 +757,7 @@ def _whole_loss(x_NC: Tensor, head: nn.Linear, labels_N: Tensor) -> Tensor:
 def _chunk_gradient(
     x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss [], and its gradients for the logits [n, V] and for `x_nC` [n, C]."""
+    """Return the summed loss [], and its gradients for the logits [n, V] and for `x_nC` [n, C]."""
     logits_nV = (x_nC @ weight_VC.T).float()
     loss = F.cross_entropy(logits_nV, labels_n, reduction="sum")
     columns_V = torch.arange(weight_VC.shape[0], device=x_nC.device)
@@ -763,7 +768,8 @@ def _chunk_gradient(
 def _chunk(
     x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, grad_VC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss [] and the gradient of `x_nC` [n, C]; that of the weight is added to `grad_VC`."""
+    """Return the loss [] and the gradient of `x_nC` [n, C]; that of the weight is added to
+    `grad_VC`."""
     loss, grad_nV, grad_x_nC = _chunk_gradient(x_nC, weight_VC, labels_n)
     grad_VC += grad_nV.T @ x_nC
     return loss, grad_x_nC
@@ -772,7 +778,8 @@ def _chunk(
 def _chunk_addmm(
     x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, grad_VC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`_chunk`, whose product is added in fp32 without being rounded to bf16 before."""
+    """Compute the same as `_chunk`, but add the product in fp32 without first rounding it to
+    bf16."""
     loss, grad_nV, grad_x_nC = _chunk_gradient(x_nC, weight_VC, labels_n)
     if x_nC.is_cuda:
         grad_VC.copy_(torch.addmm(grad_VC, grad_nV.T, x_nC, out_dtype=torch.float32))
@@ -796,8 +803,8 @@ _ADAFACTOR_3B = {
 
 
 def expandable_segments(bench: Bench) -> Iterator[Row]:
-    """Allocated and reserved memory of three configurations that reserve much more than they use,
-    in processes with and without `expandable_segments`."""
+    """Measure allocated and reserved memory of three configurations that reserve much more than
+    they use, in processes with and without `expandable_segments`."""
     cases = [
         PlannerCase("llama-110m", 8, 2048, {"efficiency.precision": "bf16_params"}),
         PlannerCase(
@@ -811,7 +818,7 @@ def expandable_segments(bench: Bench) -> Iterator[Row]:
     request = steps_request(bench, bench.pick(cases, dry_grid()[2:3]))
     for setting in ("True", "False"):
         value = f"expandable_segments:{setting}"
-        # The second name is that of torch before 2.9.
+        # The second name is for torch before 2.9.
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         environment = training_environment() | dict.fromkeys(names, value)
         found = ask(STEPS_MODULE, request, environment, seconds=60.0)
@@ -826,14 +833,14 @@ def expandable_segments(bench: Bench) -> Iterator[Row]:
 
 
 def steps_request(bench: Bench, cases: Sequence[PlannerCase]) -> dict[str, Any]:
-    """A request for `planner_steps`."""
+    """Return a request for `planner_steps`."""
     device = bench.device.type
     requests = [case.request(device) for case in cases]
     return {"cases": requests, "device": device, "steps": bench.pick(12, 1), "seconds": 1.2}
 
 
 def case_row(case: Mapping[str, Any], prefix: str = "") -> Row:
-    """The row of a configuration that `planner_steps` has measured."""
+    """Return the row of a configuration that `planner_steps` has measured."""
     row: Row = {"row": prefix + case["name"]}
     if case["reason"]:
         return {**row, "error": case["reason"]}
@@ -851,7 +858,8 @@ def case_row(case: Mapping[str, Any], prefix: str = "") -> Row:
 
 @torch.no_grad()
 def int8(bench: Bench) -> Iterator[Row]:
-    """Products of 1, 8 and 64 rows with 8 weights [8192, 2048], more than the GPU's cache holds."""
+    """Yield products of 1, 8 and 64 rows with 8 weights [8192, 2048], more than the GPU's cache
+    holds."""
     layers, out, inner = bench.pick((8, 8192, 2048), (2, 64, 32))
     weights = [bench.tensor(out, inner) for _ in range(layers)]
     quantized = [rounded(weight) for weight in weights]
@@ -914,7 +922,7 @@ def planner(bench: Bench, start: int, *, rest: bool = False) -> Iterator[Row]:
 def make_item(
     name: str, title: str, seconds: float, rows: Any, *arguments: Any, **named: Any
 ) -> Item:
-    """An item whose function gets further arguments."""
+    """Return an item whose function gets further arguments."""
     return Item(name, title, seconds, lambda bench: rows(bench, *arguments, **named))
 
 

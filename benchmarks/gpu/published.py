@@ -69,7 +69,8 @@ from firstlight.run_log.reader import read_json_lines
 
 
 def ceilings(bench: Bench) -> Iterator[Row]:
-    """Rates of matrix products, squares and those of GPT-2 124M's head, and of copies."""
+    """Measure the rates of matrix products (square, and those of GPT-2 124M's head) and of
+    copies."""
     sizes = bench.pick((2048, 4096, 8192, 16384), (16,))
     squares = [GemmProduct("size", "", n, f"{n} x {n} x {n}", m=n, n=n, k=n) for n in sizes]
     head = layer_products("head", *bench.pick((16384, 768, 50304), (16, 16, 64)))
@@ -78,7 +79,7 @@ def ceilings(bench: Bench) -> Iterator[Row]:
         kind = FP8 if dtype == "fp8" else DTYPES[dtype]
         operands = make_operands(products, kind, bench.device)
         for product in products:
-            # fp8 units take one layout only; training transposes operands into it before.
+            # fp8 units support only one layout; training transposes operands into it first.
             product = replace(product, layout="nt") if kind == FP8 else product
             call = make_multiply(product, operands)
             rate = functools.partial(_product_rate, bench, call, product.flops)
@@ -101,7 +102,7 @@ def _product_rate(bench: Bench, multiply: Call, flops: int) -> Row:
 def _copies(bench: Bench) -> Iterator[Row]:
     size = bench.pick(2**30, 2**16)
     there = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-    # Written to, because the system gives allocated memory its pages only when it is written.
+    # Written to, because the system assigns pages to allocated memory only when it is written.
     host = torch.ones(size, dtype=torch.uint8)
     # Within the device, bytes are read and written.
     pairs = {"within the device": (torch.empty_like(there), there, 2)}
@@ -122,7 +123,7 @@ def _copies(bench: Bench) -> Iterator[Row]:
 
 
 def bare_loop(bench: Bench) -> Iterator[Row]:
-    """Steps of the program "reference" of `programs` with the batch of item E."""
+    """Measure steps of the program "reference" in `programs` with the batch of item E."""
     rows, tokens = bench.pick((32, 1024), (1, 16))
     config = config_of(model_values(bench.pick("gpt2-124m", "tiny-gpt2")))
     assert isinstance(config, GPT2Config)
@@ -134,8 +135,8 @@ def bare_loop(bench: Bench) -> Iterator[Row]:
 
 
 def generation(bench: Bench, name: str) -> Iterator[Row]:
-    """Greedy continuations by `generate`'s decoder, and by transformers' `generate` with a model of
-    the same shape."""
+    """Measure greedy continuations by `generate`'s decoder, and by transformers' `generate` with a
+    model of the same shape."""
     model, texts = random_bf16_model(bench, name), bench.pick((1, 8, 64), (1, 2))
     request = {
         "prompt_tokens": bench.pick(128, 4),
@@ -156,7 +157,7 @@ def generation(bench: Bench, name: str) -> Iterator[Row]:
     for program, make in programs.items():
         made = functools.cache(make)
         for count in texts:
-            # The weights once, and the keys and values of all texts, at their mean length.
+            # The weights are read once, and the keys and values of all texts at their mean length.
             step_bytes = weights + count * (longest - request["new_tokens"] / 2) * cached
             row = functools.partial(_continuation, request, count, made, step_bytes)
             yield attempt(f"{count} texts: {program}", row)
@@ -198,7 +199,7 @@ _KEPT = ("metrics.jsonl", "forecast.json", "report.png", "report.html")
 
 
 def real_run(bench: Bench) -> Iterator[Row]:
-    """`firstlight train stdlib --budget 3m` in a separate process, from text to report."""
+    """Measure `firstlight train stdlib --budget 3m` in a separate process, from text to report."""
     dry = [str(Path(__file__).parent), "--steps", "2"]
     arguments = bench.pick(["stdlib", "--budget", "3m"], dry)
     yield attempt("as it is", functools.partial(_run_row, bench, arguments))
@@ -235,7 +236,7 @@ def _run_row(bench: Bench, arguments: Sequence[str]) -> Row:
 
 
 def train(command: Sequence[str], folder: Path) -> tuple[dict[str, Any], float]:
-    """Call firstlight with --json in a folder: its result, and the seconds that it took.
+    """Call firstlight with --json in a folder; return its result and duration in seconds.
 
     Raises:
         TrainingError: the command failed.
@@ -253,7 +254,7 @@ def train(command: Sequence[str], folder: Path) -> tuple[dict[str, Any], float]:
     return json.loads(done.stdout), time.perf_counter() - start
 
 
-# R: ladders, on which each rung adds a method to those before it
+# R: ladders, in which each rung adds a method to those before it
 
 #: Name of a rung, and the values of the recipe by key that it adds.
 _Rung = tuple[str, Mapping[str, Any]]
@@ -300,7 +301,7 @@ _MEMORY: Sequence[_Rung] = (
 
 
 def _cases(model: str, rows: int, tokens: int, rungs: Sequence[_Rung]) -> list[PlannerCase]:
-    """The configurations of a ladder."""
+    """Return the configurations of a ladder."""
     found, changes = list[PlannerCase](), dict[str, Any]()
     for name, added in rungs:
         changes = {**changes, **added}
@@ -314,7 +315,7 @@ MEMORY_CASES = _cases("llama-3b", 2, 4096, _MEMORY)
 
 
 def ladder(bench: Bench, cases: Sequence[PlannerCase]) -> Iterator[Row]:
-    """Time and memory of a step on each rung."""
+    """Measure time and memory of a step on each rung."""
     tiny = "tiny-gpt2" if cases[0].model.startswith("gpt2") else "tiny-llama"
     dry = [replace(case, model=tiny, rows=1, tokens=32) for case in cases[:1]]
     for case in bench.pick(cases, dry):

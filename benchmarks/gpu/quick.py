@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu`: figures of firstlight on one GPU, in one process and calls of less
+"""`python -m benchmarks gpu`: measures firstlight on one GPU, in one process and in calls of less
 than ten minutes.
 
     python -m benchmarks gpu --out DIR                  # measures, or continues
@@ -7,12 +7,12 @@ than ten minutes.
     python -m benchmarks gpu --fit DIR                  # the planner's errors, and its constants
 
 DIR/lines.jsonl has one line for each item of `ITEMS`, written as soon as it is measured: its rows,
-the commit, and the machine. The same command continues where it stopped: an item that has a line of
-this source is skipped, one that failed is tried again. No item starts if less time is left than it
-is expected to take. Code that torch.compile made is kept in DIR/inductor.cache, so that later calls
-on the same GPU with the same torch don't compile again.
+the commit, and the machine. The same command resumes where it stopped: an item that has a line for
+this version of the source is skipped, and an item that failed is retried. No item starts if less
+time is left than it is expected to take. Code compiled by torch.compile is kept in
+DIR/inductor.cache, so that later calls on the same GPU with the same torch don't compile again.
 
-`--report` sets the lines of several commits beside each other, with the medians of several runs.
+`--report` shows the lines of several commits side by side, with the medians of several runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from firstlight.hardware.environment import usable_cpus
 ROOT = Path(__file__).resolve().parents[2]
 LINES_NAME, CACHE_NAME = "lines.jsonl", "inductor.cache"
 
-#: All items: those of speed work first, which one call measures.
+#: All items, starting with those for optimisation work, which a single call measures.
 ITEMS: tuple[Item, ...] = (*items.ITEMS, *published.ITEMS)
 
 #: An item is stopped after this multiple of its expected seconds, and a minute.
@@ -64,11 +64,13 @@ _NO_COLUMNS = ("row", "kernels")
 
 
 class OutOfTimeError(BaseException):
-    """An item's time is over. No Exception: a row's own errors end only that row."""
+    """An item has exceeded its time. It is not an Exception, because ordinary errors end only their
+    row."""
 
 
 def source_digest() -> str:
-    """Hash of the package's source: figures of another source are other figures."""
+    """Return a hash of the package's source code, which identifies the version that was
+    measured."""
     found = hashlib.sha256()
     for path in sorted((ROOT / "src" / "firstlight").rglob("*.py")):
         found.update(str(path.relative_to(ROOT)).encode())
@@ -77,7 +79,7 @@ def source_digest() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """The output of git; "" without git or a repository."""
+    """Return the output of git, or "" if there is no git or no repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -85,7 +87,7 @@ def _git(*arguments: str) -> str:
 
 
 def facts(bench: Bench, commit: str) -> dict[str, Any]:
-    """The keys that all lines of a call share.
+    """Return the keys that all lines of a call share.
 
     Args:
         bench: the device.
@@ -107,7 +109,7 @@ def facts(bench: Bench, commit: str) -> dict[str, Any]:
 
 
 def _software() -> Iterator[str]:
-    """The versions of what figures depend on, beside torch."""
+    """Yield the versions of software other than torch that affects the figures."""
     yield f"Python {platform.python_version()}"
     for name in ("triton", "transformers", "bitsandbytes", "torchao"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -115,7 +117,7 @@ def _software() -> Iterator[str]:
 
 
 def driver_version() -> str:
-    """The driver's version from NVML, or from nvidia-smi if NVML fails; "" if both fail."""
+    """Return the driver's version from NVML, or from nvidia-smi if NVML fails; "" if both fail."""
     try:
         pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
@@ -141,7 +143,8 @@ def measure(
     shared: dict[str, Any],
     clock: Callable[[], float] = time.time,
 ) -> list[str]:
-    """Measure the items that have no line of this source yet, as far as the time allows.
+    """Measure the items that have no line for this version of the source yet, as far as time
+    allows.
 
     Args:
         items: the items, in order.
@@ -177,7 +180,7 @@ def measure(
         _say(item, line)
         try:
             _clean_up(bench)
-        except RuntimeError as error:  # after an illegal access every call fails
+        except RuntimeError as error:  # After an illegal memory access, every call fails.
             say(f"the device is lost: {error}")
             return left + [one.name for one in waiting[number + 1 :]]
         save_cache(out / CACHE_NAME)
@@ -185,7 +188,8 @@ def measure(
 
 
 def _is_of(item: Item, line: dict[str, Any], shared: dict[str, Any]) -> bool:
-    """True if a line has the figures of an item on this machine, of this source or of any."""
+    """Return True if a line has an item's figures for this machine and this version of the source
+    (or any version, if the item does not depend on it)."""
     keys = ["device", "torch", "dry", "driver" if item.of_machine else "source"]
     is_same = all(line.get(key) == shared[key] for key in keys)
     return line["item"] == item.name and is_same and "error" not in line
@@ -193,7 +197,7 @@ def _is_of(item: Item, line: dict[str, Any], shared: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """A context that raises `OutOfTimeError` after some seconds, in the main thread only."""
+    """Context manager that raises `OutOfTimeError` after some seconds, in the main thread only."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise OutOfTimeError(f"stopped after {seconds:.0f} s")
@@ -208,7 +212,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; [] without it. A line that a killed process cut off is left out."""
+    """Return the lines of a file, or [] if it does not exist. A line truncated by a killed process
+    is skipped."""
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
@@ -217,8 +222,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append a line of JSON, which is on the disk when this returns. An incomplete last line, which
-    a killed process leaves, is ended first."""
+    """Append a JSON line and sync it to disk. An incomplete last line left by a killed process is
+    terminated first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         if file.tell():
@@ -231,10 +236,10 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def _clean_up(bench: Bench) -> None:
-    """Leave nothing of an item behind that would change the next.
+    """Remove all traces of an item that could affect the next item.
 
     Raises:
-        RuntimeError: the device does not answer any more.
+        RuntimeError: the device no longer responds.
     """
     torch._dynamo.reset()
     synchronize(bench.device)
@@ -242,7 +247,7 @@ def _clean_up(bench: Bench) -> None:
 
 
 def save_cache(path: Path) -> None:
-    """Write what torch.compile made in this process so far, if anything."""
+    """Save the code that torch.compile has generated in this process, if any."""
     found = torch.compiler.save_cache_artifacts()
     if found is not None:
         partial = path.with_suffix(".part")
@@ -251,7 +256,8 @@ def save_cache(path: Path) -> None:
 
 
 def load_cache(path: Path) -> None:
-    """Give torch.compile what earlier calls made; code of another torch or GPU is not used."""
+    """Load code compiled by earlier calls for torch.compile; code for another torch version or GPU
+    is not used."""
     if path.is_file():
         torch.compiler.load_cache_artifacts(path.read_bytes())
 
@@ -267,8 +273,8 @@ def _say(item: Item, line: dict[str, Any]) -> None:
 
 
 def report(folders: Sequence[Path]) -> str:
-    """The tables of all lines in some folders, in Markdown. Each row is shown for each commit that
-    measured it, with the medians of its runs.
+    """Return the tables of all lines in some folders, in Markdown. Each row is shown for each
+    commit that measured it, with the medians of its runs.
 
     Raises:
         InputError: a folder has no lines.
@@ -288,7 +294,7 @@ def _machines(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _machine(line: dict[str, Any]) -> str:
-    """The commit, the machine and the day of a line."""
+    """Return the commit, the machine and the day of a line."""
     dry = "; a dry run, whose figures mean nothing" if line["dry"] else ""
     return (
         f"- {line['describe'] or line['source']}: {line['device']}, driver "
@@ -302,7 +308,7 @@ _Key = tuple[str, str]
 
 
 def _runs(lines: Sequence[dict[str, Any]]) -> dict[_Key, list[Row]]:
-    """All runs of each row by commit; the commits of a row stand beside each other."""
+    """Return all runs of each row by commit, with the commits of a row next to each other."""
     names = dict.fromkeys(row["row"] for line in lines for row in line["rows"])
     commits = dict.fromkeys(line["describe"] or line["source"] for line in lines)
     found: dict[_Key, list[Row]] = {(name, commit): [] for name in names for commit in commits}
@@ -328,7 +334,7 @@ def _table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(rows: Sequence[Row], key: str) -> str:
-    """The median of a figure over the runs of a row, or the text of its last run."""
+    """Return the median of a figure over the runs of a row, or the text of its last run."""
     found = [row[key] for row in rows if row.get(key) is not None]
     if not found:
         return ""
@@ -339,7 +345,7 @@ def _cell(rows: Sequence[Row], key: str) -> str:
 
 
 def _profiles(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The kernels of each row's last run."""
+    """Yield the kernels of each row's last run."""
     for (name, commit), rows in _runs(lines).items():
         if rows[-1].get("kernels"):
             table = [(kernel, f"{ms:.3f}", calls) for kernel, ms, calls in rows[-1]["kernels"]]
@@ -348,7 +354,7 @@ def _profiles(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def bench_gpu(bench: GPUBench) -> Result:
-    """Measure for some minutes.
+    """Run the GPU benchmark for some minutes.
 
     Returns:
         - "lines": path of lines.jsonl
@@ -360,9 +366,9 @@ def bench_gpu(bench: GPUBench) -> Result:
     """
     begun = time.time()
     if bench.seconds <= 0:
-        raise ConfigError(f"--seconds {bench.seconds:g}: more than 0 are needed")
+        raise ConfigError(f"--seconds {bench.seconds:g}: must be more than 0")
     require_known("device", [bench.device], ["cuda", "cpu"])
-    # "D" stands for D-124m and D-1b.
+    # "D" selects D-124m and D-1b.
     known = [name for item in ITEMS for name in (item.name, item.name.split("-")[0])]
     require_known("item", bench.items, list(dict.fromkeys(known)))
     chosen = [
@@ -379,19 +385,19 @@ def bench_gpu(bench: GPUBench) -> Result:
         load_cache(bench.folder / CACHE_NAME)
     end = begun + bench.seconds
     left = measure(chosen, device, bench.folder, end, facts(device, bench.commit))
-    show(f"left for the next call: {', '.join(left)}" if left else "all is measured")
+    show(f"left for the next call: {', '.join(left)}" if left else "all items are measured")
     return {"lines": bench.folder / LINES_NAME, "left": left}
 
 
 def known_lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a folder.
+    """Return the lines of a folder.
 
     Raises:
         InputError: it has none.
     """
     lines = read_lines(folder / LINES_NAME)
     if not lines:
-        raise InputError(f"{folder} has no {LINES_NAME}: name the --out of an earlier call")
+        raise InputError(f"{folder} has no {LINES_NAME}: use the --out of an earlier call")
     return lines
 
 

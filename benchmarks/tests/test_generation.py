@@ -175,7 +175,7 @@ def test_a_model_folder_is_measured_with_the_tokens_that_it_says(
     "values, words",
     [
         ({"rows": ["bf17"]}, "did you mean 'bf16'"),
-        ({"new_tokens": 1}, "new_tokens is 1: at least 2"),
+        ({"new_tokens": 1}, "new_tokens is 1, but must be at least 2"),
         ({"batch_sizes": [0]}, "at least 1"),
         ({"repeats": 0}, "repeats is 0"),
     ],

@@ -277,11 +277,11 @@ def test_kernels_that_overlap_are_busy_once() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "takes --out DIR to measure, --report DIR to print the tables, or --fit DIR"),
-        (["--out", "a", "--report", "b"], "takes --out DIR to measure, --report DIR to print"),
+        ([], "needs --out DIR to measure, --report DIR to print the tables, or --fit DIR"),
+        (["--out", "a", "--report", "b"], "needs --out DIR to measure, --report DIR to print"),
         (["--out", "a", "--items", "A,G-egaer"], "item 'G-egaer' is unknown (did you mean 'G-eag"),
         (["--out", "a", "--device", "gpu"], "device 'gpu' is unknown"),
-        (["--out", "a", "--seconds", "0"], "--seconds 0: more than 0 are needed"),
+        (["--out", "a", "--seconds", "0"], "--seconds 0: must be more than 0"),
         (["--report", "missing"], "missing has no lines.jsonl"),
     ],
 )

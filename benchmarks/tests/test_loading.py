@@ -105,11 +105,11 @@ def test_the_model_is_as_large_as_was_asked_for(parameters: int) -> None:
     "options, message",
     [
         ({"parameters": SMALLEST - 1}, "1,499,999 parameters are outside"),
-        ({"parameters": LARGEST + 1}, "outside what this benchmark makes"),
+        ({"parameters": LARGEST + 1}, "outside the supported range"),
         ({"repeats": 0}, "repeats is 0"),
         ({"dtype": "int8"}, "dtype 'int8' is not one of bfloat16, float32"),
         ({"ways": ["sequentail"]}, r"way 'sequentail' is unknown \(did you mean 'sequential'\?\)"),
-        ({"ways": ["transformers"], "no_transformers": True}, "no way is left to measure"),
+        ({"ways": ["transformers"], "no_transformers": True}, "no loading mode is left to measure"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
@@ -188,7 +188,9 @@ def test_a_kept_checkpoint_is_used_again_and_another_one_is_not(tmp_path: Path) 
         before.st_ino,
         before.st_mtime_ns,
     )
-    with pytest.raises(InputError, match="holds something else than this benchmark's checkpoint"):
+    with pytest.raises(
+        InputError, match="contains something other than this benchmark's checkpoint"
+    ):
         make_checkpoints(_TINY, "float32", tmp_path, [SINGLE])
 
 
@@ -197,7 +199,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 ) -> None:
     free = 2 * 2 * _TINY  # both folders' bytes, without the twentieth that is to stay
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    message = r"the checkpoint needs 0\.008 GB, and .* has 0\.008 GB free: choose another folder"
+    message = r"the checkpoint needs 0\.008 GB, but .* has only 0\.008 GB free: choose another"
     with pytest.raises(StorageError, match=message):
         make_checkpoints(_TINY, "bfloat16", tmp_path / "new", [SINGLE, SHARDED])
     assert list((tmp_path / "new").iterdir()) == []
@@ -207,7 +209,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 def test_a_way_that_fails_says_what_its_process_said_last(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint / "single", tmp_path / "single")
     os.truncate(tmp_path / "single" / "model.safetensors", 1000)
-    message = r"loading by way of 'this' failed: .* is damaged"
+    message = r"loading with 'this' failed: .* is damaged"
     with pytest.raises(ModelError, match=message):
         loading.measure(LoadingRow("this", "firstlight", way="sequential"), tmp_path, "bfloat16")
 
@@ -220,7 +222,7 @@ def test_without_transformers_its_rows_are_left_out(
     monkeypatch.setattr(loading, "measure", lambda *_: measured)
     result = loading.bench_loading(LoadingBench(parameters=_TINY, repeats=1))
     assert {row["program"] for row in result["rows"]} == {"firstlight"}
-    assert "transformers is not installed: its rows are left out" in capsys.readouterr().err
+    assert "transformers is not installed: its rows are skipped" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="transformers is not installed"):
         loading.bench_loading(LoadingBench(parameters=_TINY, ways=["transformers"]))
 

@@ -601,7 +601,7 @@ def test_the_table_says_what_was_measured_and_chosen(
     )
     assert "0.00 TFLOP/s in float32, 0.00 TFLOP/s in bfloat16" in said
     assert "firstlight: efficiency.precision fp32" in said
-    assert "--same-environment takes that difference away" in said
+    assert "--same-environment removes that difference" in said
     assert json.loads(result.stdout)["rows"][0]["speed_ratio"] == 2.0
 
 

@@ -4,7 +4,7 @@
 
     run = firstlight.train_texts("my_texts/", budget="30m")
 
-does all steps from a folder of texts to a trained model. The single steps are:
+runs all steps from a folder of texts to a trained model. The individual steps are:
 
     tokenizer = firstlight.train_tokenizer(texts, vocab_size=4096)
     firstlight.prepare(["corpus/"], tokenizer, "data/corpus")
@@ -93,8 +93,8 @@ _MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() fo
 
 __all__ = sorted(_MODULES)
 
-# Threads that spin as long as torch's own default make a step ten times slower beside other busy
-# programs.
+# With torch's default spin time for threads, a step takes ten times as long while other programs
+# are busy.
 _environment = importlib.import_module("firstlight.hardware.environment")
 _environment.set_at_import()
 

@@ -1,4 +1,4 @@
-"""Makes `python -m firstlight` the same as the command `firstlight`."""
+"""Entry point of `python -m firstlight`, which is the same as the command `firstlight`."""
 
 import sys
 

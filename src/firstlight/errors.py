@@ -6,7 +6,7 @@ prints it as one line and exits with `exit_code`.
     FirstlightError            base class of the others; a ValueError
     ├── InputError             a path or an input text that is missing or unreadable
     ├── ConfigError            an invalid recipe, option or combination
-    ├── TokenizerError         tokenizer files that are damaged or don't fit
+    ├── TokenizerError         damaged or mismatched tokenizer files
     ├── DataError              token shards that are damaged, empty or don't fit the model
     ├── ModelError             a model folder whose weights or config.json can't be used
     ├── CheckpointError        a run folder or checkpoint that can't be resumed from
@@ -23,8 +23,8 @@ import errno
 import re
 from collections.abc import Iterable
 
-#: Exit code of `firstlight train` for a run that was stopped early and saved a checkpoint: the same
-#: command goes on with it (EX_TEMPFAIL of sysexits.h).
+#: Exit code of `firstlight train` for a run that was stopped early and saved a checkpoint; the same
+#: command resumes it (EX_TEMPFAIL in sysexits.h).
 STOPPED_EXIT_CODE = 75
 #: Exit code of `firstlight train` for a run that diverged.
 DIVERGED_EXIT_CODE = 76
@@ -39,8 +39,8 @@ _MAX_CHARS = 2000
 class FirstlightError(ValueError):
     """Base class of all errors that are meant for users.
 
-    The message is converted to one line of printable characters, so that it can't contain control
-    sequences of a terminal.
+    The message is reduced to one line of printable characters, so it can't contain terminal control
+    sequences.
     """
 
     exit_code = 1
@@ -64,7 +64,7 @@ class TokenizerError(FirstlightError):
 
 
 class DataError(FirstlightError):
-    """Token shards that are missing, damaged, empty, too short or of another tokenizer."""
+    """Token shards that are missing, damaged, empty, too short or made with another tokenizer."""
 
 
 class ModelError(FirstlightError):
@@ -88,8 +88,9 @@ class TrainingError(FirstlightError):
 
 
 class RunReplacedError(Exception):
-    """Raised by a run's `on_step` to end the run, because another one will replace it. It has no
-    effect if a signal has asked the run to stop: the run then saves a checkpoint and ends."""
+    """Raised by a run's `on_step` to end the run because another run will replace it. It has no
+    effect if a signal has already asked the run to stop; the run then saves a checkpoint and
+    ends."""
 
 
 class MissingDependencyError(FirstlightError):
@@ -102,8 +103,8 @@ class MissingDependencyError(FirstlightError):
         self._asked = (package, extra, purpose)
 
     def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
-        # Without this, unpickling it in another process would call the constructor with the
-        # message as its only argument, and fail.
+        # Without this, unpickling in another process would call the constructor with the message as
+        # its only argument and fail.
         return type(self), self._asked
 
 
@@ -117,8 +118,8 @@ def _shown(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
-    """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""` if none has at
-    least this likeness (a ratio of `difflib`, from 0 to 1)."""
+    """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""` if no name is
+    at least this similar (a `difflib` ratio from 0 to 1)."""
     names = list(known)
     # "every" should suggest "every_steps", although "keep_every" is closer by edit distance.
     begun = [name for name in names if name.startswith(f"{word}_")]
@@ -127,10 +128,10 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
 
 
 def describe_os_error(error: OSError) -> str:
-    """One line for the user: what failed, the path, and for frequent errors (a full disk, no
+    """Describe an error in one line: what failed, the path, and for common errors (a full disk, no
     permission) what to do."""
-    # Name the final file instead of the temporary one (files/atomic.py), which users don't know. Of
-    # a copy, `filename2` is the target.
+    # Name the final file instead of the temporary one (files/atomic.py), which users don't know.
+    # For a copy, `filename2` is the target.
     path = error.filename2 or error.filename or ""
     name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(path))
     where = f" at {name}" if name else ""
@@ -150,15 +151,16 @@ def describe_os_error(error: OSError) -> str:
 
 
 def describe_read_error(error: OSError) -> str:
-    """`describe_os_error` for an input: without permission, the advice is about reading it."""
+    """Describe an error on an input file, like `describe_os_error`; if permission is denied, the
+    advice is about reading it."""
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""
         return f"permission denied{where}: make it readable (chmod u+rX), or leave it out"
     return describe_os_error(error)
 
 
-#: Parts of the texts of libraries' errors about too little memory, in lower case: of torch, C++,
-#: cuBLAS and cuDNN, oneDNN, and the dynamic linker.
+#: Phrases, in lower case, in out-of-memory errors of torch, C++, cuBLAS, cuDNN, oneDNN and the
+#: dynamic linker.
 _LACK_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -172,13 +174,13 @@ _LACK_OF_MEMORY = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True if an error says that there was not enough memory, on any device. torch is not imported
-    for it."""
+    """Return True if an error means that memory ran out, on any device. Does not import torch."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno == errno.ENOMEM  # its text can name a file
-    # oneDNN's "primitive descriptor" is about an operator or dtype that it does not support.
+        # Its text can contain a file name, so only the error number counts.
+        return error.errno == errno.ENOMEM
+    # oneDNN's "primitive descriptor" errors concern unsupported operators or dtypes, not memory.
     text = str(error).lower().replace("primitive descriptor", "")
     return isinstance(error, RuntimeError | ImportError | OSError) and any(
         part in text for part in _LACK_OF_MEMORY
@@ -186,5 +188,5 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error, or the name of its class if it has no text."""
+    """Return the first line of a library's error, or the name of its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -456,7 +456,7 @@ def test_passes_caches_blocks_and_waves_are_drawn_into_their_own_axes() -> None:
     assert {x for x, _ in cache} == {32768}
     assert points(blocks) == {"row blocks": [(1, 1), (64, 4)], "square blocks": [(64, 3.5)]}
     assert [text.get_text() for text in passes.texts] == ["L1"]
-    assert "at 64 the whole product" in blocks.get_xlabel()
+    assert "per block (64 is the full product)" in blocks.get_xlabel()
     times, steps = points(waves).values()
     assert times == [(2, 1.1), (3, 2.2)]
     assert steps == [(2, 1), (3, 2)]

@@ -210,10 +210,10 @@ def test_rungs_that_a_machine_or_model_has_not_say_why() -> None:
         return {name: reason for name, reason in found.items() if reason}
 
     on_cpu = reasons(ladder_rows(4, _CPU))
-    assert on_cpu.pop("+ddp") == "needs two threads: torch has one here"
+    assert on_cpu.pop("+ddp") == "needs two threads, but torch has only one here"
     assert on_cpu == {
         "+tf32": "needs a GPU: CPUs have no TF32",
-        "+pinned-memory": "needs a GPU: a CPU's batches are copied nowhere",
+        "+pinned-memory": "needs a GPU: batches are not copied on a CPU",
     }
     llama = ladder_rows(4, _CPU, is_gpt2=False)
     skipped = set(reasons(llama)) - set(on_cpu)
@@ -243,7 +243,7 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_has_no_tf32() -> None:
     rows = {row.name: row for row in ladder_rows(8, old)}
     assert "+fp16" in rows
     reason = why_skipped(rows["+tf32"], old, 4, quick=False)
-    assert reason == "needs a GPU of compute capability 8.0: this one has no TF32"
+    assert reason == "needs a GPU with compute capability 8.0: this one has no TF32"
 
 
 def test_a_written_out_model_computes_the_same() -> None:
@@ -292,8 +292,8 @@ def test_what_can_not_run_on_a_cpu_says_why() -> None:
         "adamw8bit-torchao compile-regional compile-budget qlora foreach flash math "
         "blockwise +tf32 +pinned-memory +ddp".split()
     )
-    assert reasons["offload"] == "needs a GPU: a CPU's activations lie in its memory already"
-    assert reasons["compile-budget"] == "left out by --quick"
+    assert reasons["offload"] == "needs a GPU: activations on a CPU are already in host memory"
+    assert reasons["compile-budget"] == "skipped by --quick"
     on_gpu = {row.name for row in all_rows(_GPU) if why_skipped(row, _GPU, 4, quick=False)}
     assert on_gpu == {"huge-pages", "+ddp"}
     one_row = {row.name for row in all_rows(_CPU) if why_skipped(row, _CPU, 1, quick=False)}

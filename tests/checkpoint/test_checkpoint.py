@@ -271,7 +271,7 @@ def test_a_state_of_another_step_than_the_manifests_is_refused(tmp_path: Path) -
     (folder,) = save(tmp_path, 8)
     reseal(folder, step=9)
     moved = folder.rename(folder.with_name("step-00000009"))
-    with pytest.raises(CheckpointError, match=r"trainer_state.json is of step 8, and .* of step 9"):
+    with pytest.raises(CheckpointError, match=r"trainer_state.json is for step 8, .* for step 9"):
         verify_checkpoint(moved)
 
 
@@ -336,21 +336,21 @@ _ENTRY = {"bytes": 3, "sha256": "0" * 64}
     "changes, problem",
     [
         ({"format": "other"}, "is not the manifest of a checkpoint"),
-        ({"version": 1}, "has version 1, and this firstlight reads version 2"),
+        ({"version": 1}, "has version 1, but this firstlight reads version 2"),
         ({"version": "2"}, "has version 2"),
-        ({"step": 9}, "holds step 9, unlike its name"),
-        ({"step": True}, "lacks keys of a checkpoint's manifest"),
-        ({"step": None}, "lacks keys"),
-        ({"sequence": 0}, "lacks keys"),
-        ({"sequence": "1"}, "lacks keys"),
-        ({"parent": -1}, "lacks keys"),
-        ({"val_loss": 3}, "lacks keys"),
-        ({"val_loss": "low"}, "lacks keys"),
-        ({"files": None}, "lacks keys"),
-        ({"files": []}, "lacks keys"),
-        ({"files": {CONFIG_NAME: 3}}, "lacks keys"),
-        ({"files": {CONFIG_NAME: {}}}, "lacks keys"),
-        ({"files": {CONFIG_NAME: {"bytes": "3", "sha256": ""}}}, "lacks keys"),
+        ({"step": 9}, "contains step 9, which does not match its name"),
+        ({"step": True}, "lacks required keys of a checkpoint's manifest"),
+        ({"step": None}, "lacks required keys"),
+        ({"sequence": 0}, "lacks required keys"),
+        ({"sequence": "1"}, "lacks required keys"),
+        ({"parent": -1}, "lacks required keys"),
+        ({"val_loss": 3}, "lacks required keys"),
+        ({"val_loss": "low"}, "lacks required keys"),
+        ({"files": None}, "lacks required keys"),
+        ({"files": []}, "lacks required keys"),
+        ({"files": {CONFIG_NAME: 3}}, "lacks required keys"),
+        ({"files": {CONFIG_NAME: {}}}, "lacks required keys"),
+        ({"files": {CONFIG_NAME: {"bytes": "3", "sha256": ""}}}, "lacks required keys"),
         ({"files": {CONFIG_NAME: _ENTRY}}, "does not list model.safetensors"),
     ],
 )
@@ -402,7 +402,7 @@ def test_what_is_no_plain_file_is_refused_unread(tmp_path: Path, name: str, what
         path.mkdir()
     else:
         os.mkfifo(path)  # whoever opens it waits for ever
-    with pytest.raises(CheckpointError, match="is a link or not a file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         verify_checkpoint(folder)
 
 

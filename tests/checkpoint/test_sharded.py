@@ -124,7 +124,9 @@ def test_one_tensor_in_two_formats_is_damaged(tmp_path: Path) -> None:
     _write(
         tmp_path, [TensorShard(torch.ones(2), (0,)), TensorShard(torch.ones(2).bfloat16(), (2,))]
     )
-    with pytest.raises(CheckpointError, match=r"'one' is torch.bfloat16, elsewhere torch.float32"):
+    with pytest.raises(
+        CheckpointError, match=r"'one' is torch.bfloat16 here, but torch.float32 in"
+    ):
         stored_shapes(tmp_path, WEIGHTS)
 
 

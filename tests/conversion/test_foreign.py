@@ -58,7 +58,7 @@ def test_nanogpts_file_tells_the_whole_config(saved: Save) -> None:
     }
     assert {key: foreign.config[key] for key in expected} == expected
     note, left_out = foreign.notes
-    assert left_out.startswith("The optimizer's state in it (optimizer) is left out: training")
+    assert left_out.startswith("Its optimizer state (optimizer) is not converted: training")
     assert "exact GELU" in note
 
 
@@ -84,7 +84,7 @@ def test_a_nanogpt_without_biases_gets_zeros_and_a_note(saved: Save) -> None:
     assert all(not tensor.any() for tensor in biases.values())
     assert biases["transformer.h.1.mlp.c_fc.bias"].shape == (4 * WIDTH,)
     assert "It has no biases for ln_1, attn.c_attn" in foreign.notes[-1]
-    assert "transformer.ln_f: zeros" in foreign.notes[-1]
+    assert "transformer.ln_f: they are set to zero" in foreign.notes[-1]
 
 
 def test_a_nanogpt_that_lacks_one_bias_is_refused(saved: Save) -> None:
@@ -118,9 +118,9 @@ def test_the_padded_vocabulary_is_kept_and_noted(saved: Save) -> None:
 @pytest.mark.parametrize(
     "args, message",
     [
-        ({"n_layer": 3}, r"model_args say n_layer 3, its tensors 2"),
-        ({"block_size": 6}, r"model_args say block_size 6, its tensors 5"),
-        ({"n_head": 5}, r"n_head is 5, expected a divisor of the width 64"),
+        ({"n_layer": 3}, r"model_args specify n_layer 3, but its tensors have 2"),
+        ({"block_size": 6}, r"model_args specify block_size 6, but its tensors have 5"),
+        ({"n_head": 5}, r"n_head is 5, but must be a divisor of the width 64"),
         ({"n_head": 0}, r"n_head is 0"),
         ({"n_head": "4"}, r"n_head is '4'"),
         ({"dropout": 2.0}, r"embd_pdrop"),
@@ -137,7 +137,7 @@ def test_a_bare_nanogpt_state_dict_has_its_heads_guessed_or_given(saved: Save) -
     path = saved(nanogpt()["model"])
     guessed = read_foreign(path)
     assert guessed.config["n_head"] == 1
-    assert any('give "n_head"' in note for note in guessed.notes)
+    assert any('set "n_head"' in note for note in guessed.notes)
     given = read_foreign(path, config={"num_attention_heads": 16})
     assert given.config["n_head"] == 16
     assert not any("heads" in note for note in given.notes)
@@ -167,7 +167,7 @@ def test_the_books_missing_qkv_biases_stay_missing(saved: Save) -> None:
     assert not any(name.endswith("c_attn.bias") for name in foreign.tensors)
     assert "transformer.h.0.attn.c_proj.bias" in foreign.tensors
     assert foreign.notes[-1].startswith("Its queries, keys and values have no biases")
-    with pytest.raises(ModelError, match="has qkv_bias False, and the config given says True"):
+    with pytest.raises(ModelError, match="has qkv_bias False, but the config specifies True"):
         read_foreign(path, config={"qkv_bias": True})
     assert "qkv_bias" not in read_foreign(saved(book_gpt(qkv_bias=True))).config
 
@@ -182,7 +182,7 @@ def test_a_head_equal_to_the_embedding_is_tied(saved: Save) -> None:
 
 def test_heads_that_cant_be_guessed_are_asked_for(saved: Save) -> None:
     path = saved(book_gpt(C=48))
-    with pytest.raises(ModelError, match=r'width 48 is not a multiple of 64.*give "n_head"'):
+    with pytest.raises(ModelError, match=r'width 48 is not a multiple of 64.*set "n_head"'):
         read_foreign(path)
     assert read_foreign(path, config={"n_head": 3}).config["n_head"] == 3
 
@@ -220,9 +220,9 @@ def test_the_books_llama_takes_what_it_lacks_from_the_config(saved: Save) -> Non
 @pytest.mark.parametrize(
     "lacking, named",
     [
-        ({"num_attention_heads"}, "num_attention_heads: give"),
-        ({"max_position_embeddings"}, "max_position_embeddings: give"),
-        ({"rope_parameters"}, r"rope_parameters \(with rope_theta\): give"),
+        ({"num_attention_heads"}, "num_attention_heads: set"),
+        ({"max_position_embeddings"}, "max_position_embeddings: set"),
+        ({"rope_parameters"}, r"rope_parameters \(with rope_theta\): set"),
         (set(LLAMA_CONFIG), "num_attention_heads, max_position_embeddings, rope_parameters"),
     ],
 )
@@ -230,7 +230,7 @@ def test_what_a_llamas_file_doesnt_say_is_asked_for_by_name(
     saved: Save, lacking: set[str], named: str
 ) -> None:
     config = {key: value for key, value in LLAMA_CONFIG.items() if key not in lacking}
-    with pytest.raises(ModelError, match=rf"doesn't say its {named}"):
+    with pytest.raises(ModelError, match=rf"does not specify {named}"):
         read_foreign(saved(book_llama()), config=config)
 
 
@@ -245,18 +245,18 @@ def test_a_llama_with_tables_tells_heads_and_context_and_checks_the_base(saved: 
     assert foreign.config["num_attention_heads"] == 4
     assert foreign.config["num_key_value_heads"] == 2
     assert foreign.config["max_position_embeddings"] == 12
-    with pytest.raises(ModelError, match="rotary tables that rope_theta 10000"):
+    with pytest.raises(ModelError, match="rotary tables that don't match rope_theta 10000"):
         read_foreign(path, config={"rope_theta": 10000.0})
-    with pytest.raises(ModelError, match="num_attention_heads 4, and the config given says 8"):
+    with pytest.raises(ModelError, match="num_attention_heads 4, but the config specifies 8"):
         read_foreign(path, config=LLAMA_CONFIG)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"n_embd": 65}, "has n_embd 64, and the config given says 65"),
-        ({"hidden_size": 65}, "has n_embd 64, and the config given says 65"),
-        ({"n_head": 2}, "has n_head 4, and the config given says 2"),
+        ({"n_embd": 65}, "has n_embd 64, but the config specifies 65"),
+        ({"hidden_size": 65}, "has n_embd 64, but the config specifies 65"),
+        ({"n_head": 2}, "has n_head 4, but the config specifies 2"),
         ({"tie_word_embeddings": False}, "has tie_word_embeddings True"),
         ({"model_type": "llama"}, "has model_type 'gpt2'"),
         ({"n_heads": 4}, r"no key 'n_heads' \(did you mean 'n_head'\?\)"),
@@ -274,7 +274,7 @@ def test_a_config_that_contradicts_the_file_or_means_nothing_is_refused(
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_attention_heads": 3}, "num_attention_heads is 3, expected a divisor"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3, but must be a divisor"),
         ({"num_attention_heads": 1}, "keys of width 32 can't be heads of size 64"),
         ({"num_attention_heads": 64}, "head_dim 1 must be even"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn"),
@@ -302,7 +302,7 @@ def test_a_whole_config_json_of_gpt2_may_be_given(saved: Save) -> None:
     assert foreign.config["eos_token_id"] == 2
     assert foreign.config["activation_function"] == "gelu_new"
     assert foreign.config["layer_norm_epsilon"] == 1e-5
-    assert [note for note in foreign.notes if "optimizer's state" not in note] == []
+    assert [note for note in foreign.notes if "optimizer state" not in note] == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells mapped files on Linux")

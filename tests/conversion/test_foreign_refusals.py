@@ -42,7 +42,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, zipped: bool) -
     marker, path = tmp_path / "marker", tmp_path / "ckpt.pt"
     checkpoint = {**nanogpt(), "config": Trap(marker)}
     torch.save(checkpoint, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ModelError, match=r"holds more than weights \(\w+\.mkdir\).*state_dict"):
+    with pytest.raises(ModelError, match=r"contains more than weights \(\w+\.mkdir\).*state_dict"):
         read_foreign(path)
     assert not marker.exists()
     torch.load(path, weights_only=False)
@@ -84,9 +84,9 @@ def _other_zip(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "not a PyTorch checkpoint: it is empty"),
         (lambda path: path.write_text("hello there, all"), r"torch\.save didn't write it"),
         (_safetensors, r"torch\.save didn't write it"),
-        (lambda path: path.mkdir(), "is a folder: name the checkpoint file in it"),
+        (lambda path: path.mkdir(), "is a folder: use the checkpoint file in it"),
         (lambda path: None, "No such file"),
-        (_other_zip, "is damaged, cut short, or not a checkpoint of weights"),
+        (_other_zip, "is damaged, truncated or not a checkpoint with only weights"),
     ],
     ids=["empty", "text", "safetensors", "folder", "missing", "zip"],
 )
@@ -108,20 +108,20 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, zipped: bool, share: float)
     torch.save(nanogpt(), path, _use_new_zipfile_serialization=zipped)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(ModelError, match="is damaged, cut short"):
+    with pytest.raises(ModelError, match="is damaged, truncated"):
         read_foreign(path)
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        ([torch.zeros(2)], "holds a list, not a state_dict"),
-        (torch.zeros(2), "holds a Tensor, not a state_dict"),
-        ({}, "no tensors by name"),
-        ({"model": {}}, "no tensors by name"),
-        ({3: torch.zeros(2)}, "no tensors by name"),
-        ({"encoder.weight": torch.zeros(2)}, r"unknown layout, it begins with 'encoder\.weight'"),
-        ({"epoch": 3}, "unknown layout, it begins with 'epoch'"),
+        ([torch.zeros(2)], "contains a list, not a state_dict"),
+        (torch.zeros(2), "contains a Tensor, not a state_dict"),
+        ({}, "no named tensors"),
+        ({"model": {}}, "no named tensors"),
+        ({3: torch.zeros(2)}, "no named tensors"),
+        ({"encoder.weight": torch.zeros(2)}, r"the first tensor is 'encoder\.weight'"),
+        ({"epoch": 3}, "the first tensor is 'epoch'"),
     ],
 )
 def test_checkpoints_of_other_programs_are_refused(saved: Save, content: Any, message: str) -> None:
@@ -145,15 +145,27 @@ def test_checkpoints_of_other_programs_are_refused(saved: Save, content: Any, me
         ),
         (
             {"trf_blocks.1.att.W_key.weight": torch.ones(32, 64)},
-            r"misshapen tensors: trf_blocks\.1\.att\.W_key\.weight is \[32, 64\], "
+            r"tensors with wrong shapes: trf_blocks\.1\.att\.W_key\.weight is \[32, 64\], "
             r"expected \[64, 64\]$",
         ),
         (
             {"trf_blocks.0.ff.layers.2.weight": torch.ones(256, 64)},
             r"trf_blocks\.0\.ff\.layers\.2\.weight is \[256, 64\], expected \[64, 256\]$",
         ),
-        ({"tok_emb.weight": torch.ones(7)}, r"tok_emb\.weight is \[7\], expected a matrix"),
-        ({"tok_emb.weight": torch.ones(0, 64)}, r"tok_emb\.weight is \[0, 64\], expected a matrix"),
+        (
+            {"tok_emb.weight": torch.ones(7)},
+            (
+                r"tok_emb\.weight has shape \[7\], but must be a "
+                r"matrix"
+            ),
+        ),
+        (
+            {"tok_emb.weight": torch.ones(0, 64)},
+            (
+                r"tok_emb\.weight has shape \[0, 64\], but must "
+                r"be a matrix"
+            ),
+        ),
         (
             {"out_head.weight": torch.ones(7, 64, dtype=torch.int8)},
             r"not plain floating point: out_head\.weight is int8$",
@@ -184,7 +196,7 @@ def test_hugging_faces_own_pickled_gpt2_is_not_taken_for_nanogpts(saved: Save) -
 
 def test_rotary_tables_that_are_none_are_refused_or_ignored(saved: Save) -> None:
     weights: dict[str, Any] = {**book_llama(), "trf_blocks.0.att.sin": torch.ones(12, 5)}
-    with pytest.raises(ModelError, match=r"rotary tables are \[12, 5\], which can't be"):
+    with pytest.raises(ModelError, match=r"rotary tables have the impossible shape \[12, 5\]"):
         read_foreign(saved(weights), config=LLAMA_CONFIG)
     weights["trf_blocks.0.att.sin"] = "none"
     foreign = read_foreign(saved(weights), config=LLAMA_CONFIG)
@@ -193,7 +205,7 @@ def test_rotary_tables_that_are_none_are_refused_or_ignored(saved: Save) -> None
 
 def test_tensors_of_fewer_numbers_than_their_shape_says_are_refused(saved: Save) -> None:
     content = {n: torch.zeros(1).expand(t.shape) for n, t in nanogpt()["model"].items()}
-    with pytest.raises(ModelError, match="fewer numbers than their shape says: transformer"):
+    with pytest.raises(ModelError, match="fewer elements than their shape requires: transformer"):
         read_foreign(saved({"model": content}))
 
 
@@ -201,7 +213,7 @@ def test_a_pickle_that_is_far_too_long_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02(" + b"]" * 2_000_000 + b"l.")
-    with pytest.raises(ModelError, match="not a checkpoint of weights alone"):
+    with pytest.raises(ModelError, match="not a checkpoint with only weights"):
         read_foreign(path)
 
 
@@ -212,7 +224,7 @@ def test_a_long_pickle_from_before_pytorch_1_6_is_refused(
     monkeypatch.setattr("firstlight.conversion.pickled._MAX_PICKLE_BYTES", 10_000)
     path = tmp_path / "model.pth"
     torch.save([1] * 10_000, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(ModelError, match=r"model\.pth is damaged, cut short, or not a checkpoint"):
+    with pytest.raises(ModelError, match=r"model\.pth is damaged, truncated or not a checkpoint"):
         read_foreign(path)
 
 
@@ -221,5 +233,5 @@ def test_settings_of_lists_that_hold_each_other_are_refused(saved: Save) -> None
     value: Any = 1
     for _ in range(21):
         value = [value, value]
-    with pytest.raises(ModelError, match=r"model\.pth is damaged, cut short, or not a checkpoint"):
+    with pytest.raises(ModelError, match=r"model\.pth is damaged, truncated or not a checkpoint"):
         read_foreign(saved(nanogpt(n_layer=value)))

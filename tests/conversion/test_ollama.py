@@ -210,7 +210,7 @@ def test_other_templates_are_left_out_with_a_note(
     stops = ["</s>", *(f"<|{end}|>" for end in ends)]
     lines = "".join(f'PARAMETER stop "{stop}"\n' for stop in stops)
     assert content == f"FROM ./a.gguf\n{lines}PARAMETER num_ctx 512\n"
-    assert "renders more than texts around the messages" in note
+    assert "does more than add texts around the messages" in note
 
 
 def test_modelfile_of_a_template_with_the_date_asks_ollama_for_it(tokenizer: Tokenizer) -> None:
@@ -222,7 +222,7 @@ def test_modelfile_of_a_template_with_the_date_asks_ollama_for_it(tokenizer: Tok
 def test_modelfile_of_a_template_without_system_messages_has_a_note(tokenizer: Tokenizer) -> None:
     content, (note,) = modelfile("a.gguf", chatting(tokenizer, JINJA["without system"]), 512)
     assert "$.System" not in content
-    assert note == "the chat template takes no system message: Ollama leaves it out"
+    assert note == "the chat template does not support system messages: Ollama omits them"
 
 
 def test_the_modelfile_has_template_stops_and_context(tokenizer: Tokenizer) -> None:

@@ -110,7 +110,7 @@ def test_other_verbs_name_the_command_that_converts(
     assert advice in capsys.readouterr().err
     assert main(["generate", str(folder), "--prompt", "a"]) == 1
     assert advice in capsys.readouterr().err
-    with pytest.raises(FirstlightError, match=f"one file of a model: name its folder, {folder}"):
+    with pytest.raises(FirstlightError, match=f"one file of a model: use its folder, {folder}"):
         convert(folder / BIN, folder / "out")
 
 
@@ -162,24 +162,24 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     "save, message",
     [
-        (cut, rf"{BIN} is damaged, cut short, or not a checkpoint of weights alone"),
-        (one_shard_gone, rf"{TWO} is missing, but .* names it"),
+        (cut, rf"{BIN} is damaged, truncated or not a checkpoint with only weights"),
+        (one_shard_gone, rf"{TWO} is missing but is listed in .*"),
         (shards_changed_places, rf"has tensor .*, which {INDEX} puts {TWO}"),
         (shard_elsewhere, rf"{INDEX} names a file outside its folder: \.\./{TWO}"),
         (lambda folder, _: (folder / INDEX).write_text("[]"), f"{INDEX} has no weight_map"),
-        (lambda folder, _: torch.save([1], folder / BIN), "holds a list, not a model's state_dict"),
+        (lambda folder, _: torch.save([1], folder / BIN), "contains a list, not a model's"),
         (
             lambda folder, sound: torch.save({"state_dict": sound}, folder / BIN),
-            "'state_dict' is no plain tensor by name",
+            "'state_dict' is not a plain named tensor, so this is",
         ),
         (
             # One number, and 320 rows of it.
             changed(transformer__wte__weight=torch.zeros(1, 1).expand(320, 32)),
-            r"'transformer\.wte\.weight' is no plain tensor",
+            r"'transformer\.wte\.weight' is not a plain named tensor, so this is",
         ),
         (
             changed(transformer__wte__weight=torch.zeros(320, 32, device="meta")),
-            r"holds more than weights \(torch\._utils\._rebuild_meta_tensor_no_storage\)",
+            r"contains more than weights \(torch\._utils\._rebuild_meta_tensor_no_storage\)",
         ),
         (
             changed(transformer__ln_f__weight=torch.ones(31)),
@@ -187,21 +187,21 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
         ),
         (
             changed(transformer__ln_f__weight=torch.ones(32, dtype=torch.int8)),
-            r"quantised tensors: transformer\.ln_f\.weight \(int8\)",
+            r"quantised tensors \(transformer\.ln_f\.weight \(int8\)",
         ),
         (changed(extra=torch.ones(1)), "has unknown tensors: extra"),
         (
             changed(lm_head__weight=torch.zeros(320, 32)),
-            r"ties lm_head\.weight to transformer\.wte\.weight, but the two differ",
+            r"ties lm_head\.weight to transformer\.wte\.weight, but their values differ",
         ),
         (changed(transformer__ln_f__weight=torch.full((32,), torch.nan)), "NaN or infinity"),
         (
             lambda folder, _: torch.save({"a": bytearray(5)}, folder / BIN),
-            r"holds more than weights \(\S+\.bytearray\)",
+            r"contains more than weights \(\S+\.bytearray\)",
         ),
         (
             lambda folder, _: torch.save(torch.nn.Linear(2, 2), folder / BIN),
-            r"holds more than weights \(torch\.nn\.modules\.linear\.Linear\)",
+            r"contains more than weights \(torch\.nn\.modules\.linear\.Linear\)",
         ),
     ],
 )

@@ -179,7 +179,7 @@ def test_prepare_chat_with_lost_reasoning_refuses_with_place(
     with pytest.raises(DataError) as caught:
         prepare_chat([path], qwen, tmp_path / "out")
     assert str(caught.value).startswith(
-        f"{path}:2: the chat template leaves out reasoning (message 2): 'hm' (on_bad skip"
+        f"{path}:2: the chat template omits reasoning (message 2): 'hm' (on_bad skip"
     )
     assert "keep trains on the rest" in str(caught.value)
 
@@ -197,14 +197,13 @@ def test_prepare_chat_with_on_bad_counts_lost_reasoning_with_first_place(
     options = ChatOptions(on_bad="keep", val_fraction=0)
     manifest = prepare_chat([path], qwen, tmp_path / "keep", options=options)
     assert manifest["documents"] == {"read": 3, "written": 3, "rejected": {}}
-    detail = "the chat template leaves out reasoning (message 2): 'hm'"
+    detail = "the chat template omits reasoning (message 2): 'hm'"
     assert manifest["chat"]["lost"] == {
         "lost_thoughts": {"records": 2, "first": f"{path}:2: {detail}"}
     }
     lines = list(ExampleDataset(tmp_path / "keep", "train").describe(64))
     assert (
-        "2 of 3 records with reasoning that the chat template leaves out; first: "
-        f"{path}:2: {detail}"
+        f"2 of 3 records with reasoning that the chat template omits; first: {path}:2: {detail}"
     ) in lines
 
 
@@ -241,5 +240,5 @@ def test_prepare_chat_warns_of_blocks_that_begin_before_the_prompt_ends(
         ours = tokenizer.extended(SPECIAL_TOKENS, templates["deepseek-r1"])
         manifest = prepare_chat([path], ours, tmp_path / "out", options=options, overwrite=True)
         warnings.append(manifest["chat"].get("warning", ""))
-    assert warnings[0].startswith("the chat template prompts with the beginning of reasoning")
+    assert warnings[0].startswith("the chat template's generation prompt opens the reasoning")
     assert warnings[1] == ""

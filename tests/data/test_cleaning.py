@@ -90,9 +90,9 @@ def test_changes_are_counted_by_document_and_file() -> None:
         counts.add(origin, changes)
     counts.add("c", (f"kept {_END}",))
     assert list(change_lines(counts.record(), counts.names())) == [
-        f"a: 2 documents, separated by {_END} (--as-is makes it text)",
-        "2 files: CRLF line ends became LF (--as-is keeps them)",
-        f"c: {_END} that is not between documents is learned as characters",
+        f"a: 2 documents, separated by {_END} (--as-is treats it as text)",
+        "2 files: CRLF line endings replaced with LF (--as-is keeps them)",
+        f"c: {_END} that is not between documents is treated as plain text",
     ]
 
 
@@ -119,4 +119,4 @@ def test_subtitles_cleaned_lose_numbers_and_times(text: str, expected: str) -> N
     assert (found, changes[-1]) == (expected, "subtitles")
     assert "-->" in cleaned(text)[0]
     (line,) = change_lines({"subtitles": {"documents": 1, "files": 1}}, {"subtitles": "a.srt"})
-    assert line == "a.srt: numbers and times of subtitles left out (--as-is keeps them)"
+    assert line == "a.srt: numbers and times of subtitles removed (--as-is keeps them)"

@@ -221,7 +221,7 @@ BAD: list[tuple[object, str, str]] = [
     ),
     ({"question": "a", "answer": "b", "reasoning": 5}, "wrong_type", "`reasoning` is a number"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "unknown_role", "the role 'wizard'"),
-    ({"messages": say("a")}, "no_assistant", "no assistant's message"),
+    ({"messages": say("a")}, "no_assistant", "no assistant message"),
     ({"messages": say("a", "b\ud800")}, "bad_utf8", "half of a surrogate pair"),
     ({"messages": say("a", "x" * (10 << 20))}, "too_long", "have 10,485,761 characters"),
     (
@@ -261,9 +261,9 @@ def test_a_bad_record_stops_the_preparation_with_file_and_line(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
     lines = write_lines(tmp_path / "a.jsonl", [GOOD, GOOD, {"messages": say("a")}])
-    with pytest.raises(DataError, match=r"a\.jsonl:3: there is no assistant's message") as caught:
+    with pytest.raises(DataError, match=r"a\.jsonl:3: there is no assistant message") as caught:
         prepare_chat([lines], chatml, tmp_path / "out")
-    assert "on_bad skip leaves such records out" in str(caught.value)
+    assert "on_bad skip drops such records" in str(caught.value)
     assert not (tmp_path / "out").exists()
     whole = tmp_path / "b.json"
     whole.write_text(json.dumps([GOOD, {"messages": say("a", " ")}]))
@@ -304,7 +304,7 @@ def test_a_line_that_cannot_be_read_is_named(
         ('"messages"', r"must be a record or a list of records"),
         ("[1,\n2", r"a\.json:2: not JSON"),
         ('{"a":\n1}\n{"a": 2}', r"a\.json:3: not JSON: Extra data"),
-        ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each to its own"),
+        ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each to a separate"),
     ],
 )
 def test_a_json_file_of_something_else_is_refused(
@@ -395,7 +395,7 @@ def test_only_bad_records_are_no_corpus(tmp_path: Path, chatml: Tokenizer) -> No
     with pytest.raises(InputError, match=r"no conversation to train on: 1 no answer, 1 an entry"):
         prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(on_bad="skip"))
     empty = write_lines(tmp_path / "b.jsonl", [])
-    with pytest.raises(InputError, match="the inputs hold no records"):
+    with pytest.raises(InputError, match="the inputs contain no records"):
         prepare_chat([empty], chatml, tmp_path / "out")
 
 
@@ -464,7 +464,7 @@ def test_broken_row_of_a_table_is_left_out_with_its_line(tmp_path: Path, chatml:
     assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"broken_row": 1}}
     [line] = chat_notes(tmp_path / "out", manifest)
     assert line.startswith(
-        "1 of 3 records left out: not a valid row of a table; first: "
+        "1 of 3 records rejected: not a valid row of a table; first: "
         f"{tmp_path / 'a.csv'}:4: 1 fields, but the header has 3; listed in "
     )
 
@@ -476,8 +476,8 @@ def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml:
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([first, second], chatml, tmp_path / "out", options=options)
     form, role = chat_notes(tmp_path / "out", manifest)
-    assert f"1 of 5 records left out: of no known form; first: {second}:1: " in form
-    start = f"3 of 5 records left out: a role that is not known (2 of {first}, 1 of {second}); "
+    assert f"1 of 5 records rejected: of unknown format; first: {second}:1: " in form
+    start = f"3 of 5 records rejected: an unknown role (2 of {first}, 1 of {second}); "
     assert role.startswith(f"{start}first: {first}:2: `messages[0]` has the role 'wizard'")
 
 
@@ -507,10 +507,10 @@ def test_split_files_of_a_folder_are_its_splits(tmp_path: Path, names: tuple[str
         [val],
         [test],
     ]
-    assert splits.note == f"{val} validated on; {test} left out as test data"
+    assert splits.note == f"{val} validated on; {test} excluded as test data"
     own = find_splits([tmp_path], [tmp_path / "more.jsonl"])
     assert [source.name for source in own.val] == [str(tmp_path / "more.jsonl")]
-    assert f"{val} left out, since others are given" in own.note
+    assert f"{val} excluded, because other validation data was specified" in own.note
 
 
 def test_validation_and_test_files_without_others_are_no_splits(tmp_path: Path) -> None:
@@ -571,7 +571,10 @@ def test_control_tokens_inside_of_messages_and_texts_are_counted(
     counts = ChangeCounts()
     counts.add("b", found[0])
     _, line = change_lines(counts.record(), counts.names())
-    assert line.startswith("warning: b: [INST] is learned as characters; a file of nothing but")
+    assert line.startswith(
+        "warning: b: [INST] is treated as plain text; use --kind chat "
+        "(prepare) for a file that contains only"
+    )
 
 
 def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tokenizer) -> None:
@@ -585,7 +588,7 @@ def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tok
 
 def test_inputs_are_files_of_records_only(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(InputError, match=r"unknown kind: known are \.jsonl, \.ndjson, \.json"):
+    with pytest.raises(InputError, match=r"unknown type: supported are \.jsonl, \.ndjson, \.json"):
         find_records([tmp_path / "a.txt"])
     with pytest.raises(InputError, match="stdlib does not exist"):
         find_records(["stdlib"])

@@ -137,11 +137,11 @@ def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
 
 def test_weights_with_too_many_digits_are_refused_with_some_that_work() -> None:
     assert sum(whole_weights([MAX_PERIOD - 1, 1])) == MAX_PERIOD
-    with pytest.raises(ConfigError, match="round them, for instance to 1000, 1"):
+    with pytest.raises(ConfigError, match="round them, for example to 1000, 1"):
         whole_weights([MAX_PERIOD, 1])
     said = (
-        r"0\.333333333, 0\.6666666667, repeat only after 9,999,999,997 rows, more than "
-        r"1,000,000: round them, for instance to 333, 667"
+        r"mix \(0\.333333333, 0\.6666666667\) repeat only after 9,999,999,997 rows, more than "
+        r"the limit of 1,000,000: round them, for example to 333, 667"
     )
     with pytest.raises(ConfigError, match=said):
         whole_weights([0.333333333, 0.6666666667])

@@ -244,7 +244,7 @@ def test_an_example_whose_beginning_teaches_nothing_is_dropped(tmp_path: Path) -
     packing = ExampleDataset(tmp_path, "train", long="cut").packing(6)
     assert (packing.dropped, packing.cut, packing.num_labels) == (1, 0, 1)
     says = "no example of the 'train' split .* fits .* start from a model with a longer context"
-    with pytest.raises(DataError, match=f"{says}, or choose data.long cut"):
+    with pytest.raises(DataError, match=f"{says}, or set data.long to cut"):
         ExampleDataset(tmp_path, "train", long="drop").packing(2)
     with pytest.raises(DataError, match=f"{says}$"):
         ExampleDataset(tmp_path, "train", long="cut").packing(2)
@@ -255,7 +255,7 @@ def test_an_example_whose_beginning_teaches_nothing_is_dropped(tmp_path: Path) -
 
 def test_text_and_conversations_are_not_taken_for_each_other(tmp_path: Path, data: Path) -> None:
     make_examples(tmp_path, [4, 5])
-    with pytest.raises(DataError, match="holds conversations, not text"):
+    with pytest.raises(DataError, match="contains conversations, not text"):
         TokenDataset(tmp_path, "train")
     with pytest.raises(DataError, match="holds text, not conversations"):
         ExampleDataset(data, "train")
@@ -283,7 +283,7 @@ def test_a_manifest_that_does_not_fit_its_labels_is_refused(
     manifest = make_examples(tmp_path, [4, 5]).manifest
     manifest["splits"]["train"].update(change)
     write_json(tmp_path / "manifest.json", manifest)
-    with pytest.raises(DataError, match="don't fit its manifest"):
+    with pytest.raises(DataError, match="don't match its manifest"):
         ExampleDataset(tmp_path, "train")
 
 
@@ -416,7 +416,7 @@ def test_the_command_prepares_conversations(
     captured = capsys.readouterr()
     assert "train: 9 conversations" in captured.err
     assert (
-        f"1 of 11 records left out: nothing said; first: {path}:11: there is no message"
+        f"1 of 11 records rejected: nothing said; first: {path}:11: there is no message"
         in captured.err
     )
     assert json.loads(captured.out)["documents"]["rejected"] == {"empty": 1}
@@ -425,7 +425,7 @@ def test_the_command_prepares_conversations(
     (tmp_path / "text" / "blank.txt").write_text(" ")
     text = ["prepare", str(tmp_path / "text"), "--out", str(tmp_path / "shards")]
     assert main([*text, "--tokenizer", str(tmp_path / "tok"), "--val-fraction", "0"]) == 0
-    assert "1 of 2 documents rejected: nothing but white space" in capsys.readouterr().err
+    assert "1 of 2 documents rejected: only white space" in capsys.readouterr().err
     assert main([*command, "--workers", "2"]) == 2
     assert main(["prepare", str(path), *common, "--train-on", "all"]) == 2
     assert "add --kind chat" in capsys.readouterr().err

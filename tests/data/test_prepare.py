@@ -368,7 +368,7 @@ def test_killed_workers_change_no_byte(
     prepare([corpus], TOKENIZER, tmp_path / "killed", workers=2)
     assert len(set(killed)) == 3
     assert contents(tmp_path / "killed") == contents(tmp_path / "one")
-    line = "a tokenizing process was killed: its documents are encoded again\n"
+    line = "a tokenizing process was killed: encoding its documents again\n"
     # One that has nothing when it is killed is replaced when it is given something.
     said = capsys.readouterr().err
     assert said == said.count("\n") * line
@@ -383,10 +383,16 @@ def test_a_batch_that_kills_each_worker_is_one_clear_error_and_leaves_nothing(
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 1)
     monkeypatch.setattr(encoding, "_work", work_or_die)
-    with pytest.raises(DataError, match=r"process was killed, .* memory: use fewer --workers"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"process was killed, .* because memory ran out: use "
+            r"fewer --workers"
+        ),
+    ):
         prepare([source], TOKENIZER, tmp_path / "new" / "out", workers=2)
     assert names(tmp_path) == ["a.jsonl"]
-    assert capsys.readouterr().err.count("encoded again") >= 2
+    assert capsys.readouterr().err.count("encoding its documents again") >= 2
     assert multiprocessing.active_children() == []
 
 
@@ -407,7 +413,8 @@ def test_an_error_of_the_tokenizer_is_not_taken_for_a_killed_worker(
     is_good, error = encoding._answer(["text"], TOKENIZER)
     assert not is_good
     assert isinstance(error, DataError)
-    assert str(error) == "the tokenizer failed (Panic: index out of range): its files are damaged?"
+    expected = "the tokenizer failed (Panic: index out of range): its files may be damaged"
+    assert str(error) == expected
 
 
 def exit_at_once(_: Any) -> None:
@@ -459,7 +466,13 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
     assert next(documents).value == "one"
     with open(sources[0], "a", encoding="utf-8") as file:
         file.write('{"text": "four"}\n')
-    with pytest.raises(InputError, match=r"a\.jsonl was changed while it was read: call again"):
+    with pytest.raises(
+        InputError,
+        match=(
+            r"a\.jsonl was changed while it was being read: run "
+            r"the command again"
+        ),
+    ):
         list(documents)
     documents = read_documents(find_sources(sources[1:]))
     assert next(documents).value == "one"
@@ -482,7 +495,7 @@ def test_a_file_of_records_that_is_cut_while_it_is_read_is_refused(tmp_path: Pat
     records = read_records(find_sources([path]))
     assert next(records).value == {"text": "one"}
     os.truncate(path, 20)
-    with pytest.raises(InputError, match=r"a\.jsonl was changed while it was read"):
+    with pytest.raises(InputError, match=r"a\.jsonl was changed while it was being read"):
         list(records)
 
 
@@ -499,7 +512,7 @@ def test_an_input_that_changes_after_it_was_read_is_named(
     later = write_jsonl(tmp_path / "b.jsonl", ["three"])
     manifest = prepare([path, later], TOKENIZER, tmp_path / "out", split_of=split_of)
     assert manifest["documents"]["written"] == 3
-    assert "a.jsonl changed while the corpus was prepared; " in capsys.readouterr().err
+    assert "a.jsonl changed while the corpus was being prepared, so " in capsys.readouterr().err
 
 
 # Long documents
@@ -742,11 +755,11 @@ def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
         ({"engine": "spark"}, "engine must be one of local, ray, not spark"),
         (
             {"engine": "ray", "workers": 2},
-            "workers are processes of the local engine: leave them out with ray",
+            "workers applies only to the local engine: omit it with engine ray",
         ),
         (
             {"ray_address": "auto"},
-            "ray_address is where engine ray finds its cluster: choose that engine",
+            "ray_address requires engine ray: set engine to ray, or omit ray_address",
         ),
     ],
 )
@@ -783,10 +796,10 @@ def _damaged_after_good_documents(folder: Path) -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (_empty, "the corpus is empty: the inputs hold no documents"),
+        (_empty, "the corpus is empty: the inputs contain no documents"),
         (
             _all_rejected,
-            r"the corpus is empty: all 3 documents read were rejected \(1 nothing but white space, "
+            r"the corpus is empty: all 3 documents read were rejected \(1 only white space, "
             r"1 no text in the text field, 1 not a valid JSON line\); first: .*a\.jsonl:1: blank",
         ),
         (_damaged_after_good_documents, r"b\.txt\.gz is damaged"),
@@ -819,7 +832,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
 
 def test_text_of_one_repeated_character_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("b" * 20_000 + "\n")
-    said = r"100\.0% of the text is the one character 'b'"
+    said = r"100\.0% of the text is the single character 'b'"
     with pytest.raises(InputError, match=said):
         prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -835,7 +848,7 @@ def test_tokenizer_of_one_repeated_character_is_refused_and_leaves_nothing(
     out = str(tmp_path / "out")
     words = ["tokenizer", "train", str(tmp_path / "a.txt"), "--vocab-size", "300", "--out", out]
     assert main(words) == 1
-    assert "of the text is the one character 'b'" in capsys.readouterr().err
+    assert "of the text is the single character 'b'" in capsys.readouterr().err
     assert not Path(out).exists()
 
 
@@ -863,7 +876,7 @@ def prepared(tmp_path: Path) -> Path:
 
 def test_an_existing_corpus_is_not_overwritten_unless_asked(prepared: Path, corpus: Path) -> None:
     before = contents(prepared)
-    with pytest.raises(InputError, match=r"out exists already .* or add --overwrite"):
+    with pytest.raises(InputError, match=r"out already exists .* or add --overwrite"):
         prepare([corpus], TOKENIZER, prepared)
     assert contents(prepared) == before
     prepare([corpus], TOKENIZER, prepared, overwrite=True)
@@ -898,7 +911,7 @@ def test_a_failed_overwrite_keeps_the_old_corpus(
 
 def test_a_corpus_can_be_prepared_again_from_itself_only_when_it_has_text(prepared: Path) -> None:
     before = contents(prepared)
-    with pytest.raises(InputError, match="holds no text files"):
+    with pytest.raises(InputError, match="contains no text files"):
         prepare([prepared], TOKENIZER, prepared, overwrite=True)
     assert contents(prepared) == before
 

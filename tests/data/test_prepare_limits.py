@@ -168,7 +168,7 @@ def test_more_tokens_than_there_are_change_nothing_but_the_manifest(
 
 
 def test_too_few_tokens_for_any_text_are_refused(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="max_tokens 1 has no room for text: give more"):
+    with pytest.raises(ConfigError, match="max_tokens 1 has no room for text: raise it"):
         prepare([corpus], TOKENIZER, tmp_path / "out", max_tokens=1)
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, not 0"):
         prepare([corpus], TOKENIZER, tmp_path / "out", max_tokens=0)
@@ -271,7 +271,7 @@ def test_books_are_prepared_without_header_and_licence(
     assert manifest["cleaned"] == {"crlf": one, "gutenberg": one}
     assert manifest["documents"] == {"read": 3, "written": 2, "rejected": {"empty": 1}}
     said = capsys.readouterr().err
-    assert "1 file: Project Gutenberg's header and licence left out (--as-is keeps them)" in said
+    assert "1 file: Project Gutenberg's header and licence removed (--as-is keeps them)" in said
     options = ["--as-is", "--strip-gutenberg", "--overwrite"]
     prepare_command.main([str(folder), *place, *options], standalone_mode=False)
     assert len(texts_of(out, "train")) == 3
@@ -309,15 +309,15 @@ def test_validation_inputs_without_text_or_with_all_of_it_are_refused(tmp_path: 
     for name, message in (("b.txt", "no text to train on"), ("c.txt", "validation inputs have no")):
         with pytest.raises(InputError, match=message):
             prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", val_inputs=[tmp_path / name])
-    with pytest.raises(ConfigError, match=r"^give either val_inputs .* or val_fraction"):
+    with pytest.raises(ConfigError, match=r"^val_inputs .* and val_fraction"):
         prepare(["a.txt"], TOKENIZER, tmp_path / "out", val_inputs=["b.txt"], val_fraction=0.2)
-    with pytest.raises(ConfigError, match=r"^give either val_inputs .* or val_fraction"):
+    with pytest.raises(ConfigError, match=r"^val_inputs .* and val_fraction"):
         prepare_chat(
             *(["a.jsonl"], TOKENIZER, tmp_path / "out"),
             val_inputs=["b.jsonl"],
             options=ChatOptions(val_fraction=0.2),
         )
-    with pytest.raises(InputError, match="no text to train on beside what is held out"):
+    with pytest.raises(InputError, match="no text to train on other than the held-out text"):
         prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", split_of=lambda _: "val")
     assert not (tmp_path / "out").exists()
 
@@ -355,11 +355,27 @@ def test_random_tokens_are_those_of_their_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "inputs, arguments, error, message",
     [
-        (["random:"], {}, InputError, r"random: is not random:TOKENS\[:SEED\]: write for instance"),
-        (["random:0"], {}, InputError, r"random:0 is not random:TOKENS"),
-        (["random:10:x"], {}, InputError, r"random:10:x is not random:TOKENS"),
-        (["random:10", "stdlib"], {}, InputError, r"random:10 can't be mixed with other inputs"),
-        (["random:10"], {"max_tokens": 5}, ConfigError, "random:10 takes no limits"),
+        (
+            ["random:"],
+            {},
+            InputError,
+            (
+                r"random: is not of the form random:TOKENS\[:SEED\]: use "
+                r"for example"
+            ),
+        ),
+        (["random:0"], {}, InputError, r"random:0 is not of the form random:TOKENS"),
+        (["random:10:x"], {}, InputError, r"random:10:x is not of the form random:TOKENS"),
+        (
+            ["random:10", "stdlib"],
+            {},
+            InputError,
+            (
+                r"random:10 can't be combined with other "
+                r"inputs"
+            ),
+        ),
+        (["random:10"], {"max_tokens": 5}, ConfigError, "random:10 already specifies"),
     ],
 )
 def test_random_tokens_that_make_no_sense_are_refused(
@@ -371,7 +387,7 @@ def test_random_tokens_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         prepare(inputs, TOKENIZER, tmp_path / "out", **arguments)
-    with pytest.raises(InputError, match="give it alone to firstlight prepare"):
+    with pytest.raises(InputError, match="use it as the only input of firstlight prepare"):
         find_sources(inputs)
     assert list(tmp_path.iterdir()) == []
 

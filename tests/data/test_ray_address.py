@@ -30,7 +30,13 @@ def free_port() -> int:
             r"'127\.0\.0\.1:\d+' \(.*refused\): start one with `ray start --head`",
         ),
         ("nonsense", r"'nonsense' \(it is not auto, local or HOST:PORT\)"),
-        ("ray://127.0.0.1:{port}", r"preparing does not run through a Ray Client \(ray://\)"),
+        (
+            "ray://127.0.0.1:{port}",
+            (
+                r"preparing through a Ray Client \(ray://\) is not "
+                r"supported: run"
+            ),
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of itself

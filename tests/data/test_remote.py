@@ -171,11 +171,11 @@ def test_wrong_bytes_are_never_kept(
         "cut": "could not be fetched: ",
         "short": f"has {(source / SHARD).stat().st_size // 2:,} of its ",
         "long": "has more than its ",
-        "wrong": "is damaged: its sha256 is not the manifest's (tried 4 times)",
+        "wrong": "is damaged: its sha256 differs from the manifest (tried 4 times):",
     }[str(fault)]
     message = refusal(server.url)
     assert message.startswith(f"{server.url}/{SHARD} {said}")
-    assert "(tried 4 times); what has arrived is kept: try later" in message
+    assert "(tried 4 times): try again later" in message
     assert server.requests.count(SHARD) == 4
     assert whole_files_only(cache, source)
     # What came before it stays, and is not fetched again.
@@ -213,7 +213,8 @@ class Forbidden(MemoryFileSystem):  # type: ignore[misc]
 def test_what_may_not_be_read_is_not_tried_again() -> None:
     fsspec.register_implementation("forbidden", Forbidden, clobber=True)
     assert refusal("forbidden://x") == (
-        "forbidden://x/manifest.json may not be read: access denied for you; check your credentials"
+        "access to forbidden://x/manifest.json was denied: access denied for you; "
+        "check your credentials"
     )
     assert Forbidden.opened == 1
 
@@ -222,9 +223,9 @@ def test_a_tokenizer_of_other_shards_is_refused(
     server: RemoteServer, source: Path, texts: list[str]
 ) -> None:
     train_tokenizer(texts, 300).save_pretrained(source)
-    assert "tokenizer.json is not the one the shards were made with" in refusal(server.url)
+    assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
     (source / "tokenizer.json").write_text("{")
-    assert "tokenizer.json is not the one the shards were made with" in refusal(server.url)
+    assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
 
 
 def test_a_damaged_manifest_of_the_cache_is_written_again(
@@ -273,7 +274,7 @@ def test_names_that_lead_elsewhere_are_refused(
         manifest["splits"]["val"]["shards"][0]["file"] = name
 
     change_manifest(source, change)
-    assert f"names a shard outside, or no shard: {name}" in refusal(server.url)
+    assert f"lists an invalid shard name: {name}" in refusal(server.url)
     assert server.requests == ["manifest.json"]
     assert whole_files_only(cache, source)
 
@@ -283,7 +284,7 @@ def test_a_shard_that_is_named_twice_is_refused(server: RemoteServer, source: Pa
         manifest["splits"]["val"]["shards"][0]["file"] = SHARD
 
     change_manifest(source, change)
-    assert f"the manifest names {SHARD} twice" in refusal(server.url)
+    assert f"the manifest lists {SHARD} twice" in refusal(server.url)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": "firstlight-tokens"}', b"\xff"])
@@ -304,7 +305,7 @@ def test_a_disk_too_small_is_said_before_anything_is_fetched(
 ) -> None:
     usage = type(shutil.disk_usage("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
-    with pytest.raises(StorageError, match="0 MB free: free some space, or choose another with"):
+    with pytest.raises(StorageError, match="0 MB free: free some space, or set"):
         local_folder(server.url)
     assert SHARD not in server.requests
 
@@ -318,10 +319,10 @@ def test_a_disk_too_small_is_said_before_anything_is_fetched(
             r"'gcsfs': pip install 'firstlight\[remote\]'",
         ),
         ("nosuch://x/y", DataError, "nosuch://x/y can't be opened: Protocol not known: nosuch"),
-        ("memory://not-there", DataError, "has no manifest.json: name a folder that"),
-        ("file:///not/there", DataError, "has no manifest.json: name a folder that"),
-        ("https://me:secret@host/data", DataError, "can't have a password in it"),
-        ("https://host/data?version=2", DataError, "names no folder: leave out what begins"),
+        ("memory://not-there", DataError, "has no manifest.json: use a folder that"),
+        ("file:///not/there", DataError, "has no manifest.json: use a folder that"),
+        ("https://me:secret@host/data", DataError, "must not contain a password"),
+        ("https://host/data?version=2", DataError, "is not the URL of a folder: remove the part"),
         ("http://127.0.0.1:1/data", DataError, r"could not be fetched: .*\(tried 4 times\)"),
     ],
 )
@@ -436,12 +437,12 @@ def test_a_bucket_is_fetched(
         system.pipe_file(f"corpora/text/{SHARD}", wrong)
         (folder,) = (cache_folder() / "data").iterdir()
         (folder / SHARD).unlink()
-        assert "is damaged: its sha256 is not the manifest's" in refusal("s3://corpora/text")
+        assert "is damaged: its sha256 differs from the manifest" in refusal("s3://corpora/text")
         assert "s3://corpora/none has no manifest.json" in refusal("s3://corpora/none")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         monkeypatch.setenv("HOME", str(tmp_path))
-        assert "may not be read: Unable to locate credentials" in refusal("s3://corpora/text")
+        assert "was denied: Unable to locate credentials" in refusal("s3://corpora/text")
     finally:
         server.stop()

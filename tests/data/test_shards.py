@@ -236,8 +236,8 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, position: int) -> N
     "position, message",
     [
         (0, "is not a token shard: it does not begin with FLTOKENS"),
-        (8, "is a token shard of an unknown version"),
-        (12, "is a token shard of an unknown version"),
+        (8, "is a token shard with an unknown version"),
+        (12, "is a token shard with an unknown version"),
         (23, "is cut short or damaged"),
         (24, "is cut short or damaged"),
     ],
@@ -292,7 +292,7 @@ def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path, way: str) -> No
         manifest["splits"]["train"]["shards"][0]["file"] = name
 
     change_manifest(folder, redirect)
-    with pytest.raises(DataError, match=r"names a shard outside|is missing"):
+    with pytest.raises(DataError, match=r"lists a shard outside the folder:|is missing"):
         TokenDataset(folder, "train")
 
 
@@ -305,9 +305,9 @@ def _shard(manifest: dict[str, Any]) -> Any:
     [
         (lambda m: m.update(format="other"), "is not the manifest of a prepared corpus"),
         (lambda m: m.pop("format"), "is not the manifest of a prepared corpus"),
-        (lambda m: m.update(version=3), "is of version 3; this firstlight reads 1 and 2"),
-        (lambda m: m.update(version=2), "holds conversations, not text"),
-        (lambda m: m.pop("version"), "is of version None; this firstlight reads 1"),
+        (lambda m: m.update(version=3), "has version 3, but this firstlight reads 1 and 2"),
+        (lambda m: m.update(version=2), "contains conversations, not text"),
+        (lambda m: m.pop("version"), "has version None, but this firstlight reads 1"),
         (lambda m: m.pop("splits"), r"is damaged \('splits'\)"),
         (lambda m: m.update(splits=[]), r"is damaged \('splits'\)"),
         (lambda m: m.update(vocab_size="many"), r"is damaged \('vocab_size'\)"),
@@ -318,9 +318,9 @@ def _shard(manifest: dict[str, Any]) -> Any:
         (lambda m: m["splits"]["train"]["shards"].append(1), r"is damaged \('file'\)"),
         (lambda m: _shard(m).update(file=5), r"is damaged \('file'\)"),
         (lambda m: _shard(m).pop("sha256"), r"is damaged \('sha256'\)"),
-        (lambda m: _shard(m).update(tokens=3), "does not hold what its manifest says"),
+        (lambda m: _shard(m).update(tokens=3), "does not match its manifest"),
         (lambda m: _shard(m).update(sha256="0" * 64), r"train-00000\.bin is damaged"),
-        (lambda m: m["splits"]["train"]["shards"].pop(), "don't add up to its manifest"),
+        (lambda m: m["splits"]["train"]["shards"].pop(), "don't match its manifest"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_refused(
@@ -341,7 +341,13 @@ def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path, content: byte
 
 
 def test_folders_without_a_corpus_are_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none does not exist: make it with `firstlight prepare`"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"none does not exist: create it with `firstlight "
+            r"prepare`"
+        ),
+    ):
         TokenDataset(tmp_path / "none", "train")
     with pytest.raises(DataError, match=r"is not a prepared corpus \(no manifest\.json\)"):
         TokenDataset(tmp_path, "train")

@@ -158,8 +158,8 @@ def test_files_of_other_kinds_are_counted_by_ending_each_once(
         "pipe": 1,
     }
     assert unread_files(["a.txt"]) == []
-    way = "(make text of it with pdftotext FILE.pdf FILE.txt)"
-    assert listed(counts) == f"2 .pdf, 1 without an ending, 1 .png, 1 .tar.gz {way}"
+    way = "(extract its text with pdftotext FILE.pdf FILE.txt)"
+    assert listed(counts) == f"2 .pdf, 1 without a suffix, 1 .png, 1 .tar.gz {way}"
 
 
 def test_a_folder_skips_what_is_no_file(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_folder_called_stdlib_is_named_with_its_path(
     monkeypatch.chdir(tmp_path)
     assert names("./stdlib") == ["stdlib/mine.txt"]
     assert "stdlib/os.py" in names("stdlib")
-    assert note_on_inputs(["stdlib"]).endswith("for what lies here under that name: ./stdlib")
+    assert note_on_inputs(["stdlib"]).endswith("for the file or folder of that name")
     assert note_on_inputs(["./stdlib"]) == ""
 
 
@@ -259,23 +259,23 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("corpsu", r"corpsu does not exist \(did you mean 'corpus'\?\)"),
         ("stdlb", r"stdlb does not exist \(did you mean 'stdlib'\?\)"),
-        ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist: name files"),
+        ("corpus/zzz/a.txt", r"corpus/zzz/a\.txt does not exist: specify files"),
         ("corpus/*.txt", r"corpus/\*\.txt matches no text files \(firstlight reads text "),
         ("no[xyz]", r"matches no text files"),
-        ("empty", r"folder empty holds no text files .*\): put some there$"),
+        ("empty", r"folder empty contains no text files .*\): add some$"),
         (
             "corpus",
-            r"folder corpus holds no text files; it has 1 \.odt: corpus/table\.odt is an .*"
-            r"\(firstlight reads text and code with any ending or none, \.jsonl, \.ndjson, ",
+            r"folder corpus contains no text files; it has 1 \.odt: corpus/table\.odt is an .*"
+            r"\(firstlight reads text and code with any suffix or none, \.jsonl, \.ndjson, ",
         ),
-        ("corpus/table.odt", r"table\.odt is an OpenDocument text: make text of it with pandoc "),
-        ("https://a.org/b.txt", r"https://a\.org/b\.txt is a URL: download it, with curl -LO "),
+        ("corpus/table.odt", r"table\.odt is an OpenDocument text: extract its text with pandoc "),
+        ("https://a.org/b.txt", r"https://a\.org/b\.txt is a URL: download it with curl -LO "),
         (
             "pipe.txt",
             r"pipe\.txt is a pipe, neither a file .*: inputs .* cat \S*pipe\.txt > pipe\.txt\.txt",
         ),
-        ("hf:", r"hf: needs a dataset's name"),
-        ("hf::x", r"hf: needs a dataset's name"),
+        ("hf:", r"hf: requires the name of a dataset"),
+        ("hf::x", r"hf: requires the name of a dataset"),
         ("", r"an input is empty"),
         ("~nobody-of-that-name/a.txt", r"~nobody-of-that-name/a\.txt can't be found: "),
         ("x" * 300, r"can't be found: File name too long"),
@@ -294,7 +294,7 @@ def test_inputs_that_are_not_there_are_named(
 
 
 def test_no_input_is_an_error() -> None:
-    with pytest.raises(InputError, match="no input given"):
+    with pytest.raises(InputError, match="there is no input"):
         find_sources([])
 
 
@@ -594,8 +594,8 @@ def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("still read", encoding="utf-8")
     (tmp_path / "c.csv").write_text("", encoding="utf-8")
     detail = (
-        "no column 'text' (did you mean 'texts'?) (columns: id, texts): name the one with the text "
-        "with --text-key"
+        "no column 'text' (did you mean 'texts'?) (columns: id, "
+        "texts): specify the field with the text with --text-key"
     )
     assert seen(read(tmp_path)) == [
         (str(tmp_path / "a.csv"), 1, "no_text", detail),
@@ -717,7 +717,9 @@ def test_each_bad_line_is_rejected_by_number_and_reason(tmp_path: Path) -> None:
     ]
     details = {r.line: str(r.error) for r in found if r.error is not None}
     assert details[4].startswith("byte 0xff is not UTF-8: convert it with iconv -f ENCODING ")
-    assert details[5].startswith("no field 'text' (fields: body, id): name the one with the text ")
+    assert details[5].startswith(
+        "no field 'text' (fields: body, id): specify the field with the text "
+    )
     assert details[7] == "the text is list, not a string"
     assert {r.error.reason for r in found if r.error is not None} <= set(REASONS)
     assert {e.origin for e in found} == {str(path)}
@@ -763,7 +765,7 @@ def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
         ("eins", str(path), 1),
         (str(path), 2, "no_text", "the text is NoneType, not a string"),
         ("日本", str(path), 3),
-        (str(path), 4, "empty", "nothing but white space"),
+        (str(path), 4, "empty", "only white space"),
         ("fünf", str(path), 5),
     ]
 
@@ -789,7 +791,7 @@ def test_a_parquet_file_without_the_column_is_rejected_and_the_rest_read(tmp_pat
     write_parquet(tmp_path / "b.parquet", text=["y"])
     bad, good = read(tmp_path)
     assert (bad.line, bad.error and bad.error.reason, good.value) == (1, "no_text", "y")
-    assert str(bad.error).startswith("no column 'text' (columns: body, id): name the one with ")
+    assert str(bad.error).startswith("no column 'text' (columns: body, id): specify ")
     assert texts_of(tmp_path / "a.parquet", text_key="body") == ["x"]
 
 

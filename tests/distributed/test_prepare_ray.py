@@ -292,7 +292,7 @@ def test_what_the_tokenizer_does_wrong_is_said_as_by_one_process(
             return encode_block(*arguments)
 
     monkeypatch.setattr(encoding, "_encode_block", encode)
-    message = "gives id 70000, beyond its own vocabulary of 320 tokens: its files are damaged"
+    message = "produced id 70000, beyond its vocabulary of 320 tokens: its files are damaged"
     with pytest.raises(DataError, match=rf"^the tokenizer {message}"):
         on_ray([corpus], tokenizer, tmp_path / "new" / "out")
     assert names(tmp_path) == []
@@ -326,8 +326,8 @@ def test_nodes_without_the_package_are_one_clear_error(
     monkeypatch.setitem(sys.modules, here_only.__name__, here_only)
     monkeypatch.setattr(encoding, "_encode_block", here_only.encode)
     message = (
-        r"^the ray cluster failed \(.*No module named 'of_this_machine_only'.*\): see that its "
-        r"nodes run, and have firstlight\[ray\]"
+        r"^the ray cluster failed \(.*No module named 'of_this_machine_only'.*\): check that "
+        r"its nodes are running and have firstlight\[ray\]"
     )
     with pytest.raises(DataError, match=message) as caught:
         on_ray([corpus], tokenizer, tmp_path / "out")
@@ -359,7 +359,7 @@ def test_what_a_node_raises_is_one_clear_error(
 def test_a_connection_that_is_there_is_not_mistaken_for_another(
     tmp_path: Path, tokenizer: Tokenizer, corpus: Path, cluster: Any, on_ray: Prepare
 ) -> None:
-    with pytest.raises(ConfigError, match="connected to a ray cluster already: leave ray_address"):
+    with pytest.raises(ConfigError, match="connected to a ray cluster: omit ray_address"):
         on_ray([corpus], tokenizer, tmp_path / "out", ray_address=cluster.address)
     assert names(tmp_path) == []
 

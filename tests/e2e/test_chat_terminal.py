@@ -85,7 +85,7 @@ def test_a_model_without_a_template_continues_the_text(
     ]  # fmt: skip
     exit_code, out, err = piped("/system Be kind.\nx", models["base"])
     assert (exit_code, out) == (0, " fell down\n")
-    assert "no chat template, so that it knows no system message" in err
+    assert "no chat template and therefore no system message" in err
     exit_code, out, err = piped("x", models["base"], "--system", "Be kind.")
     assert (exit_code, out) == (2, "")
 
@@ -131,11 +131,9 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
         ).split()
     )
     assert said("/temprature 1")[1] == [
-        "firstlight: error: there is no command /temprature (did you mean 'temperature'?)"
+        "firstlight: error: unknown command /temprature (did you mean 'temperature'?)"
     ]
-    assert said("/qqq")[1] == [
-        "firstlight: error: there is no command /qqq: /help lists the commands"
-    ]
+    assert said("/qqq")[1] == ["firstlight: error: unknown command /qqq: /help lists the commands"]
     assert said("/temperature 0.5", "/temperature", "/temperature -1", "/top-k 1.5")[1] == [
         "temperature  0.5",
         "temperature  0.5",
@@ -152,7 +150,7 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
     assert out == answer * 3
     assert lines == [
         "(taken back: /hello)",
-        "firstlight: error: there is no message to take back yet",
+        "firstlight: error: there is no message to undo yet",
         "firstlight: error: there is no message to answer again yet",
     ]
     out, lines = said("a", "/system Be kind.", "/save", f"/save {tmp_path}", f"/save {tmp_path}/x")
@@ -197,7 +195,7 @@ def test_options_that_can_not_be_meant_are_refused_before_anything_is_loaded(
 ) -> None:
     for arguments, message in (
         (("--port", "80"), "--host and --port are for the web page: add --web"),
-        (("--web", "--host", "0.0.0.0"), "the page has no passwords"),
+        (("--web", "--host", "0.0.0.0"), "the page has no password protection"),
         (("--temperature", "-1"), "temperature must be 0 or above"),
     ):
         exit_code, out, err = piped("", "no/such/model", *arguments)

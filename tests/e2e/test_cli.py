@@ -369,10 +369,10 @@ def test_stop_texts_end_the_text_and_logprobs_are_told(
 
 def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None:
     arguments = ("generate", without_an_end(trained, tmp_path), "--prompt", "the")
-    full = "the model's context of 64 tokens is full: --slide goes on beyond it\n"
+    full = "the model's context of 64 tokens is full: --slide continues beyond it\n"
     assert run(*arguments).err == full
     assert run(*arguments, "--beams", "2").err == full.replace(
-        "--slide goes on beyond it", "beams end there"
+        "--slide continues beyond it", "beams end there"
     )
     assert run(*arguments, "--max-new-tokens", "3").err == ""
 
@@ -454,7 +454,7 @@ _ERRORS = {
     "tokenizer train empty --vocab-size 300 --out o": "folder empty holds no text files",
     "tokenizer train text.txt --vocab-size 256 --out o": "vocab_size 256 is too small",
     "tokenizer train text.txt --vocab-size many --out o": "'many' is not a valid integer",
-    "tokenizer train text.txt --vocab-size 300 --out tok": "exists already and is not overwritten",
+    "tokenizer train text.txt --vocab-size 300 --out tok": "already exists and is not overwritten",
     "tokenizer train text.txt --vocab-size 300 --out text.txt/o": "Not a directory at ",
     "tokenizer train text.txt --vocab-size 300": "Missing option '--out'",
     "tokenizer train --vocab-size 300 --out o": "Missing argument 'INPUT...'",
@@ -464,7 +464,7 @@ _ERRORS = {
     "prepare text.txt --tokenizer nowhere --out o": "tokenizer nowhere does not exist",
     "prepare text.txt --tokenizer empty --out o": "no tokenizer in empty",
     "prepare text.txt --tokenizer text.txt --out o": "text.txt",
-    "prepare text.txt --tokenizer tok --out data": "exists already and is not overwritten",
+    "prepare text.txt --tokenizer tok --out data": "already exists and is not overwritten",
     "prepare text.txt --tokenizer tok --out run --overwrite": "not a prepared corpus",
     "prepare text.txt --tokenizer tok --out r.yaml": "exists already",
     "prepare empty.txt --tokenizer tok --out o": "the corpus is empty",
@@ -473,7 +473,7 @@ _ERRORS = {
     "prepare text.txt --tokenizer tok --out o --verbose": "No such option",
     "train nowhere.yaml": "recipe nowhere.yaml does not exist",
     "train r.yml": "recipe r.yml does not exist (did you mean 'r.yaml'?)",
-    "train": "no input given; use: firstlight train my_texts/ --budget 10m",
+    "train": "no input given: use firstlight train my_texts/ --budget 10m",
     "train empty": "folder empty holds no text files",
     "train data": "data is a prepared corpus, and train takes a recipe: firstlight train",
     "train run": "run is a run folder, and train takes a recipe: firstlight train run/recipe.yaml",
@@ -494,7 +494,7 @@ _ERRORS = {
     "train r.yaml --lr 3": "unknown option --lr (did you mean '--optimizer.learning_rate'?)",
     "train r.yaml --model gpt2": "--model is a section: set its keys, --model.KEY VALUE",
     "train r.yaml --run.dir=": "run.dir: string should have at least 1 character",
-    "train r.yaml --batch.micro_batch_size 100000000000000": "tokens don't fit into the ",
+    "train r.yaml --batch.micro_batch_size 100000000000000": "does not fit into the ",
     "train r.yaml --run.device gpu": "device 'gpu' is unknown",
     "train r.yaml --init-from nowhere": "model folder nowhere does not exist",
     "train r.yaml --init-from text.txt": "text.txt is a file, not a folder",
@@ -505,7 +505,9 @@ _ERRORS = {
     "eval rum": "(did you mean 'run'?)",
     "eval empty": "empty is not a model folder",
     "eval run --data nowhere": "data folder nowhere does not exist",
-    "eval run --seq-len 65": "seq_len 65 is more than the model's context of 64",
+    "eval run --seq-len 65": (
+        "seq_len 65 exceeds the model's context of 64: choose a smaller seq_len"
+    ),
     "eval run --split test": "'test' is not one of",
     "eval run --device abacus": "'abacus' is unknown",
     "generate nowhere --prompt x": "model folder nowhere does not exist",
@@ -520,7 +522,7 @@ _ERRORS = {
     "generate run --prompt x --logit-bias 5": "--logit-bias 5 is not of the form ID=BIAS",
     "generate run --prompt x --logit-bias 5=101": "logit_bias must be numbers from -100 to 100",
     "generate run --prompt x --logit-bias 5=1 --logit-bias 5=2": "given twice for the token 5",
-    "generate run --prompt x --logit-bias 99999=1": "logit_bias names the token id 99999, and",
+    "generate run --prompt x --logit-bias 99999=1": "logit_bias has token id 99999, but",
     "generate run --prompt x --top-k -1": "top_k must be",
     "generate run --prompt x --max-new-tokens 0": "max_new_tokens must be at least 1",
     "generate run --prompt x --seed -1": "seed must be",
@@ -596,7 +598,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert answer.exit_code == 75
     assert one_object(answer.out)["stopped_by"] == "SIGINT"
     assert one_object(answer.out)["step"] == 4
-    said = "stopped by SIGINT and saved: continue with the same command and --resume"
+    said = "stopped by SIGINT and saved: to continue, add --resume to the same command"
     assert answer.err.splitlines()[-1] == said
     answer = run("train", "r.yaml", "--resume", "--json")
     assert answer.exit_code == 0
@@ -619,7 +621,7 @@ def test_an_interruption_is_one_line_and_the_run_can_go_on(
         answer = run("train", "r.yaml")
     assert answer.exit_code == 130
     assert (
-        "\nfirstlight: error: interrupted: continue with the same command and --resume, if"
+        "\nfirstlight: error: interrupted: to continue, add --resume to the same command, if"
         in answer.err
     )
     answer = run("train", "r.yaml", "--resume")

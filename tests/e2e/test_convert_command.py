@@ -107,8 +107,10 @@ def test_notes_are_said(run: Run, checkpoint: Path, tmp_path: Path) -> None:
         path.unlink()
     (checkpoint / "manifest.json").unlink()
     answer = run(checkpoint, "--out", tmp_path / "out", "--json")
-    assert "note: there is no tokenizer: give one with --tokenizer\n" in answer.err
-    assert json.loads(answer.out)["notes"] == ["there is no tokenizer: give one with --tokenizer"]
+    assert "note: there is no tokenizer: specify one with --tokenizer\n" in answer.err
+    assert json.loads(answer.out)["notes"] == [
+        ("there is no tokenizer: specify one with --tokenizer")
+    ]
 
 
 Arguments = Callable[[Path], list[str | Path]]
@@ -120,13 +122,18 @@ Arguments = Callable[[Path], list[str | Path]]
         (lambda f: [f / "modle"], 1, "ModelError", "/model'?)"),
         (lambda f: [f / "ckpt.pt"], 1, "InputError", "ckpt.pt does not exist"),
         (lambda f: [f / "notes.pth"], 1, "ModelError", "is not a PyTorch checkpoint"),
-        (lambda f: [f / "model" / "model.safetensors"], 1, "InputError", "name its folder"),
-        (lambda f: [f / "a.gguf"], 1, "ModelError", "the file is damaged or cut short"),
+        (lambda f: [f / "model" / "model.safetensors"], 1, "InputError", "use its folder"),
+        (lambda f: [f / "a.gguf"], 1, "ModelError", "the file is damaged or truncated"),
         (lambda f: [f / "model", "--dtype", "q8_0"], 2, "ConfigError", "is not one of hf"),
-        (lambda f: [f / "model", "--tolerance", "-1"], 2, "ConfigError", "is not a share"),
+        (lambda f: [f / "model", "--tolerance", "-1"], 2, "ConfigError", "is invalid"),
         (lambda f: [f / "model", "--tolerance", "wide"], 2, "UsageError", "not a valid float"),
         (lambda f: [f / "model", "--to", "onnx"], 2, "UsageError", "not one of 'hf', 'gguf'"),
-        (lambda f: [f / "model", "--config", f / "x"], 2, "ConfigError", "--config is for other"),
+        (
+            lambda f: [f / "model", "--config", f / "x"],
+            2,
+            "ConfigError",
+            "--config applies only to other",
+        ),
         (lambda f: [f / "model", "--tokenizer", f / "x"], 1, "TokenizerError", "does not exist"),
         (lambda f: [f / "broken"], 1, "ModelError", "NaN or infinity: model.norm.weight;"),
         (lambda f: [f / "small"], 1, "ModelError", "lacks tensors: model.norm.weight"),
@@ -170,9 +177,9 @@ def test_places_that_are_taken_are_refused(run: Run, trained: Path, tmp_path: Pa
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
     for out, message in (
-        (tmp_path / "full", "exists already and is not overwritten: choose another --out"),
-        (trained, "is the source or inside it"),
-        (trained / "gguf", "is the source or inside it"),
+        (tmp_path / "full", "already exists and is not overwritten: choose another --out"),
+        (trained, "is the source or is inside it"),
+        (trained / "gguf", "is the source or is inside it"),
     ):
         answer = run(trained, "--out", out)
         assert answer.exit_code == 1

@@ -115,20 +115,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 #: The message about each file, after its name.
 _ANSWERS = {
-    "paper.pdf": " is a PDF document: make text of it with pdftotext paper.pdf paper.txt",
-    "plot.png": " is an image: leave it out, or have its letters read by tesseract plot.png plot",
-    "photo.jpg": " is an image: leave it out, or have its letters read by tesseract photo.jpg ",
-    "letter.docx": " is a Word document: make text of it with pandoc -f docx letter.docx -t ",
+    "paper.pdf": " is a PDF document: extract its text with pdftotext paper.pdf paper.txt",
+    "plot.png": " is an image: exclude it, or extract its text with tesseract plot.png plot",
+    "photo.jpg": " is an image: exclude it, or extract its text with tesseract photo.jpg ",
+    "letter.docx": " is a Word document: extract its text with pandoc -f docx letter.docx -t ",
     "sheet.xlsx": " is a spreadsheet: save it as CSV in a spreadsheet program, and name the ",
-    "talk.pptx": " is a presentation: save it as PDF, and make text of that with pdftotext",
-    "letter.odt": " is an OpenDocument text: make text of it with pandoc -f odt letter.odt -t ",
-    "novel.epub": " is an e-book: make text of it with pandoc -f epub novel.epub -t plain -o ",
-    "texts.zip": " is a ZIP archive: unpack it with unzip texts.zip -d texts, and name that ",
+    "talk.pptx": " is a presentation: save it as PDF, and extract the text from that with ",
+    "letter.odt": " is an OpenDocument text: extract its text with pandoc -f odt letter.odt -t ",
+    "novel.epub": " is an e-book: extract its text with pandoc -f epub novel.epub -t plain -o ",
+    "texts.zip": " is a ZIP archive: unpack it with unzip texts.zip -d texts, and use that ",
     "texts.tar": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar -C texts, ",
     "texts.tar.gz": " is a tar archive: unpack it with mkdir texts && tar -xf texts.tar.gz -C ",
     "text.gz": " is a compressed file: unpack it with gzip -dc < text.gz > text.txt (",
     "text.bz2": " is a compressed file: unpack it with bzip2 -dc < text.bz2 > text.txt (",
-    "paper.v2.pdf": " is a PDF document: make text of it with pdftotext paper.v2.pdf paper.v2.txt",
+    "paper.v2.pdf": " is a PDF document: extract its text with pdftotext paper.v2.pdf paper.v2.txt",
     "notes.sqlite": " is an SQLite database: export its text with sqlite3 -header -csv ",
     "numbers.npy": " is a file of numbers: leave it out",
     "program": " is a program: leave it out",
@@ -136,15 +136,15 @@ _ANSWERS = {
     "chats.json": " is JSON of conversations, not text: firstlight prepare --kind chat reads it",
     "chat.json": " is JSON of conversations, not text: firstlight prepare --kind chat reads it",
     "pairs.json": " is JSON of preference pairs, not text: firstlight prepare --kind preference ",
-    "texts.json": " is JSON, of which texts are read one a line: make a file of lines with jq ",
-    "lines.json": " is JSON with one record a line: let its name end in .jsonl",
+    "texts.json": " is JSON, which must have one text per line: convert it to JSON Lines with jq ",
+    "lines.json": " is JSON with one record per line: rename it to end in .jsonl",
     "chats.jsonl": ":1: conversations, not text (fields: messages): firstlight prepare --kind ",
     "pairs.jsonl": ":1: preference pairs, not text (fields: prompt, chosen, rejected): ",
-    "table.csv": ":1: no column 'text' (columns: id, body): name the one with the text with ",
+    "table.csv": "column 'text' (columns: id, body): specify the field with the text with ",
     "latin1.txt": ":1: byte 0xfc is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "windows.txt": ":1: byte 0x84 is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "unmarked.txt": ":1: the file is UTF-16LE: convert it with iconv -f UTF-16LE -t utf-8 ",
-    "blank.txt": ":1: nothing but white space",
+    "blank.txt": ":1: only white space",
 }
 
 
@@ -225,7 +225,7 @@ def test_a_document_called_txt_is_not_written_over_by_the_command_for_it(
     Path("letter.txt").write_bytes(files["letter.docx"])
     message = failure(capfd, "prepare", "letter.txt", "--tokenizer", "tok", "--out", "o")
     assert message.endswith(
-        "it is a Word document: make text of it with pandoc -f docx letter.txt "
+        "it is a Word document: extract its text with pandoc -f docx letter.txt "
         "-t plain -o letter.plain.txt\n"
     )
 
@@ -281,9 +281,10 @@ def test_a_folder_in_the_place_of_a_verb_is_answered_with_train(
     Path("my texts").mkdir()
     assert main(["my texts"]) == 2
     assert capfd.readouterr().err == (
-        "firstlight: error: my texts is no verb; to train on it: firstlight train 'my texts'\n"
+        "firstlight: error: my texts is not a command; "
+        "to train on it: firstlight train 'my texts'\n"
     )
     assert main(["nowhere"]) == 2
     assert "No such command 'nowhere'" in capfd.readouterr().err
     assert main(["help"]) == 2
-    assert "help is an option: firstlight --help, firstlight VERB --help" in capfd.readouterr().err
+    assert "use firstlight --help or firstlight COMMAND --help" in capfd.readouterr().err

@@ -228,8 +228,10 @@ def test_what_is_in_the_cache_is_used_without_the_hub(hub: Hub, client: Client, 
 
 def test_what_is_not_in_the_cache_needs_the_hub(hub: Hub, client: Client, tiny: Path) -> None:
     hub.add("owner/tiny", tiny)
-    start = "ModelError: owner/tiny is not a folder here, and it can't be downloaded from the hub: "
-    lack = f"the cache in {client.home / 'hub'} does not hold all of the model"
+    start = (
+        "ModelError: owner/tiny is not a local folder, and it can't be downloaded from the hub: "
+    )
+    lack = f"the cache in {client.home / 'hub'} does not contain all files of the model"
     assert client.refusal("owner/tiny", {"HF_HUB_OFFLINE": "1"}) == (
         f"{start}HF_HUB_OFFLINE is set, and {lack}: unset it to download"
     )
@@ -239,7 +241,7 @@ def test_what_is_not_in_the_cache_needs_the_hub(hub: Hub, client: Client, tiny: 
         message = client.refusal("owner/tiny")
         assert message.startswith(f"{start}{hub.url} can't be used (")
         assert status in message
-        assert message.endswith(f"), and {lack}: try later")
+        assert message.endswith(f"), and {lack}: try again later")
     hub.stop()
     message = client.refusal("owner/tiny")
     assert message.startswith(f"{start}{hub.url} can't be used (")
@@ -283,7 +285,7 @@ def test_a_model_that_may_not_be_read_says_what_to_do(
     gated = f"the repository is gated: ask for access at {hub.url}/owner/model, then {_LOG_IN}"
     message = client.refusal("owner/model", {} if token is None else {"HF_TOKEN": token})
     assert message == (
-        "ModelError: owner/model is not a folder here, and it can't be downloaded from the hub: "
+        "ModelError: owner/model is not a local folder, and it can't be downloaded from the hub: "
         + (gated if access == "gated" else _NO_REPOSITORY)
     )
 
@@ -293,18 +295,18 @@ def test_a_model_that_may_not_be_read_says_what_to_do(
     [
         (
             "mine/rum",
-            " (did you mean 'mine/run'?): train it first, or write mine/rum@main for "
-            "the hub's model of that name",
+            " (did you mean 'mine/run'?): train it first, or use mine/rum@main for the hub "
+            "model of that name",
         ),
         (
             "mien/run",
-            " (did you mean 'mine/run'?): train it first, or write mien/run@main for "
-            "the hub's model of that name",
+            " (did you mean 'mine/run'?): train it first, or use mien/run@main for the hub "
+            "model of that name",
         ),
-        ("mine/else", ": train it first, or write mine/else@main for the hub's model of that name"),
+        ("mine/else", ": train it first, or use mine/else@main for the hub model of that name"),
         (
             "runs/first",
-            ": train it first, or write runs/first@main for the hub's model of that name",
+            ": train it first, or use runs/first@main for the hub model of that name",
         ),
         ("a name/with blanks", ""),
     ],
@@ -348,7 +350,7 @@ def test_a_token_that_the_hub_does_not_know_is_named_as_the_problem(
 ) -> None:
     hub.add("owner/tiny", tiny)
     message = client.refusal("owner/tiny", {"HF_TOKEN": "hf_expired"})
-    assert message.endswith(f"the hub refused the token: {_LOG_IN} to a valid one")
+    assert message.endswith(f"the hub refused the token: {_LOG_IN} to a valid token")
     assert "hf_expired" not in message
 
 
@@ -356,7 +358,7 @@ def test_the_command_line_gives_one_line_for_a_model_that_may_not_be_read(client
     done = client.run("-m", "firstlight", "info", "owner/model")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "firstlight: error: owner/model is not a folder here, and it can't be downloaded from "
+        "firstlight: error: owner/model is not a local folder, and it can't be downloaded from "
         f"the hub: {_NO_REPOSITORY}\n"
     )
 
@@ -382,10 +384,10 @@ def test_a_download_that_keeps_breaking_ends_and_is_made_up_for_by_the_next(
 ) -> None:
     hub.add("owner/large", large)
     hub.break_off(WEIGHTS, after_bytes=1000, times=100)
-    assert client.refusal("owner/large").startswith("ModelError: owner/large is not a folder here")
+    assert client.refusal("owner/large").startswith("ModelError: owner/large is not a local folder")
     assert len(hub.ranges(WEIGHTS)) > 1, "it did not try again by itself"
     assert client.files(WEIGHTS) == []
-    assert "does not hold all" in client.refusal("owner/large", {"HF_HUB_OFFLINE": "1"})
+    assert "does not contain all" in client.refusal("owner/large", {"HF_HUB_OFFLINE": "1"})
     hub.break_off(WEIGHTS, after_bytes=0, times=0)
     hub.requests.clear()
     # On a busy machine, the weights may be given up before another file is whole.
@@ -427,7 +429,7 @@ def test_a_file_of_another_size_than_announced_is_refused(
     hub.announced[WEIGHTS] = size + 7
     assert f"should be of size {size + 7} but has size {size}" in client.refusal("owner/tiny")
     assert client.files(WEIGHTS) == []
-    assert "does not hold all" in client.refusal("owner/tiny", {"HF_HUB_OFFLINE": "1"})
+    assert "does not contain all" in client.refusal("owner/tiny", {"HF_HUB_OFFLINE": "1"})
     hub.announced.clear()
     assert contents(client.find("owner/tiny")) == contents(tiny)
 

@@ -229,4 +229,4 @@ def test_conversations_of_the_hub_are_prepared_once(
     assert places == [f"hf:owner/name record {n}" for n in range(1, 6)]
     third = run(hub, tmp_path / "home", *command)  # which has gone
     assert third.returncode == 1
-    assert "dataset hf:owner/name can't be asked for" in third.stderr.splitlines()[-1]
+    assert "dataset hf:owner/name is not available" in third.stderr.splitlines()[-1]

@@ -139,9 +139,9 @@ def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
     results = {one.metric_type: one for one in card.data.eval_results}
     assert results["loss"].metric_value == evaluated["loss"]
     assert results["loss"].metric_args == {"stderr": evaluated["loss_stderr"]}
-    assert f"{at_four['val/loss']:.4f} nats a token" in card.text
+    assert f"{at_four['val/loss']:.4f} nats per token" in card.text
     assert f"| tokens seen | {at_four['tokens_seen']:,} " in card.text
-    assert "step 4 of 6: the run was not finished" in card.text
+    assert "step 4 of 6: the run and its" in card.text
     tokens = json.loads((data / "manifest.json").read_text())["splits"]["train"]["tokens"]
     assert f"training split: {tokens:,} tokens" in card.text
     sources = json.loads((data / "sources.json").read_text())
@@ -170,7 +170,7 @@ def test_a_local_starting_model_is_not_taken_for_one_of_the_hub(
     assert main(["card", "onward", "ada/tiny", "--out", "card.md"]) == 0
     card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
     assert card.data.base_model is None
-    assert "on from `start`" in card.text
+    assert "fine-tuned from `start`" in card.text
     assert "huggingface.co/ada/start" not in card.text
 
 
@@ -258,7 +258,7 @@ def test_an_upload_that_breaks_off_goes_on_with_the_same_command(
     # Named as the folder that the GGUF file is made in could be.
     command = ["push", str(run), "ada/gguf", "--gguf", "f32"]
     hub.uploads_left = 1
-    assert "give the same command again" in refusal(capfd, *command)
+    assert "run the same command again to upload" in refusal(capfd, *command)
     assert (len(hub.objects), files_of(hub, "ada/gguf")) == (1, {})
     hub.uploads_left, begun = None, len(hub.requests)
     assert main(command) == 0
@@ -294,12 +294,12 @@ def test_what_the_hub_or_the_model_does_not_allow_is_one_line(
     hub.add("bob/tiny", run / "checkpoints" / "step-00000002")
     hub.add("ada/public", run / "checkpoints" / "step-00000002")
     said = refusal(capfd, "push", str(run), "tiny")
-    assert "'tiny' has no owner: write USER/tiny" in said
+    assert "'tiny' has no owner: use USER/tiny" in said
     for taken in ("bob/tiny", "bob/new"):
         said = refusal(capfd, "push", str(run), taken)
-        assert f"{taken} can't be uploaded: the hub does not let this token write there" in said
+        assert f"{taken} can't be uploaded: the token has no write permission there" in said
     said = refusal(capfd, "push", str(run), "ada/public", "--private")
-    assert "ada/public is there already and public" in said
+    assert "ada/public already exists and is public" in said
     said = refusal(capfd, "push", str(run), "ada/tiny", "--license", "none at all")
     assert "the hub refuses the card: " in said
     assert '"license" must be one of [apache-2.0, ' in said
@@ -309,7 +309,7 @@ def test_what_the_hub_or_the_model_does_not_allow_is_one_line(
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "the hub refused the token" in refusal(capfd, "push", str(run), "ada/tiny")
     monkeypatch.delenv("HF_TOKEN")
-    assert "there is no token of the hub" in refusal(capfd, "push", str(run), "ada/tiny")
+    assert "there is no hub token" in refusal(capfd, "push", str(run), "ada/tiny")
 
 
 def test_a_dry_run_of_a_model_without_a_run_writes_its_folder(run: Path, tmp_path: Path) -> None:

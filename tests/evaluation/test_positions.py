@@ -94,7 +94,7 @@ def test_learned_positions_end_with_the_context(
 ) -> None:
     folder = write_model(tmp_path / "gpt2", GPT2Config(**_SIZES), tokenizer)
     assert len(evaluate_by_position(folder, data, seq_len=32).stretches) == 16
-    with pytest.raises(ConfigError, match="33 is more than the context of 32, and gpt2"):
+    with pytest.raises(ConfigError, match="33 exceeds the context of 32, and gpt2"):
         evaluate_by_position(folder, data, seq_len=33)
 
 

@@ -165,7 +165,7 @@ def test_a_model_of_no_numbers_has_no_likelihoods(model: Model) -> None:
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.lm_head.weight[3, 3] = float("nan")
-    with pytest.raises(ModelError, match="not finite numbers"):
+    with pytest.raises(ModelError, match="outputs are not finite"):
         likelihoods(broken, some_pairs(), batch_size=4)
 
 
@@ -256,7 +256,7 @@ def test_accuracies_have_the_error_of_a_share(model: Model, tokenizer: Tokenizer
 
 def test_an_ending_that_the_context_has_no_room_for_is_refused(tokenizer: Tokenizer) -> None:
     items = [Item("a", ("b", "c"), 0), Item("the star", ("sings", "日本 " * 40), 0)]
-    said = r"here: an ending of item 2 has \d+ tokens, and .* room for 1 to 32"
+    said = r"here: an ending of item 2 has \d+ tokens, but must have 1 to 32"
     with pytest.raises(InputError, match=said):
         encode_items(items, tokenizer, CONTEXT, "here")
 
@@ -302,8 +302,8 @@ def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("{", "is no HellaSwag item: Expecting property name"),
-        ("[1]", "it is no JSON object"),
+        ("{", "is not a HellaSwag item: Expecting property name"),
+        ("[1]", "it is not a JSON object"),
         ({**ROW, "ctx": 5}, "ctx must be a text"),
         ({"endings": ["a", "b"], "label": 0}, "ctx is missing"),
         ({**ROW, "ctx_a": "x"}, "ctx_b is missing"),
@@ -318,7 +318,7 @@ def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -
         ({**ROW, "label": ""}, "label must be a number from 0 to 1, not ''"),
         ({**ROW, "label": "-1"}, "label must be a number"),
         ('{"ctx": "\\ud800", "endings": ["a", "b"], "label": 0}', "ctx must be a text"),
-        ("[" * 60_000, "is no HellaSwag item"),
+        ("[" * 60_000, "is not a HellaSwag item"),
         ({**ROW, "ctx": "a" * 70_000}, "bytes, more than 65,536"),
     ],
 )
@@ -326,19 +326,19 @@ def test_a_bad_line_is_named(line: object, said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", ROW, line, ROW)
     with pytest.raises(InputError) as raised:
         read_hellaswag(path)
-    assert f"{path}:2 is no HellaSwag item: " in str(raised.value)
+    assert f"{path}:2 is not a HellaSwag item: " in str(raised.value)
     assert said in str(raised.value)
 
 
 def test_bytes_that_are_no_utf8_are_a_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(json.dumps(ROW).encode() + b"\n\xff\xfe\n")
-    with pytest.raises(InputError, match=r"x\.jsonl:2 is no HellaSwag item"):
+    with pytest.raises(InputError, match=r"x\.jsonl:2 is not a HellaSwag item"):
         read_hellaswag(path)
 
 
 def test_files_of_nothing_and_no_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no items"):
+    with pytest.raises(InputError, match="contains no items"):
         read_hellaswag(write(tmp_path / "x.jsonl", "", " "))
     with pytest.raises(InputError, match="nowhere does not exist"):
         read_hellaswag(tmp_path / "nowhere")
@@ -355,7 +355,7 @@ def test_without_a_file_or_the_hub_one_is_told_to_give_a_file(
             raise OSError(f"no route to {name} {split}")
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
-    said = r"Rowan/hellaswag can't be had .*\(OSError: no route to Rowan/hellaswag validation\)"
+    said = r"Rowan/hellaswag could not be .*\(OSError: no route to Rowan/hellaswag validation\)"
     with pytest.raises(InputError, match=said + ".*--tasks hellaswag,FILE.jsonl"):
         hub_hellaswag()
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -420,12 +420,12 @@ def test_a_task_is_scored_by_name(loaded: LoadedModel, file: Path) -> None:
     [
         (["hellasvag"], r"task 'hellasvag' is unknown \(did you mean 'hellaswag'\?\)"),
         (["x.jsonl"], r"known: hellaswag, hellaswag,FILE\.jsonl, and lm-eval:NAME"),
-        (["hellaswag,"], "names no file"),
-        (["lm-eval:"], "names none"),
-        (["lm-eval:a,,b"], "names none"),
-        (["hellaswag,x", "hellaswag,y"], "two are called hellaswag"),
-        (["lm-eval:a,b", "lm-eval:b"], "two are called b"),
-        (["hellaswag,x", "lm-eval:hellaswag"], "two are called hellaswag"),
+        (["hellaswag,"], "has no file name: use"),
+        (["lm-eval:"], "has no task name"),
+        (["lm-eval:a,,b"], "has no task name"),
+        (["hellaswag,x", "hellaswag,y"], "two tasks are called hellaswag"),
+        (["lm-eval:a,b", "lm-eval:b"], "two tasks are called b"),
+        (["hellaswag,x", "lm-eval:hellaswag"], "two tasks are called hellaswag"),
     ],
 )
 def test_names_that_can_not_be_meant_are_refused(
@@ -501,7 +501,7 @@ def test_the_command_names_a_bad_line(
     path = write(tmp_path / "bad.jsonl", ROW, "{")
     assert main(["eval", str(folder), "--tasks", f"hellaswag,{path}", "--json"]) == 1
     answer = capfd.readouterr()
-    assert answer.err.startswith(f"firstlight: error: {path}:2 is no HellaSwag item")
+    assert answer.err.startswith(f"firstlight: error: {path}:2 is not a HellaSwag item")
     assert json.loads(answer.out)["error"]["type"] == "InputError"
 
 
@@ -658,7 +658,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_same_scores(
     "values, kind, said",
     [
         ({"tasks": ["hellaswag,nowhere.jsonl"]}, InputError, "nowhere.jsonl does not exist"),
-        ({"tasks": ["hellaswag", "hellaswag"]}, ConfigError, "two are called hellaswag"),
+        ({"tasks": ["hellaswag", "hellaswag"]}, ConfigError, "two tasks are called hellaswag"),
         ({"tasks": ["swag"]}, ConfigError, "task 'swag' is unknown"),
     ],
 )
@@ -677,7 +677,7 @@ def test_tasks_that_can_not_be_scored_are_refused_before_the_first_step(
 
 def test_a_bad_line_is_found_before_the_first_step(recipe: dict[str, Any], tmp_path: Path) -> None:
     bad = write(tmp_path / "bad.jsonl", ROW, {**ROW, "label": 4})
-    with pytest.raises(InputError, match=r"bad\.jsonl:2 is no HellaSwag item"):
+    with pytest.raises(InputError, match=r"bad\.jsonl:2 is not a HellaSwag item"):
         train(with_tasks(recipe, bad))
     long = write(tmp_path / "long.jsonl", {**ROW, "endings": ["a", "日本 " * 40]})
     with pytest.raises(InputError, match=r"long\.jsonl: an ending of item 1 has .* 1 to 64"):
@@ -688,12 +688,12 @@ def test_weights_that_are_no_numbers_end_a_run_at_its_tasks(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_numbers(*_: Any, **__: Any) -> None:
-        raise ModelError("the model's outputs are not finite numbers")
+        raise ModelError("the model's outputs are outputs are not finite")
 
     monkeypatch.setattr("firstlight.evaluation.tasks.answer_items", no_numbers)
     recipe = with_tasks(recipe, file)
     recipe["guard"] = {"on_divergence": "stop"}
-    with pytest.raises(TrainingError, match="step 6: the model's outputs are not finite numbers"):
+    with pytest.raises(TrainingError, match="step 6: the model's outputs are not finite"):
         train(recipe)
 
 

@@ -127,7 +127,7 @@ def test_a_run_whose_folder_goes_writes_nothing_in_its_place(
         elif record["step"] == 5:
             run.rename(elsewhere)
 
-    with pytest.raises(CheckpointError, match=r"run folder .* was moved or removed while the run"):
+    with pytest.raises(CheckpointError, match=r"run folder .* was moved or removed during the run"):
         train(recipe, on_step=on_step)
     assert not run.exists()
     if not removed:
@@ -167,7 +167,7 @@ def test_a_run_whose_lock_was_deleted_ends_when_another_starts_in_its_folder(
                 other.claim()
 
     recipe["checkpoint"] |= {"asynchronous": False}
-    with pytest.raises(CheckpointError, match=r"run folder .* was taken over while the run wrote"):
+    with pytest.raises(CheckpointError, match=r"run folder .* was taken over by another process"):
         train(recipe, on_step=on_step)
     assert [folder.name for folder in list_checkpoints(run)] == ["step-00000004"]
     assert train(recipe, resume=True).step == 12
@@ -186,7 +186,7 @@ def test_a_run_whose_folder_is_taken_over_during_a_save_publishes_nothing(
         write_manifest(*arguments, **options)
 
     monkeypatch.setattr(checkpoint, "write_manifest", taken_over)
-    with pytest.raises(CheckpointError, match=r"run folder .* was taken over while the run wrote"):
+    with pytest.raises(CheckpointError, match=r"run folder .* was taken over by another process"):
         train(recipe)
     assert newest(run).name == "step-00000006"
 
@@ -207,7 +207,7 @@ def test_a_run_whose_folder_goes_while_a_checkpoint_is_read_back_says_so(
         verify_checkpoint(folder, **options)
 
     monkeypatch.setattr("firstlight.checkpoint.saver.verify_checkpoint", gone)
-    with pytest.raises(CheckpointError, match=r"run folder .* was moved or removed while the run"):
+    with pytest.raises(CheckpointError, match=r"run folder .* was moved or removed during the run"):
         train(recipe)
 
 

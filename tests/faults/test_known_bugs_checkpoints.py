@@ -342,7 +342,7 @@ def test_a_head_of_its_own_is_dropped_for_a_tied_one(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", lambda tensors: None)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    with pytest.raises(FirstlightError, match="but the two differ"):
+    with pytest.raises(FirstlightError, match="but their values differ"):
         load(folder)
 
 

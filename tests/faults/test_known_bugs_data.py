@@ -180,7 +180,7 @@ def test_ids_above_65535_wrap_around(tmp_path: Path) -> None:
 def test_shards_whose_ids_have_wrapped_around_are_trained_on(tmp_path: Path) -> None:
     folder = make_split(tmp_path, [[5, 65535, 0, 3, 1]], vocab_size=70_000)
     for verify in (True, False):
-        with pytest.raises(DataError, match=r"2 bytes for each token, too few .* of 70000"):
+        with pytest.raises(DataError, match=r"2 bytes per token, too few .* of 70000"):
             TokenDataset(folder, "train", verify=verify)
 
 
@@ -190,7 +190,7 @@ def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary_is_prepared_with(
     source = tmp_path / "text.txt"
     source.write_text("w5 w6")
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda *_: [[5, 65536 + 6]])
-    with pytest.raises(DataError, match="gives id 65542, beyond its own vocabulary of 300 tokens"):
+    with pytest.raises(DataError, match="produced id 65542, beyond its vocabulary of 300 tokens"):
         prepare([source], words(300), tmp_path / "data", val_fraction=0)
     assert not (tmp_path / "data").exists()
 
@@ -198,11 +198,11 @@ def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary_is_prepared_with(
 def test_an_id_beyond_the_vocabulary_reaches_the_model(tmp_path: Path) -> None:
     """A GPU answers with a device-side assert hours later, or reads another tensor's memory."""
     folder = make_split(tmp_path, [range(40), [7, 299, 300, 8], range(40)], vocab_size=300)
-    with pytest.raises(DataError, match="holds token id 300, beyond its vocabulary of 300 tokens"):
+    with pytest.raises(DataError, match="contains token id 300, beyond its vocabulary of 300"):
         TokenDataset(folder, "train")
     unverified = TokenDataset(folder, "train", verify=False)
     assert len(unverified[0:42]) == 42
-    with pytest.raises(DataError, match=r"the 'train' split of .* holds token id 300, beyond"):
+    with pytest.raises(DataError, match=r"the 'train' split of .* contains token id 300, beyond"):
         unverified[0:43]
 
 
@@ -224,7 +224,7 @@ def test_documents_that_overlap_or_lie_outside_are_trained_on(
 ) -> None:
     folder = make_split(tmp_path, [range(4), range(5), range(3)])
     change_offsets(folder / "train-00000.bin", change)
-    with pytest.raises(DataError, match="documents don't follow on each other"):
+    with pytest.raises(DataError, match="document offsets are invalid"):
         TokenDataset(folder, "train", verify=False)
 
 
@@ -244,7 +244,7 @@ def test_a_shard_that_is_listed_twice_is_seen_twice(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     make_split(folder, [range(60), range(60)], splits=manifest["splits"])
-    with pytest.raises(DataError, match="names a shard of 'train' twice"):
+    with pytest.raises(DataError, match="lists a shard of 'train' twice"):
         TokenDataset(folder, "train")
 
 

@@ -67,7 +67,7 @@ def test_added_tokens_get_ids_that_others_have(chat: Tokenizer) -> None:
     old = chat.backend.get_vocab(with_added_tokens=True)
     assert all(longer.backend.token_to_id(token) == number for token, number in old.items())
     gap = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 2}, unk_token="a"))
-    with pytest.raises(TokenizerError, match="not every id below 3 has a token"):
+    with pytest.raises(TokenizerError, match="some ids below 3 have no"):
         Tokenizer(gap).extended(["<|new|>"])
 
 
@@ -188,7 +188,7 @@ def test_a_pickle_runs_code_though_only_weights_were_asked_for(tmp_path: Path) -
             tmp_path / name,
             _use_new_zipfile_serialization=not old,
         )
-        with pytest.raises(FirstlightError, match="holds more than weights"):
+        with pytest.raises(FirstlightError, match="contains more than weights"):
             read_foreign(tmp_path / name)
     # Protocol 4 names what it calls in other opcodes, which only torch's unpickler refuses.
     torch.save({"bomb": Bomb(mark)}, tmp_path / "four.pt", pickle_protocol=4)
@@ -219,7 +219,7 @@ def test_a_pickle_is_opened_because_it_is_called_safetensors(
 def test_a_chat_template_runs_code(chat: Tokenizer, template: str) -> None:
     """CVE-2024-34359, CVE-2026-5760, litgpt's unsandboxed Jinja."""
     messages = [dict(message) for message in HI]
-    with pytest.raises(TokenizerError, match="does what it may not"):
+    with pytest.raises(TokenizerError, match="performs a forbidden operation"):
         chat.extended([], template).apply_chat_template(messages)
     assert messages == HI
 
@@ -259,5 +259,5 @@ def test_a_mapped_file_that_is_overwritten_becomes_zeros(tmp_path: Path, chat: T
     content = bytearray(path.read_bytes())
     content[-64:] = bytes(64)
     path.write_bytes(content)
-    with pytest.raises(FirstlightError, match="was changed in place while the model was in use"):
+    with pytest.raises(FirstlightError, match="was modified in place while the model was in use"):
         generate(loaded, "h", max_new_tokens=1)

@@ -155,7 +155,7 @@ def test_a_checkpoint_that_is_named_and_deleted_is_said_to_be(
     assert going_run.beside(lambda: main(["info", str(older)])) != 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"firstlight: error: {said}")
-    assert line.endswith(f"name {going_run.folder} for its newest one")
+    assert line.endswith(f"name {going_run.folder} for its newest checkpoint")
 
     shutil.copytree(going_run.copies[older], older)
     cooldown, trunk = cooldown_recipe(older, 3)

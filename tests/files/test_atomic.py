@@ -465,7 +465,7 @@ def test_require_free_accepts_nothing_and_empty_folders_only(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
     for path in (tmp_path, tmp_path / "file", tmp_path / "link"):
-        with pytest.raises(InputError, match=r"^folder .* exists already .*: move it$"):
+        with pytest.raises(InputError, match=r"^folder .* already exists .*: move it$"):
             require_free(path, "move it")
 
 
@@ -482,7 +482,7 @@ def test_sha256_of_is_that_of_the_bytes(tmp_path: Path) -> None:
         (b"\xff", "is not valid JSON"),
         (b"", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
-        (b'{"a": {"x": 1, "y": 2, "x": 1}}', "is not valid JSON: key 'x' is given twice"),
+        (b'{"a": {"x": 1, "y": 2, "x": 1}}', "is not valid JSON: key 'x' occurs twice"),
         (b"[" + b"9" * 5000 + b"]", "is not valid JSON"),
     ],
 )
@@ -497,7 +497,7 @@ def test_read_json_does_not_read_more_than_it_may(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
     path.write_text("[1, 2]")
     assert read_json(path, max_bytes=6) == [1, 2]
-    with pytest.raises(InputError, match=r"value\.json is longer than the 5 bytes it may have"):
+    with pytest.raises(InputError, match=r"value\.json is longer than the limit of 5 bytes"):
         read_json(path, max_bytes=5)
 
 
@@ -613,7 +613,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], 
     """As /dev/null, which is there for all."""
     make(tmp_path / "thing")
     before = (tmp_path / "thing").stat()
-    with pytest.raises(StorageError, match="thing is no file that could be replaced"):
+    with pytest.raises(StorageError, match="thing is not a regular file and can't be replaced"):
         write_file(tmp_path / "thing", "content")
     assert (tmp_path / "thing").stat() == before
     assert names(tmp_path) == ["thing"]

@@ -146,16 +146,16 @@ def test_texts_that_outgrow_longropes_original_context_are_those_of_transformers
 
 
 def test_beams_refuse_what_a_search_has_no_place_for() -> None:
-    with pytest.raises(ConfigError, match="beams is not for stop"):
+    with pytest.raises(ConfigError, match="beam search does not support stop"):
         SamplingConfig(beams=2, stop=("x",))
-    with pytest.raises(ConfigError, match="beams is not for top_k"):
+    with pytest.raises(ConfigError, match="beam search does not support top_k"):
         SamplingConfig(beams=2, top_k=3)
-    with pytest.raises(ConfigError, match="beams is not for temperature"):
+    with pytest.raises(ConfigError, match="beam search does not support temperature"):
         SamplingConfig(beams=2, temperature=1.5)
     SamplingConfig(beams=2, temperature=0)
     with pytest.raises(ConfigError, match="beams must be between 1"):
         SamplingConfig(beams=0)
-    with pytest.raises(ConfigError, match="slide forgets text"):
+    with pytest.raises(ConfigError, match="slide drops old text"):
         SamplingConfig(slide=True, prompt_logprobs=0)
 
 
@@ -206,7 +206,7 @@ def test_slide_of_one_token_reads_the_whole_context_for_each_token(tokenizer: To
                 push(text, model(torch.tensor([window]))[0, -1])
         assert found.token_ids == text.token_ids
         assert len(found.token_ids) == 40
-    with pytest.raises(ConfigError, match="slide_tokens is for slide: add slide"):
+    with pytest.raises(ConfigError, match="slide_tokens requires slide: enable slide"):
         generate(loaded, "a b", slide_tokens=1)
 
 

@@ -277,7 +277,7 @@ def test_what_is_kept_is_the_longest_row_of_whole_turns(
 
     fitting = [start for start in range(0, len(turns) + 1, 2) if len(ids_from(start)) <= limit]
     if not fitting:
-        with pytest.raises(ConfigError, match="shorten it"):
+        with pytest.raises(ConfigError, match="shorten the message"):
             say(session, last)
         assert session.messages == before
         assert model.prompts == []
@@ -293,7 +293,9 @@ def test_what_is_kept_is_the_longest_row_of_whole_turns(
 def test_a_conversation_goes_on_after_a_message_that_is_too_long(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     session, model = session_of(ours, turn_end_ids(ours), context=64, system="Be kind.")
-    message = r"with the system message has \d+ tokens, .* context of 64 has room for 48, with 16"
+    message = (
+        r"with the system message has \d+ tokens, .* context of 64 tokens has room for only 48"
+    )
     with pytest.raises(ConfigError, match=message):
         session.answer("x " * 100)
     assert [message["role"] for message in session.messages] == ["system"]
@@ -468,7 +470,7 @@ def test_a_system_message_that_would_be_lost_is_refused(tokenizer: Tokenizer) ->
     without = tokenizer.extended(
         ["<z>"], "{% for m in messages if m.role != 'system' %}{{ m.content }}<z>{% endfor %}"
     )
-    with pytest.raises(InputError, match="leaves system messages out"):
+    with pytest.raises(InputError, match="ignores system messages"):
         session_of(without, system="x")
     refusing = tokenizer.extended(
         [], "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}x"
@@ -477,7 +479,7 @@ def test_a_system_message_that_would_be_lost_is_refused(tokenizer: Tokenizer) ->
     with pytest.raises(InputError, match="refuses these messages: none"):
         session.set_system("x")
     assert session.messages == []
-    with pytest.raises(ConfigError, match="no chat template, so that it knows no system message"):
+    with pytest.raises(ConfigError, match="no chat template and therefore no system message"):
         session_of(tokenizer, system="x")
 
 

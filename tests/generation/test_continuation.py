@@ -196,7 +196,7 @@ def test_biases_ban_and_force_tokens(tokenizer: Tokenizer) -> None:
         push(text, logits)
         assert text.token_ids == [expected]
     beyond = SamplingConfig(logit_bias={tokenizer.vocab_size: 1.0})
-    with pytest.raises(ConfigError, match="logit_bias names the token id 320"):
+    with pytest.raises(ConfigError, match="logit_bias has token id 320"):
         push(Continuation([1], beyond, context=999), logits)
 
 
@@ -286,7 +286,7 @@ def test_text_with_an_error_fails_alone(temperature: float, bad: float) -> None:
     ]
     chosen = choose_tokens(texts, logits)
     assert [type(one) for one in chosen] == [Chosen, ModelError, ConfigError, Chosen]
-    with pytest.raises(ModelError, match="not finite numbers"):
+    with pytest.raises(ModelError, match="outputs are not finite"):
         texts[1].push(chosen[1])
 
 

@@ -127,7 +127,7 @@ def test_no_token_at_all_is_refused(model: Model) -> None:
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(model: Model) -> None:
-    with pytest.raises(ModelError, match="id 352, beyond the model's vocabulary of 352"):
+    with pytest.raises(ModelError, match="token id 352, but the model's vocabulary has only 352"):
         next(generate_ids(model, [1, 352], GREEDY))
 
 

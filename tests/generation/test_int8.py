@@ -103,7 +103,12 @@ def test_a_quantized_model_is_half_of_a_bf16_one() -> None:
 
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 1)])
 def test_int8_on_a_gpu_is_refused(device: torch.device | str) -> None:
-    with pytest.raises(ConfigError, match="dtype int8 is for CPUs: on a GPU"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "dtype int8 is supported only on CPUs, because it is slower than bfloat16 on a GPU:"
+        ),
+    ):
         load("a-folder", device, dtype="int8")
 
 

@@ -250,7 +250,7 @@ def test_what_an_adapter_does_not_bring_is_the_bases(tmp_path: Path, tokenizer: 
     assert config_folder(adapter) == base
     assert read_config(base) == CONFIGS["llama"]
     assert training_notes(base) == [
-        f"{base / 'config.json'} has attention_dropout 0.5, which is not applied"
+        f"{base / 'config.json'} has attention_dropout 0.5, which is ignored"
     ]
     for name, text in tokenizer.files().items():
         (base / name).write_text(text)
@@ -328,7 +328,7 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
         (_with_config(rank_pattern={"(": 1}), r"'\(' is not a pattern"),
         (_with_text(ADAPTER_CONFIG_NAME, "{"), "is not valid JSON"),
         (_with_text(ADAPTER_CONFIG_NAME, "[]"), "adapter_config.json: "),
-        (_with_text(ADAPTER_WEIGHTS_NAME, "?"), "is damaged or cut short"),
+        (_with_text(ADAPTER_WEIGHTS_NAME, "?"), "is damaged or truncated"),
         (_without(ADAPTER_WEIGHTS_NAME), "only safetensors weights are read"),
         (_with_tensors(**{"lora_A.weight": None}), "lacks tensor .*1.self_attn.q_proj.lora_A"),
         (_with_tensors(**{"lora_B.weight": torch.ones(2)}), r"lora_B.weight is \[2\], expected"),

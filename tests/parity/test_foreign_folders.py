@@ -123,7 +123,7 @@ def test_metas_contexts_follow_from_their_settings(
     foreign = read_foreign(tmp_path)
     assert foreign.config["max_position_embeddings"] == context
     assert foreign.config["rope_parameters"].get("factor") == factor
-    assert f"The context is taken to be {context:,}" in foreign.notes[-1]
+    assert f"The context is assumed to be {context:,}" in foreign.notes[-1]
     given = read_foreign(tmp_path, config={"max_position_embeddings": 77})
     assert given.config["max_position_embeddings"] == 77
     assert len(given.notes) == len(foreign.notes) - 1
@@ -133,11 +133,11 @@ def test_metas_contexts_follow_from_their_settings(
 def test_torchtunes_llama_computes_the_same(tmp_path: Path, tied: bool) -> None:
     tensors = torchtune_llama(tmp_path / "model.pt", tied=tied)
     given = {"num_attention_heads": HEADS, "max_position_embeddings": CONTEXT}
-    with pytest.raises(ModelError, match=r"doesn't say its rope_parameters"):
+    with pytest.raises(ModelError, match=r"does not specify rope_parameters"):
         read_foreign(tmp_path / "model.pt", config=given)
     foreign = read_foreign(tmp_path / "model.pt", config={**given, "rope_theta": 3000.0})
     assert foreign.config["tie_word_embeddings"] is tied
-    assert foreign.notes == ("The norms' epsilon is taken to be 1e-05, as in torchtune.",)
+    assert foreign.notes == ("The norms' epsilon is assumed to be 1e-05, as in torchtune.",)
     if tied:
         tensors["output.weight"] = tensors["tok_embeddings.weight"]
     expected = pairs_llama_logits([tensors], TORCHTUNE_NAMES, foreign.config, IDS)
@@ -170,19 +170,19 @@ def test_litgpts_models_compute_the_same(
         ({"parallel_residual": True}, r"parallel_residual is True.*litgpt convert_from_litgpt"),
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
         ({"rope_adjustments": {"factor": 2.0}}, "rope_adjustments other than Llama 3's"),
-        ({"norm_qk": True, "attn_bias": True}, "of no family"),
+        ({"norm_qk": True, "attn_bias": True}, "no supported family combines"),
         ({"n_head": 0}, "whole numbers"),
         ({"rope_base": None}, "model_config.yaml: rope_base is not a number"),
         ({"rope_base": "x"}, "model_config.yaml: rope_base is not a number"),
-        ({"norm_eps": 10**400}, r"model_config.yaml is no valid YAML \(a number of more than 64"),
-        ({"norm_eps": float("nan")}, "model_config.yaml: norm_eps is infinite"),
+        ({"norm_eps": 10**400}, r"model_config.yaml is not valid YAML \(a number of more than 64"),
+        ({"norm_eps": float("nan")}, "model_config.yaml: norm_eps is not finite"),
         (
             {"sliding_window_size": 8, "sliding_window_indices": 3},
-            "model_config.yaml: sliding_window_indices is no list",
+            "model_config.yaml: sliding_window_indices is not a list",
         ),
         ({"block_size": None}, "has no block_size"),
-        ({"n_embd": 50}, "its settings say hidden_size 50, its tensors 48"),
-        ({"n_query_groups": 1}, r"qkv.weight is \[96, 48\], and model_config.yaml asks for 72"),
+        ({"n_embd": 50}, "its settings specify hidden_size 50, but its tensors have 48"),
+        ({"n_query_groups": 1}, r"has shape \[96, 48\], but model_config.yaml requires 72"),
     ],
 )
 def test_litgpts_settings_that_dont_fit_are_refused(
@@ -197,14 +197,14 @@ def test_litgpts_settings_that_dont_fit_are_refused(
 @pytest.mark.parametrize(
     "params, message",
     [
-        ({"moe_args": {"num_experts": 16}}, "has moe_args: a model of that kind is not read"),
+        ({"moe_args": {"num_experts": 16}}, "has moe_args: this kind of model is not supported"),
         ({"dim": "wide"}, "params.json: dim is not a number"),
         ({"vocab_size": None}, "params.json: vocab_size is not a number"),
-        ({"rope_theta": 10**400}, "params.json: rope_theta is infinite or 2\\^63 or more"),
-        ({"n_heads": 5}, "num_attention_heads is 5, expected a divisor"),
-        ({"n_kv_heads": 4}, "its settings say num_key_value_heads 4, its tensors 2"),
-        ({"n_layers": 3}, "its settings say num_hidden_layers 3, its tensors 2"),
-        ({"vocab_size": 63}, "its settings say vocab_size 63, its tensors 64"),
+        ({"rope_theta": 10**400}, "params.json: rope_theta is not finite or is 2\\^63 or more"),
+        ({"n_heads": 5}, "num_attention_heads is 5, but must be a divisor"),
+        ({"n_kv_heads": 4}, "its settings specify num_key_value_heads 4, but its tensors have 2"),
+        ({"n_layers": 3}, "its settings specify num_hidden_layers 3, but its tensors have 2"),
+        ({"vocab_size": 63}, "its settings specify vocab_size 63, but its tensors have 64"),
     ],
 )
 def test_metas_settings_that_dont_fit_are_refused(
@@ -223,7 +223,7 @@ def test_metas_parts_that_are_missing_or_others_are_refused(tmp_path: Path) -> N
     with pytest.raises(ModelError, match=r"norm\.weight differs between"):
         read_foreign(tmp_path)
     torch.save({**shard, "layers.0.attention.wo.weight": torch.ones(48, 8)}, second)
-    with pytest.raises(ModelError, match="are no parts of one model: shapes differ"):
+    with pytest.raises(ModelError, match="are not parts of the same model: their shapes differ"):
         read_foreign(tmp_path)
     second.rename(tmp_path / "consolidated.02.pth")
     with pytest.raises(ModelError, match=r"lacks consolidated\.01\.pth"):
@@ -236,9 +236,9 @@ def test_metas_parts_that_are_missing_or_others_are_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "hparams, message",
     [
-        ({"n_head": 5}, "n_head is 5, expected a divisor of the width 48"),
-        ({"n_ctx": 12}, "hparams.json say block_size 12, its tensors 24"),
-        ({"n_layer": 3}, "hparams.json say n_layer 3, its tensors 2"),
+        ({"n_head": 5}, "n_head is 5, but must be a divisor of the width 48"),
+        ({"n_ctx": 12}, "hparams.json specify block_size 12, but its tensors have 24"),
+        ({"n_layer": 3}, "hparams.json specify n_layer 3, but its tensors have 2"),
     ],
 )
 def test_openais_settings_that_dont_fit_are_refused(
@@ -259,7 +259,7 @@ def test_files_of_no_settings_are_refused(tmp_path: Path) -> None:
         read_foreign(tmp_path)
     (tmp_path / "lit_model.pth").write_bytes(b"")
     (tmp_path / "model_config.yaml").write_text("n_layer: [1\n")
-    with pytest.raises(ModelError, match=r"model_config\.yaml is no valid YAML .*: copy it again$"):
+    with pytest.raises(ModelError, match=r"config\.yaml is not valid YAML .*: copy it again$"):
         read_foreign(tmp_path)
 
 
@@ -277,9 +277,9 @@ def test_openais_weights_of_several_matrices_are_refused(
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("transformer.h.0.attn.c_q.weight", "is of nanochat, and its settings are missing: name"),
-        ("transformer.h.0.attn.qkv.weight", "is of litgpt: name the folder"),
-        ("layers.0.attention.wq.weight", "is of Meta: name the folder"),
+        ("transformer.h.0.attn.c_q.weight", "is a nanochat file, but its settings are missing"),
+        ("transformer.h.0.attn.qkv.weight", "is a litgpt file: use the folder"),
+        ("layers.0.attention.wq.weight", "is a file of Meta's Llama: use the folder"),
     ],
 )
 def test_a_file_without_its_settings_names_what_is_missing(
@@ -336,7 +336,10 @@ def test_a_nanochat_without_its_settings_is_refused_by_what_is_missing(tmp_path:
         read_foreign(tmp_path)
     meta.unlink()
     (tmp_path / "model_000700.pt").mkdir()
-    with pytest.raises(ModelError, match=r"model_000650.pt is of nanochat, and its settings are m"):
+    with pytest.raises(
+        ModelError,
+        match=r"model_000650.pt is a nanochat file, but its settings are m",
+    ):
         read_foreign(tmp_path)
 
 
@@ -378,7 +381,7 @@ def test_later_forms_of_nanochat_are_refused_by_what_they_have(tmp_path: Path) -
     with pytest.raises(ModelError) as caught:
         read_foreign(tmp_path)
     message = str(caught.value)
-    assert "is of a later nanochat, whose model no Hugging Face class computes" in message
+    assert "is from a later nanochat version, which no Hugging Face class supports" in message
     assert message.endswith(
         "it also has transformer.h.*.attn.ve_gate.weight, value_embeds.*.weight, resid_lambdas, "
         "window_pattern; use it with nanochat"
@@ -389,12 +392,12 @@ def test_later_forms_of_nanochat_are_refused_by_what_they_have(tmp_path: Path) -
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"n_head": "6"}, "meta_000650.json: n_head is no whole number"),
-        ({"n_kv_head": None}, "meta_000650.json: n_kv_head is no whole number"),
-        ({"n_layer": 10**30}, r"meta_000650.json: n_layer is infinite or 2\^63 or more"),
-        ({"n_layer": 3}, "its settings say num_hidden_layers 3, its tensors 2"),
-        ({"n_head": 5}, "num_attention_heads is 5, expected a divisor of the width 48"),
-        ({"vocab_size": 65}, "its settings say vocab_size 65, its tensors 64"),
+        ({"n_head": "6"}, "meta_000650.json: n_head is not an integer"),
+        ({"n_kv_head": None}, "meta_000650.json: n_kv_head is not an integer"),
+        ({"n_layer": 10**30}, r"meta_000650\.json: n_layer is not finite or is 2\^63 or more"),
+        ({"n_layer": 3}, "its settings specify num_hidden_layers 3, but its tensors have 2"),
+        ({"n_head": 5}, "num_attention_heads is 5, but must be a divisor of the width 48"),
+        ({"vocab_size": 65}, "its settings specify vocab_size 65, but its tensors have 64"),
     ],
 )
 def test_nanochats_settings_that_dont_fit_are_refused(
@@ -407,7 +410,7 @@ def test_nanochats_settings_that_dont_fit_are_refused(
     with pytest.raises(ModelError, match=message):
         read_foreign(tmp_path)
     (tmp_path / "meta_000650.json").write_text("{}")
-    with pytest.raises(ModelError, match="has no model_config: it is not of nanochat"):
+    with pytest.raises(ModelError, match="has no model_config: it is not a nanochat file"):
         read_foreign(tmp_path)
 
 

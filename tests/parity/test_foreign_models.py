@@ -120,7 +120,7 @@ def test_the_books_gpt_with_its_optimizer_computes_the_same(tmp_path: Path) -> N
     foreign = read_foreign(
         tmp_path / "model_and_optimizer.pth", config={"num_attention_heads": HEADS}
     )
-    assert "The optimizer's state in it (optimizer_state_dict) is left out" in foreign.notes[0]
+    assert "Its optimizer state (optimizer_state_dict) is not converted" in foreign.notes[0]
     assert_computes_the_same(model, foreign, tmp_path)
 
 

@@ -581,7 +581,7 @@ def test_kind_of_data_decides_masking_and_preference_section(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "sections", "message"),
     [
-        ("chat", {"data": {"dir": "data", "document_masking": False}}, "can't be off with"),
+        ("chat", {"data": {"dir": "data", "document_masking": False}}, "can't be disabled for"),
         ("text", {"preference": {"beta": 0.2}}, "set data.kind preference, or remove the section"),
         ("preference", {}, "need a model that already answers"),
     ],

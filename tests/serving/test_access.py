@@ -221,7 +221,7 @@ def test_preflight_without_the_key_is_answered_only_to_allowed_pages_and_names()
 
 
 def test_allowing_every_origin_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give each origin"):
+    with pytest.raises(ConfigError, match="list each origin"):
         ServerOptions(allowed_origins=("https://page.example", "*"))
 
 

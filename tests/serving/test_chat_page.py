@@ -58,7 +58,13 @@ def test_requests_are_answered_to_this_machines_own_page(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.com", ""])
 def test_other_machines_are_not_listened_to(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"has no passwords.*tunnel: ssh -L"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"has no password protection.*tunnel from other "
+            r"machines: ssh -L"
+        ),
+    ):
         require_web(host, 8000)
 
 

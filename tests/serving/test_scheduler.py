@@ -162,7 +162,7 @@ def test_a_queue_has_its_bound_and_takes_all_or_none() -> None:
         scheduler.submit([last])
         decoder.wait_for(lambda: len(decoder.prompts) == 2)
         assert (scheduler.running, scheduler.waiting) == (2, 3)
-        with pytest.raises(QueueFullError, match="3 texts are waiting"):
+        with pytest.raises(QueueFullError, match="3 texts are already waiting"):
             scheduler.submit([new_sequence()])
         decoder.release()
         collected.wait(*first, last)

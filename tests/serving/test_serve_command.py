@@ -189,7 +189,7 @@ def test_a_port_that_is_taken_is_said(folder: Path) -> None:
         error = invoke(str(folder), f"--port={port}")
     assert isinstance(error, StorageError)
     reason = os.strerror(errno.EADDRINUSE)
-    assert str(error) == (f"can't listen at 127.0.0.1 port {port}: {reason}; choose another --port")
+    assert str(error) == (f"can't listen on 127.0.0.1 port {port}: {reason}; choose another --port")
     error = invoke(str(folder), "--host=127.0.0.999")
     assert isinstance(error, ConfigError)
 

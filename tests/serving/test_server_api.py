@@ -150,7 +150,10 @@ def test_what_does_not_fit_the_context_is_refused(direct: Direct) -> None:
     for tokens in (CONTEXT, CONTEXT + 5):
         content = body_for(POSTS[0], prompt=[5] * tokens)
         message = refused(direct, POSTS[0], content, "prompt", "context_length_exceeded")
-        assert f"{tokens} tokens, and the context has {CONTEXT}" in message
+        assert (
+            f"{tokens} tokens, but the context for prompt and answer together has {CONTEXT}"
+            in message
+        )
     answer = direct.ask(POSTS[0], body_for(POSTS[0], prompt=[5] * (CONTEXT - 1), max_tokens=50))
     assert answer.json["choices"][0]["finish_reason"] == "length"
     assert answer.json["usage"]["completion_tokens"] == 1

@@ -70,9 +70,9 @@ def test_biases_that_cannot_be_meant_are_refused(direct: Direct, path: str) -> N
     ]  # fmt: skip
     for value in wrong:
         message = refused(direct, path, body_for(path, logit_bias=value), "logit_bias", None)
-        assert "numbers from -100 to 100 by token id" in message
+        assert "token ids to numbers from -100 to 100" in message
     message = refused(direct, path, body_for(path, logit_bias={"322": 1}), "logit_bias", None)
-    assert "the token id 322, and the model has 322 tokens" in message
+    assert "has token id 322, but the model has 322 tokens" in message
     many = {str(i): 0 for i in range(322)}
     for fine in ({}, None, {"321": -100}, {"5": 1.5}, many):
         assert direct.ask(path, body_for(path, logit_bias=fine)).status == 200

@@ -123,12 +123,12 @@ def test_a_template_that_lays_out_earlier_answers_otherwise_is_found_in_by_marks
         (
             "{%- generation -%}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
             "{%- endgeneration -%}",
-            "makes 1 .* of 2 answers",
+            "renders 1 .* for 2 answers",
         ),
         (
             "{%- set x -%}{%- generation -%}{{ messages[-1].content }}{%- endgeneration -%}"
             "{%- endset -%}{{- x | length -}}",
-            "changes what its",
+            "modifies the content of its",
         ),
     ],
 )
@@ -448,7 +448,7 @@ def test_a_template_of_plain_text_needs_no_tokens(tokenizer: Tokenizer) -> None:
 def test_the_tokenizers_own_template_is_taken_and_a_missing_one_said(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     assert with_chat_template(ours, None) is ours
-    with pytest.raises(TokenizerError, match="has no chat template: name one"):
+    with pytest.raises(TokenizerError, match="has no chat template: set"):
         with_chat_template(tokenizer, None)
     with pytest.raises(InputError, match="chat template chatlm is neither"):
         with_chat_template(tokenizer, "chatlm")

@@ -90,7 +90,7 @@ def test_of_two_pairs_each_file_goes_with_its_own(tmp_path: Path) -> None:
 
 def test_merges_without_their_vocabulary_say_so(tmp_path: Path) -> None:
     (tmp_path / "some.txt").write_bytes(b"#version: 0.2\na b\n")
-    with pytest.raises(TokenizerError, match=r"some\.txt needs vocab\.json beside it"):
+    with pytest.raises(TokenizerError, match=r"some\.txt needs vocab\.json in the same folder"):
         Tokenizer.from_pretrained(tmp_path / "some.txt")
 
 
@@ -98,7 +98,7 @@ def test_several_tokenizers_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.tiktoken").write_bytes(CONTENTS["ranks"])
     (tmp_path / "spm.model").write_bytes(CONTENTS["pieces"])
     (tmp_path / "._spm.model").write_bytes(b"of macOS")
-    message = r"holds several tokenizers \(a\.tiktoken, spm\.model\): name one of the files"
+    message = r"contains several tokenizers \(a\.tiktoken, spm\.model\): specify one of the files"
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_pretrained(tmp_path)
     assert Tokenizer.from_pretrained(tmp_path / "spm.model").eos_token == "</s>"
@@ -142,13 +142,13 @@ def test_ranks_of_other_known_vocabularies_are_refused(
 ) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(many_ranks(count))
-    with pytest.raises(TokenizerError, match=rf"holds the ranks of {name}, which splits texts in"):
+    with pytest.raises(TokenizerError, match=rf"contains the ranks of {name}, whose split pattern"):
         Tokenizer.from_pretrained(path)
     # p50k_base leaves out the id of <|endoftext|>, which must not look like damage.
     lines = path.read_bytes().splitlines()
     lines[-1] = base64.b64encode(b"last one") + b" %d" % count
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(TokenizerError, match=f"holds the ranks of {name}"):
+    with pytest.raises(TokenizerError, match=f"contains the ranks of {name}"):
         Tokenizer.from_pretrained(path)
 
 

@@ -412,7 +412,9 @@ def test_a_checkpoint_is_evaluated_as_it_was_trained(
 
 def test_documents_of_one_token_leave_nothing_to_evaluate(tmp_path: Path) -> None:
     dataset = make_split(tmp_path, [[5], [6], [7]], "none")
-    with pytest.raises(DataError, match=r"hold no token to predict: .* without document masking"):
+    with pytest.raises(
+        DataError, match=r"no token to predict, because .* without document masking"
+    ):
         evaluate_split(
             lambda *_, **__: torch.zeros(()),
             dataset,

@@ -399,9 +399,7 @@ def test_a_run_says_its_schedule_and_its_groups_of_parameters(
     """Of adapters, where only they are trained."""
     base = train(changed(recipe, schedule={"max_steps": 2, "warmup_steps": 1}), progress=True)
     told = " ".join(capsys.readouterr().err.split())
-    schedule = (
-        r"schedule: 2 steps of 4 x 32 tokens \(0\.0\d+ epochs\), warm-up of 1 steps to 0\.001"
-    )
+    schedule = r"schedule: 2 steps of 4 x 32 tokens \(0\.0\d+ epochs\), warm-up of 1 step to 0\.001"
     assert re.search(schedule + r", then down to 0\.0001 at step 2 ", told)
     longer = changed(
         recipe, schedule={"max_steps": 1, "warmup_steps": 2}, run={"dir": str(tmp_path / "l")}
@@ -532,8 +530,8 @@ def test_what_a_stop_saves_is_not_averaged(recipe: dict[str, Any], tmp_path: Pat
     "checkpoint, says",
     [
         ({"average_last": 3}, "set keep_last to 3"),
-        ({"average_last": 1}, "average_last to 2 at least"),
-        ({"average_last": 2, "every_steps": 0}, "set every_steps, or average_last to 0"),
+        ({"average_last": 1}, "average_last to at least 2"),
+        ({"average_last": 2, "every_steps": 0}, "set every_steps, or set average_last to 0"),
         ({"average_last": 2, "sharded": True}, "average_last reads full checkpoints"),
     ],
 )

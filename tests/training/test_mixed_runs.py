@@ -278,8 +278,8 @@ ONE = {"dir": "a", "weight": 1}
     "data, said",
     [
         ({}, "data.dir is missing"),
-        ({"dir": None}, "data: give either dir, a prepared folder, or mix"),
-        ({"dir": "d", "mix": [ONE]}, "data: give either dir, a prepared folder, or mix"),
+        ({"dir": None}, "data: set exactly one of dir prepared folder), mix"),
+        ({"dir": "d", "mix": [ONE]}, "data: set exactly one of dir prepared folder), mix"),
         ({"mix": []}, "data.mix: list should have at least 1 item"),
         ({"mix": {"dir": "a"}}, "data.mix: input should be a valid list"),
         ({"mix": ["a"]}, "data.mix.0 must be a section with keys, not 'a'"),
@@ -293,11 +293,11 @@ ONE = {"dir": "a", "weight": 1}
         ({"mix": [{**ONE, "name": "a/b"}]}, "data.mix.0.name: string should match pattern"),
         (
             {"mix": [{"dir": "a", "weight": 0.3333333333}, {"dir": "b", "weight": 0.6666666667}]},
-            "data: the weights of a mix, 0.3333333333, 0.6666666667, repeat only",
+            "data: the weights of a mix (0.3333333333, 0.6666666667) repeat only",
         ),
         (
             {"mix": [{"dir": "x/a", "weight": 1}, {"dir": "y/a/", "weight": 1}]},
-            "data: two corpora of mix are called 'a': give each a name",
+            "data: two corpora in mix are called 'a': set a different name for each",
         ),
     ],
 )

@@ -136,12 +136,21 @@ def test_answers_that_are_part_of_the_prompt_are_not_learned() -> None:
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "`rejected` with its prompt: .* blank"),
         ({"prompt": " ", "chosen": "b", "rejected": "c"}, "`chosen` with its prompt: .* blank"),
         ({"chosen": "b", "rejected": "c"}, "`prompt` is missing, and `chosen` is only an answer"),
-        ({"chosen": say("a", "b"), "rejected": say("c", "b")}, "must continue one prompt"),
-        ({"prompt": "a", "chosen": "b", "rejected": say("c", "d")}, "each with an answer"),
-        ({"chosen": say("a", "b"), "rejected": say("a", "b", "c", "d")}, "each with an answer"),
+        (
+            {"chosen": say("a", "b"), "rejected": say("c", "b")},
+            ("must each continue the same prompt"),
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": say("c", "d")},
+            "the same prompt with an answer",
+        ),
+        (
+            {"chosen": say("a", "b"), "rejected": say("a", "b", "c", "d")},
+            "the same prompt with an answer",
+        ),
         (
             {"prompt": say("a"), "chosen": say("b"), "rejected": say("c")},
-            "there is no assistant's message",
+            "there is no assistant message",
         ),
     ],
 )
@@ -576,10 +585,20 @@ def test_the_section_is_for_pairs_only(recipe: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "data, message",
     [
-        ({"files": "a", "long": "cut"}, "long cut is not for preference pairs"),
-        ({"files": "a", "train_on": "all"}, "leave train_on and format out"),
+        ({"files": "a", "long": "cut"}, "long cut does not support preference pairs"),
+        (
+            {"files": "a", "train_on": "all"},
+            (
+                "train_on and format do not apply to preference "
+                "pairs, which train on the answers and detect the "
+                "format from the keys: omit train_on and format"
+            ),
+        ),
         ({"mix": [{"dir": "a", "weight": 1}]}, "can't be mixed"),
-        ({"files": "a", "document_masking": False}, "can't be off"),
+        (
+            {"files": "a", "document_masking": False},
+            ("can't be disabled for conversations, because"),
+        ),
     ],
 )
 def test_keys_that_cannot_be_meant_are_refused(data: dict[str, Any], message: str) -> None:

@@ -75,16 +75,16 @@ def test_a_search_is_a_range_or_values(text: str, expected: SearchKey) -> None:
         ("optimizer.learnin_rate=1..2", "did you mean 'optimizer.learning_rate'"),
         (_RATE, "is not KEY=LOW..HIGH"),
         (f"{_RATE}=2..1", "the smaller one first"),
-        (f"{_RATE}=a..b", "a range has two numbers"),
-        (f"{_RATE}=1..nan", "a range has two numbers"),
-        (f"{_RATE}=0..1:log", "begins above 0"),
-        (f"{_RATE}=3", "two or more different values"),
-        (f"{_RATE}=3,3", "two or more different values"),
+        (f"{_RATE}=a..b", "a range must be two numbers"),
+        (f"{_RATE}=1..nan", "a range must be two numbers"),
+        (f"{_RATE}=0..1:log", "must begin above 0"),
+        (f"{_RATE}=3", "two different values"),
+        (f"{_RATE}=3,3", "two different values"),
         (f"{_RATE}={{,[", "--search"),
-        ("batch.micro_batch_size=1.5..4", "is a whole number"),
+        ("batch.micro_batch_size=1.5..4", "is an integer"),
         ("optimizer.name=1..2", "is not a number"),
-        ("run.seed=1,2", "a search changes what is learned"),
-        ("schedule.max_steps=1,2", "see as many tokens"),
+        ("run.seed=1,2", "section run can't be searched"),
+        ("schedule.max_steps=1,2", "see the same number of tokens"),
     ],
 )
 def test_a_wrong_search_is_refused(text: str, message: str) -> None:
@@ -326,17 +326,17 @@ def test_a_folder_with_another_study_is_refused(
     in_process(bowl)
     search = [f"{_RATE}=1e-4..1e-2:log"]
     tune(small(), tmp_path / "s", search=search, trials=2, trial_steps=60)
-    with pytest.raises(ConfigError, match="a study with another search"):
+    with pytest.raises(ConfigError, match="a study with a different search"):
         tune(small(), tmp_path / "s", trials=2)
-    with pytest.raises(ConfigError, match="a study with another recipe"):
+    with pytest.raises(ConfigError, match="a study with a different recipe"):
         tune(small(run={"seed": 2}), tmp_path / "s", search=search, trials=2)
-    with pytest.raises(ConfigError, match="a study with another --trial-steps"):
+    with pytest.raises(ConfigError, match="a study with a different --trial-steps"):
         tune(small(), tmp_path / "s", search=search, trials=2, trial_steps=61)
     path = tmp_path / "s" / "trials.jsonl"
     path.write_text(path.read_text().replace(_RATE, "optimizer.eps"))
-    with pytest.raises(CheckpointError, match=r"trials.jsonl:2 is no trial of this study"):
+    with pytest.raises(CheckpointError, match=r"trials.jsonl:2 is not a trial of this study"):
         tune(small(), tmp_path / "s", search=search, trials=3)
-    with pytest.raises(ConfigError, match="max_minutes gives the run no number of steps"):
+    with pytest.raises(ConfigError, match="max_minutes does not define a number of steps"):
         tune(small(schedule={"max_minutes": 3}), tmp_path / "t")
     (tmp_path / "s" / "study.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -403,7 +403,9 @@ def test_values_that_fail_together_are_a_failed_trial_and_the_recipes_own_an_err
     failed = [line for line in found.trials if line["state"] == "failed"]
     assert [line["values"]["schedule.kind"] for line in failed] == ["constant", "constant"]
     assert "min_lr_ratio applies only to kind cosine" in failed[0]["message"]
-    with pytest.raises(TrainingError, match="the recipe as it is does not train: loss is nan"):
+    with pytest.raises(
+        TrainingError, match="training fails with the recipe's own values: loss is nan"
+    ):
         tune(small(optimizer={"learning_rate": 1.0}), tmp_path / "t", trials=2, trial_steps=60)
 
 
@@ -454,7 +456,7 @@ def test_a_recipe_without_held_out_text_is_refused(
     (place / "manifest.json").unlink()
     (place / "manifest.json").write_text(json.dumps(manifest))
     recipe["data"]["dir"] = str(place)
-    with pytest.raises(ConfigError, match="no held-out text to judge a trial by"):
+    with pytest.raises(ConfigError, match="no held-out text to evaluate a trial on"):
         tune(recipe, trials=2, trial_steps=4)
 
 
@@ -463,9 +465,9 @@ def test_a_recipe_without_held_out_text_is_refused(
     [
         (["--trials", "0"], "--trials is 0"),
         (["--budget", "soon"], "is not a time"),
-        (["--trial-steps", "3", "--trial-minutes", "2"], "keep one"),
+        (["--trial-steps", "3", "--trial-minutes", "2"], "use only one of them"),
         (["--search", f"{_RATE}=-1..1"], "learning_rate"),
-        (["--search", f"{_RATE}=1,2", "--search", f"{_RATE}=3,4"], "is given twice"),
+        (["--search", f"{_RATE}=1,2", "--search", f"{_RATE}=3,4"], "is repeated"),
         (["--search", "optimizer.name=adamw,foo"], "(given: 'foo')"),
         (["--schedule.resume", "true"], "schedule.resume"),
     ],

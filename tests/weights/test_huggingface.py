@@ -240,7 +240,7 @@ def test_integer_weights_are_refused_not_taken_at_face_value(
     tensors = tensors_of(folder)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
     save_tensors(folder, tensors)
-    assert "has quantised tensors: lm_head.weight" in refusal(folder)
+    assert "has quantised tensors (lm_head.weight" in refusal(folder)
 
 
 def test_many_wrong_tensors_are_counted_not_all_listed(
@@ -265,7 +265,9 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(
     assert load_model(folder).model.config.tie_word_embeddings
     head[3, 5] += 1e-3
     save_tensors(folder, {**tensors, "lm_head.weight": head})
-    assert "ties lm_head.weight to model.embed_tokens.weight, but the two differ" in refusal(folder)
+    assert "ties lm_head.weight to model.embed_tokens.weight, but their values differ" in refusal(
+        folder
+    )
 
 
 # Folders that are no model
@@ -391,7 +393,7 @@ def test_a_number_by_which_lists_of_layers_are_made_is_whole(key: str, value: ob
 def test_dropout_of_a_phi3_is_noted(tmp_path: Path) -> None:
     content = {"model_type": "phi3", "resid_pdrop": 0.1, "embd_pdrop": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    said = f"{tmp_path / 'config.json'} has resid_pdrop 0.1, which is not applied"
+    said = f"{tmp_path / 'config.json'} has resid_pdrop 0.1, which is ignored"
     assert training_notes(tmp_path) == [said]
     (tmp_path / "config.json").write_text(json.dumps({**GPT2.to_hf(), "resid_pdrop": 0.1}))
     assert training_notes(tmp_path) == []
@@ -449,7 +451,7 @@ def test_a_safetensors_file_cut_short_is_named(
     folder = write(LLAMA)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    assert f"{path} is damaged or cut short" in refusal(folder)
+    assert f"{path} is damaged or truncated" in refusal(folder)
 
 
 def index_of(folder: Path, content: Any) -> None:
@@ -497,7 +499,7 @@ def test_a_shard_that_the_index_names_must_be_there(write: Callable[[ModelConfig
     assert load_model(folder).model.config == LLAMA
     (folder / "b.safetensors").unlink()
     assert refusal(folder) == (
-        f"{folder / 'b.safetensors'} is missing, but model.safetensors.index.json names it: "
+        f"{folder / 'b.safetensors'} is missing but is listed in model.safetensors.index.json: "
         "download it again"
     )
 
@@ -517,7 +519,7 @@ def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
     assert refusal(path).startswith(
-        f"model folder {path} is a file, not a folder (a model's folder is named whole"
+        f"model folder {path} is a file, not a folder (specify the model's folder"
     )
 
 
@@ -555,7 +557,7 @@ def test_a_hub_id_that_cannot_be_downloaded_gives_one_clear_line(
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     message = refusal("someone/some-model")
     assert message.startswith(
-        "someone/some-model is not a folder here, and it can't be downloaded from the hub: "
+        "someone/some-model is not a local folder, and it can't be downloaded from the hub: "
     )
     assert not message.endswith(": ")
 

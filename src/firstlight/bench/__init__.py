@@ -1,4 +1,5 @@
-"""`firstlight bench`: effects of choices, measured on the user's machine.
+"""`firstlight bench`: measures the effects of settings on the user's machine.
 
-Figures of the project itself, such as those of a GPU, are measured by `benchmarks/` beside `src/`.
+Published figures, such as those for GPUs, are measured by the separate package `benchmarks/` next
+to `src/`.
 """

@@ -1,8 +1,8 @@
-"""Results of benchmarks as tables and pictures.
+"""Display of benchmark results as tables and pictures.
 
-Cells of tables come from templates: those of a row are one string, separated by " | ". A template
-is a format string of Python, with the names of `UNITS` as further format specifications. Pictures
-are PNG files: panels of horizontal bars, and parts of other figures.
+Table cells are rendered from templates; those of a row are one string, separated by " | ". A
+template is a Python format string that can also use the names in `UNITS` as format specifications.
+Pictures are PNG files with panels of horizontal bars; helpers for other figures are also here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from firstlight.console import human_bytes
 
 
-def _binary(size: int) -> str:  # the sizes of caches in processors' data sheets
+def _binary(size: int) -> str:  # As in the cache sizes in processor data sheets.
     return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
 
 
-#: Format specifications of templates for numbers with a unit: "{peak_bytes:GiB}".
+#: Additional format specifications for numbers with a unit, as in "{peak_bytes:GiB}".
 UNITS: Mapping[str, Callable[[Any], str]] = {
     "bytes": human_bytes,
     "MB": lambda size: f"{size / 1e6:,.0f} MB",
@@ -41,15 +41,16 @@ class _Formatter(string.Formatter):
 
 
 def cell(template: str, row: Mapping[str, Any]) -> str:
-    """A cell of a row; "" if the row lacks one of the template's values, or has None for it."""
+    """Render a cell of a row; return "" if the row lacks one of the template's values or has None
+    for it."""
     try:
         return _Formatter().vformat(template, (), row)
-    except (KeyError, TypeError):  # None has no format and no items
+    except (KeyError, TypeError):  # None supports neither format specifications nor items.
         return ""
 
 
 def cells(templates: str, row: Mapping[str, Any]) -> list[str]:
-    """The cells of a row, from templates that are separated by " | "."""
+    """Render the cells of a row from templates separated by " | "."""
     return [cell(template, row) for template in templates.split(" | ")]
 
 
@@ -59,9 +60,9 @@ class Panel:
 
     Attributes:
         xlabel: quantity and unit.
-        names: names of the bars, from the top.
+        names: names of the bars, from top to bottom.
         values: lengths of the bars.
-        labels: texts beside the bars; None writes the values.
+        labels: texts next to the bars; None writes the values.
         colors: color of each bar, or of all bars.
         spread: lowest and highest value of each bar; None draws no error lines.
         inner: lengths of thin black bars inside the bars; empty for none.
@@ -81,13 +82,13 @@ class Panel:
 
 
 def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
-    """A PNG of panels.
+    """Draw panels as a PNG.
 
     Args:
         title: heading of the picture.
         grid: rows of panels; all rows have the same number of panels.
     """
-    # Without panels, one empty panel: the picture then has only its heading.
+    # If there are no panels, draw an empty one, so that the picture has only its heading.
     grid = grid or [[Panel("", [], [])]]
     heights = [len(panels[0].names) + 3.5 for panels in grid]
     figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)
@@ -96,10 +97,10 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
     for row, panels in zip(axes, grid, strict=True):
         for number, (place, panel) in enumerate(zip(row, panels, strict=True)):
             _draw(place, panel)
-            # The names of the bars stand only at the first of several panels that share them.
+            # If several panels share the names of the bars, only the first shows them.
             if number and panel.names == panels[0].names:
                 place.set_yticklabels([])
-    # Not parsed as math: the path of a model or the name of a GPU may have dollar signs.
+    # Not parsed as math, because a model path or GPU name may contain dollar signs.
     figure.suptitle(title, parse_math=False)
     return png_of(figure)
 
@@ -112,7 +113,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     most = max([*panel.values, 1e-12])
     if panel.spread is not None:
         pairs = list(zip(panel.values, panel.spread, strict=True))
-        # max: by rounding errors, a median may lie outside its own spread.
+        # max is needed because rounding errors can put a median outside its spread.
         low = [max(value - least, 0.0) for value, (least, _) in pairs]
         high = [max(greatest - value, 0.0) for value, (_, greatest) in pairs]
         style: dict[str, Any] = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 2}
@@ -121,7 +122,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     labels = panel.labels
     if labels is None:
         labels = [f"{value:,.0f}" if most >= 10 else f"{value:.2f}" for value in panel.values]
-    # At the ends of the bars, labels would overlap the error lines.
+    # Labels at the ends of the bars would overlap the error lines.
     place = "center" if panel.spread is not None else "edge"
     axes.bar_label(bars, labels, label_type=place, padding=0 if place == "center" else 3)
     axes.set_yticks(places, panel.names, parse_math=False)
@@ -136,9 +137,9 @@ def _draw(axes: Any, panel: Panel) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of a size in inches.
+    """Create an empty matplotlib figure with a size in inches.
 
-    It is made without pyplot, which would look for a window system and keep global state.
+    pyplot is not used because it would look for a window system and keep global state.
     """
     from matplotlib.figure import Figure
 
@@ -146,7 +147,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def png_of(figure: Any) -> bytes:
-    """A matplotlib figure as PNG."""
+    """Return a matplotlib figure as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()

@@ -1,11 +1,11 @@
-"""`firstlight bench gemm`: this machine's matrix-product rate by shape and by alignment.
+"""`firstlight bench gemm`: measures this machine's matrix-product rate by shape and alignment.
 
-The operands are random and made once for each number format. Each result overwrites the last one,
-so that no memory is allocated during the measurement. A product that takes less than a measurement
-is repeated in it with the same operands, after one product that is not timed: operands that fit
-into the caches are in them. Each round measures every product once, but the products of `COMPARED`
-`GemmPlan.turns` times; a row shows the median. Compared products are measured shortly after each
-other, so that other work of the machine affects both, and their ratio is the median over the pairs.
+The operands are random and are created once per number format. Each result overwrites the previous
+one, so that no memory is allocated during the measurement. A product that is shorter than a
+measurement is repeated with the same operands, after one untimed product, so operands that fit into
+the caches are already there. Each round measures every product once, and the products in `COMPARED`
+`GemmPlan.turns` times; a row shows the median. Compared products are measured in quick succession,
+so that other load on the machine affects both, and their ratio is the median over the pairs.
 
 A product is C [M, N] = A [M, K] @ B [K, N]. Its layout is two letters as in BLAS, one for A and one
 for B: "n" is stored in memory row by row, "t" is the transposed view of a matrix that is. A linear
@@ -18,8 +18,8 @@ per step:
 
 GPT-2's Conv1D stores W as [in, out]: x @ W "nn", g @ W.T "nt", x.T @ g "tn".
 
-The page has five parts: the products; one measurement; what one thread and all threads reach by
-reading, blocking and waves; the run; and the ratios and the picture.
+This module has five parts: the products; a single measurement; rates of one thread and of all
+threads for memory reads, blocked products and waves; the run; and the ratios and the picture.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from firstlight.hardware.device import (
 Layout = Literal["nn", "nt", "tn"]
 Part = Literal["size", "model", "alignment", "tile", "wave"]
 
-#: The parts whose products are compared with each other.
+#: Parts whose products are compared with each other.
 COMPARED = ("alignment", "tile", "wave")
-#: The multiples to which sizes are padded.
+#: Multiples to which sizes are padded.
 MULTIPLES = (8, 64, 128)
-#: The size of a tile's edge: the products of the part "tile" have values of N around it.
+#: Edge length of a tile; products in the part "tile" have values of N around it.
 TILE_EDGE = 256
-#: Tokens of the training step whose products are added up: 4 sequences of 1024.
+#: Number of tokens in the training step whose products are added up: 4 sequences of 1024.
 STEP_TOKENS = 4096
 
 
@@ -92,13 +92,13 @@ class GemmProduct:
 
     @property
     def flops(self) -> int:
-        """Number of multiplications and additions."""
+        """Number of floating-point operations (multiplications and additions)."""
         return 2 * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
 class GPT2Shape:
-    """The sizes of a GPT-2 that its matrix products depend on."""
+    """Sizes of a GPT-2 on which its matrix products depend."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -115,21 +115,22 @@ MODELS = {
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """Amount of measuring.
+    """Extent of the measurements.
 
     Attributes:
         sizes: sizes of the square products.
-        base: the aligned size of the products of the parts "alignment" and "tile".
-        tokens: tokens of the model's products, on CPUs fewer than STEP_TOKENS to save time.
+        base: aligned size of the products in the parts "alignment" and "tile".
+        tokens: number of tokens in the model's products; on CPUs, fewer than STEP_TOKENS to save
+            time.
         tile_sizes: values of N around TILE_EDGE.
         measure_seconds: approximate duration of a measurement, which repeats its product.
         budget_seconds: approximate duration of all rounds.
         min_rounds: minimum number of rounds.
         max_rounds: maximum number of rounds.
-        turns: measurements of the products of COMPARED in a round. There are more of them, because
-            the products are small and so are the differences between them.
+        turns: number of measurements per round of the products in COMPARED. It is larger because
+            these products are small and so are the differences between them.
         pass_bytes: sizes in bytes of the arrays that `gemm` reads; () on GPUs.
-        blocked_edge: rows and columns of the product that `gemm` cuts into blocks; 0 on GPUs.
+        blocked_edge: rows and columns of the product that `gemm` splits into blocks; 0 on GPUs.
     """
 
     sizes: tuple[int, ...]
@@ -151,7 +152,8 @@ _QUICK_STEPS = tuple(sorted({*range(192, 321, 32), *_EDGES}))
 
 
 def plan_for(device_type: str, quick: bool) -> GemmPlan:
-    """The plan for the device type "cuda", or for any other, which is assumed to be slower."""
+    """Return the plan for the device type "cuda", or for any other device, which is assumed to be
+    slower."""
     sizes = tuple(1 << power for power in range(7, 15))
     if device_type == "cuda":
         plan = GemmPlan(sizes, 4096, STEP_TOKENS, _STEPS, measure_seconds=0.05, budget_seconds=150)
@@ -182,12 +184,13 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
 
 
 def paddings(size: int) -> dict[int, int]:
-    """`size` padded to each of MULTIPLES, by multiple; several may have the same padded size."""
+    """Return `size` padded to each of MULTIPLES, by multiple; several may have the same padded
+    size."""
     return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
 
 def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
-    """The sizes whose padding is measured, by group."""
+    """Return the sizes whose padding is measured, by group."""
     return {
         "M": base + 1,
         "N": base + 1,
@@ -200,7 +203,7 @@ def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
 def layer_products(
     name: str, tokens: int, inputs: int, outputs: int, *, conv1d: bool = False
 ) -> list[tuple[str, int, int, int, Layout]]:
-    """The three products of a linear layer in a training step: name, M, N, K, layout.
+    """Return the three products of a linear layer in a training step, as (name, M, N, K, layout).
 
     The weight is stored as [inputs, outputs] if `conv1d`, otherwise as [outputs, inputs].
     """
@@ -215,8 +218,8 @@ def layer_products(
 
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
-    """The products of one training step, without those inside attention: the layers as Conv1D and
-    as linear layers, the head for each vocabulary size."""
+    """Return the products of one training step except those inside attention: the layers both as
+    Conv1D and as linear layers, and the head for each vocabulary size."""
     C = shape.hidden_size
     layers = {
         "qkv": (C, 3 * C),
@@ -235,7 +238,7 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
         rows: layer_products(f"head {rows}", tokens, C, rows)
         for rows in sorted({vocabulary, *paddings(vocabulary).values()})
     }
-    # The sizes of one product follow each other, since the load of the machine drifts.
+    # Sizes of the same product are measured consecutively, since the machine's load drifts.
     products += [
         GemmProduct("model", "vocabulary", rows, *heads[rows][one], count=1)
         for one in range(3)
@@ -245,7 +248,8 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Aligned and unaligned sizes of each dimension alone, and of a model's hidden size in its MLP.
+    """Return products with aligned and unaligned sizes of each single dimension, and of a model's
+    hidden size in its MLP.
 
     In the layout "nt", K is the contiguous dimension of A and B in memory, and N that of C.
     """
@@ -271,12 +275,12 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmPro
 
 
 def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
-    """Products [base, N, base], with N in steps around a tile's edge."""
+    """Return products [base, N, base], with N in steps around a tile's edge."""
     return [GemmProduct("tile", "N", n, f"N = {n}", m=base, n=n, k=base) for n in sizes]
 
 
 def wave_products(multiprocessors: int) -> list[GemmProduct]:
-    """Products of n, n - 1, n + 1, 2 n and 2 n + 1 tiles of 128 x 256, for a GPU with n
+    """Return products of n, n - 1, n + 1, 2 n and 2 n + 1 tiles of 128 x 256, for a GPU with n
     multiprocessors (SMs)."""
     one, two = multiprocessors, 2 * multiprocessors
     return [
@@ -286,7 +290,8 @@ def wave_products(multiprocessors: int) -> list[GemmProduct]:
 
 
 def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> list[GemmProduct]:
-    """All products of a plan, in the order of measurement; waves only with `multiprocessors`."""
+    """Return all products of a plan, in the order of measurement; waves only with
+    `multiprocessors`."""
     squares = [
         GemmProduct("size", "", size, str(size), m=size, n=size, k=size) for size in plan.sizes
     ]
@@ -299,8 +304,8 @@ def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> 
     return products + wave_products(multiprocessors) if multiprocessors else products
 
 
-#: Number formats by their names in recipes. For tf32, a GPU rounds the factors of fp32 products to
-#: 10 bits of mantissa.
+#: Number formats by their names in recipes. With tf32, a GPU rounds the factors of fp32 products to
+#: 10 mantissa bits.
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -315,14 +320,14 @@ FP8 = torch.float8_e4m3fn
 #: Maximum number of times that a measurement repeats its product.
 _MOST_REPEATS = 10_000
 
-#: Flat memory of A, B and C.
+#: Flat buffers for A, B and C.
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
 @contextlib.contextmanager
 def fp32_products(name: str) -> Iterator[None]:
-    """Compute fp32 products in full, or as TF32 if `name` is "tf32"; torch's global setting is
-    restored at the end."""
+    """Context manager that computes fp32 products in full precision, or as TF32 if `name` is
+    "tf32". torch's global setting is restored at the end."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
@@ -334,24 +339,25 @@ def fp32_products(name: str) -> Iterator[None]:
 def make_operands(
     products: Sequence[GemmProduct], dtype: torch.dtype, device: torch.device
 ) -> Operands:
-    """Flat tensors for A, B and C, large enough for each of `products`; A and B are random.
+    """Create flat tensors for A, B and C, large enough for each of `products`; A and B are random.
 
-    C has the same dtype, except for fp8: bf16.
+    C has the same dtype, except that it is bf16 for fp8.
     """
     sizes = [
         max(sizes)
         for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
     ]
-    # torch draws no random fp8 numbers, and the products of fp8 are written as bf16.
+    # torch can't generate random fp8 numbers, and products of fp8 are written as bf16.
     drawn = torch.bfloat16 if dtype == FP8 else dtype
     a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
-    # Random: a GPU multiplies zeros or ones with less power, and therefore at a higher clock rate.
+    # Random numbers are used because a GPU multiplies zeros or ones with less power and therefore
+    # at a higher clock rate.
     return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
 
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """A function that multiplies once, in the product's layout, into C. In fp8, where only the
-    layout "nt" works, it allocates the result."""
+    """Return a function that multiplies once, in the product's layout, into C. In fp8, where only
+    the layout "nt" works, it allocates the result."""
     m = product.m
     n = product.n
     k = product.k
@@ -368,7 +374,7 @@ def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], obje
 
 
 def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Mean seconds of one product over `repeats` products."""
+    """Return the mean seconds of one product over `repeats` products."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -378,7 +384,7 @@ def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device)
 
 
 def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
-    """Build kernels and touch memory; returns the approximate seconds of one product."""
+    """Build kernels and touch memory; return the approximate seconds per product."""
     multiply()
     best = math.inf
     for _ in range(3):
@@ -389,35 +395,38 @@ def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
 
 
 def repeats_of(product_seconds: float, measure_seconds: float) -> int:
-    """Number of products of `product_seconds` in a measurement of `measure_seconds`."""
+    """Return how many products of `product_seconds` fit in a measurement of `measure_seconds`."""
     return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
 
 
 def measure_product(
     product: GemmProduct, operands: Operands, repeats: int, device: torch.device
 ) -> float:
-    """Mean seconds of one product over `repeats`; if there are several, one more runs before."""
+    """Measure the mean seconds per product over `repeats`; if there are several, an untimed one
+    runs first."""
     multiply = make_multiply(product, operands)
     if repeats > 1:
         multiply()
     return _seconds(multiply, repeats, device)
 
 
-#: Linux's description of the first core's caches.
+#: Folder in which Linux describes the first core's caches.
 CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
-#: Minimum of bytes that one call reads.
+#: Minimum number of bytes that one call reads.
 _CALL_BYTES = 1 << 22
 
-#: Number of measurements of each row, of which the row has the median.
+#: Number of measurements per row, whose median is reported.
 _REPEATS = 5
 
-#: Number of measurements of each number of products; more, since each takes a few milliseconds.
+#: Number of measurements for each number of products; larger because each takes only a few
+#: milliseconds.
 _WAVE_REPEATS = 15
 
 
 def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
-    """The bytes of each data cache, such as {"L1": 32768}; empty if the system lists no cache."""
+    """Return the size of each data cache in bytes, such as {"L1": 32768}; empty if the system lists
+    no caches."""
     found = {}
     for index in sorted(folder.glob("index*")):
         try:
@@ -425,7 +434,7 @@ def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
                 (index / name).read_text(encoding="ascii").strip()
                 for name in ("type", "level", "size")
             )
-        except OSError:  # some ARM machines list a cache without its size
+        except OSError:  # Some ARM machines list a cache without its size.
             continue
         if kind != "Instruction":
             found[f"L{level}"] = int(size.removesuffix("K")) * 1024
@@ -433,8 +442,8 @@ def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
 
 
 def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
-    """A function that sums up the array `data` [numbers] in several passes and returns the sum of
-    each pass [passes]; and the number of passes, which together read about `_CALL_BYTES`."""
+    """Return a function that sums the array `data` [numbers] in several passes and returns the sum
+    of each pass [passes], and the number of passes, which together read about `_CALL_BYTES`."""
     passes = max(1, _CALL_BYTES // data.nbytes)
     repeated, sums = data.expand(passes, -1), torch.empty(passes)
     return lambda: torch.sum(repeated, 1, out=sums), passes
@@ -456,13 +465,13 @@ def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
                 part.addmm_(a[i : i + block, k : k + block], b[k : k + block, j : j + block])
 
 
-#: Function and smallest block of each cut; blocks grow by powers of 2. Square blocks below 32 would
-#: mostly measure the cost of calls.
+#: Way of splitting -> (function, smallest block); block sizes are powers of 2. Square blocks below
+#: 32 would mostly measure call overhead.
 _CUTS = {"row blocks": (multiply_rows, 1), "square blocks": (multiply_squares, 32)}
 
 
 def measure_loops(plan: GemmPlan) -> dict[str, Any]:
-    """Measure passes over arrays and products in blocks on one thread, and waves on all threads.
+    """Measure passes over arrays and blocked products on one thread, and waves on all threads.
 
     Args:
         plan: its `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds` are read.
@@ -505,7 +514,7 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
 
 
 def measure_waves(edge: int, threads: int) -> dict[str, Any]:
-    """Measure the time of several products at once relative to that of a single product.
+    """Measure the time of several concurrent products relative to that of a single product.
 
     Args:
         edge: rows and columns of each product.
@@ -528,7 +537,7 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
                 pass
             return time.perf_counter() - start
 
-        seconds(counts[-1])  # not measured: the pool starts its threads
+        seconds(counts[-1])  # Untimed call in which the pool starts its threads.
         rows = [
             {
                 "products": count,
@@ -552,7 +561,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _rates(call: Callable[[], object], work: int, measure_seconds: float) -> list[float]:
-    """Work per second in each of `_REPEATS` measurements, after one uncounted call.
+    """Return the work per second in each of `_REPEATS` measurements, after one untimed call.
 
     Args:
         call: function to measure.
@@ -589,14 +598,14 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
         passes.axvline(size, color="black", linestyle="--", linewidth=0.8)
         passes.annotate(name, (size, 0.02), xycoords=("data", "axes fraction"))
     passes.set_xscale("log", base=2)
-    passes.set(xlabel="bytes of the array, read by one thread", ylabel="GB/s", ylim=(0, None))
+    passes.set(xlabel="array size in bytes, read by one thread", ylabel="GB/s", ylim=(0, None))
     for number, cut in enumerate(_CUTS):
         these = [row for row in loops["blocks"] if row["cut"] == cut]
         _draw_medians(blocks, these, "block", "flops_per_second", color=f"C{number}", label=cut)
     blocks.set_xscale("log", base=2)
     edge = loops["edge"]
     blocks.set(
-        xlabel=f"rows of a block; at {edge} the whole product, one thread",
+        xlabel=f"rows per block ({edge} is the full product), one thread",
         ylabel="GFLOP/s",
         ylim=(0, None),
     )
@@ -612,8 +621,8 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
         linewidth=0.8,
     )
     waves.set(
-        xlabel=f"products at once, each of one of {found['threads']} threads",
-        ylabel="time / time of one (dashed: waves)",
+        xlabel=f"concurrent products, each on one of {found['threads']} threads",
+        ylabel="time / time of a single product (dashed: waves)",
         ylim=(0, None),
     )
 
@@ -635,7 +644,8 @@ def _draw_medians(
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:
-    """The names of DTYPES that the device multiplies in hardware; "fp32" is always among them."""
+    """Return the names of DTYPES that the device multiplies in hardware; "fp32" is always among
+    them."""
     names = ["fp32"]
     if hardware.device.type == "cuda":
         capability = torch.cuda.get_device_capability(hardware.device)
@@ -728,9 +738,9 @@ class GemmRun:
     def _warm_up(
         self, progress: Progress
     ) -> tuple[dict[str, Operands], dict[tuple[int, str], tuple[int, float]]]:
-        """Operands by number format; repeats and seconds by (product's index, format).
+        """Return the operands by number format; repeats and seconds by (product's index, format).
 
-        The formats of one product follow each other, since they are compared, too.
+        The formats of one product are measured consecutively, since they are also compared.
         """
         device, names = self.hardware.device, self.dtypes
         flops = sum(product.flops for product in self.products)
@@ -747,7 +757,7 @@ class GemmRun:
         return operands, costs
 
     def result(self) -> dict[str, Any]:
-        """The result so far.
+        """Return the result so far.
 
         Returns:
             "complete" (False while measurements are missing), "machine", "model", "quick",
@@ -772,10 +782,11 @@ class GemmRun:
         }
 
 
-#: Products of fewer FLOPs don't set a ceiling: their operands are read from a cache.
+#: Products with fewer FLOPs than this don't count for the ceiling, because their operands are read
+#: from a cache.
 _CEILING_FLOPS = 1e9
 
-#: Seconds of each measurement, by product, in one number format.
+#: Product -> seconds of each measurement, in one number format.
 Times = Mapping[GemmProduct, Sequence[float]]
 
 
@@ -785,7 +796,8 @@ def summarize(
     shape: GPT2Shape,
     plan: GemmPlan,
 ) -> dict[str, Any]:
-    """Rates and ratios of the measured products; products without a measurement are left out.
+    """Return the rates and ratios of the measured products. Products without a measurement are
+    omitted.
 
     Args:
         products: all products.
@@ -836,9 +848,10 @@ def _row(product: GemmProduct, times: Sequence[float], ceiling: float) -> dict[s
 def step_times(
     products: Sequence[GemmProduct], times: Times, tokens: int, ceiling: float
 ) -> list[dict[str, Any]]:
-    """The time of all matrix products of a training step of STEP_TOKENS.
+    """Return the total time of the matrix products in a training step of STEP_TOKENS.
 
-    Products were measured with `tokens` rows; their time is assumed proportional to the rows.
+    Products were measured with `tokens` rows; their time is assumed to be proportional to the
+    number of rows.
 
     Returns:
         For each storage of weights ("conv1d", "linear") and each vocabulary of the head: "weights",
@@ -873,7 +886,7 @@ def step_times(
 def compare(
     times: Times, size: Iterable[GemmProduct], base: Iterable[GemmProduct]
 ) -> dict[str, Any]:
-    """Compare the products `size` with the products `base`; the times of each side are added up.
+    """Compare the products in `size` with those in `base`; the times on each side are added up.
 
     Returns:
         "time_ratio", the median over measurements of time(size) / time(base), with "lowest" and
@@ -921,7 +934,8 @@ def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]:
-    """Compare each product of a part with that of size `value`; None: with the first (one wave)."""
+    """Compare each product of a part with the one of size `value`, or with the first (one wave) if
+    it is None."""
     these = [one for one in times if one.part == part]
     if value is None:
         value = these[0].value if these else None
@@ -932,7 +946,8 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of a result: rates by size, the model's products, padding, tiles, caches and waves."""
+    """Return a PNG of a result: rates by size, the model's products, padding, tiles, caches and
+    waves."""
     loops = result.get("loops")
     figure = upper = new_figure(14, 16 if loops else 11)
     if loops:
@@ -968,7 +983,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
     model.set(xlabel="share of the ceiling")
     model.tick_params(axis="y", labelsize=7)
     model.invert_yaxis()
-    padding.set(xlabel="time of the padded product / time of the one that is not")
+    padding.set(xlabel="time of the padded product / time of the unpadded product")
     padding.axvline(1, color="black", linestyle="--", linewidth=0.8)
     padding.invert_yaxis()
     tile.set(xlabel="N", ylabel=f"time / time at N = {TILE_EDGE} (dashed: work)", ylim=(0, None))

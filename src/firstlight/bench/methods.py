@@ -1,23 +1,23 @@
-"""`firstlight bench methods`: speed and memory of each efficiency method on this machine.
+"""`firstlight bench methods`: measures speed and memory of each efficiency method on this machine.
 
 There are two tables:
 
-- "alone": each method alone, compared with the plain run. Plain is fp32, attention as two matrix
-  products, AdamW parameter by parameter, nothing compiled, one micro-batch per step.
-- "ladder": the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in its
-  order, each added to those before it. The first row of a GPT-2 has its mask, LayerNorm and GELU
+- "alone": each method alone, compared with the plain run. The plain run uses fp32, attention as two
+  matrix products, AdamW with a loop over parameters, no compilation, and one micro-batch per step.
+- "ladder": the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in the same
+  order, each added to those before it. In the first row of a GPT-2, mask, LayerNorm and GELU are
   written out (`steps.write_out`).
 
-Fresh processes train every row for a few steps (`steps` describes the measurements). With
-`quick` on a CPU, they are forks of one process that has only done the imports. The rows take turns
-(A B C, A B C). The number of threads, the data and the initial weights are the same for all. Rates
-are medians over the timed steps of all turns. A row that can't run on this machine is skipped with
-the reason; a row that fails is shown with its error, and the ladder continues without it.
+Fresh processes train every row for a few steps (`steps` describes the measurements). With `quick`
+on a CPU, they are forked from a process that has only done the imports. The rows take turns (A B C,
+A B C). The number of threads, the data and the initial weights are the same for all. Rates are
+medians over the timed steps of all turns. A row that can't run on this machine is skipped with the
+reason; a row that fails is shown with its error, and the ladder continues without it.
 
-MFU is relative to the same rate in all rows: the machine's rate of bf16 matrix products
-(`hardware.device.peak_flops`), or of fp32 products if a CPU computes them faster. It is the higher
-of the values at the start and at the end. Operations that are computed twice, as with activation
-checkpointing, count once.
+In all rows, MFU is relative to the same rate: the machine's rate of bf16 matrix products
+(`hardware.device.peak_flops`), or of fp32 products if a CPU computes them faster. The higher of the
+values at the start and at the end is used. Operations that are computed twice, as with activation
+checkpointing, are counted once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from firstlight.models import GPT2Config, ModelConfig
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.load import changed_recipe
 
-#: The tables' names: each method alone, and each added to those before it.
+#: Names of the tables: each method alone, and each method added to those before it.
 ALONE, LADDER = "alone", "ladder"
 
 _TITLES = {ALONE: "each method alone", LADDER: "each method added to those above it"}
@@ -66,16 +66,17 @@ _TITLES = {ALONE: "each method alone", LADDER: "each method added to those above
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One method.
+    """One method (a row in a table).
 
     Attributes:
         name: name in tables and for `--rows`.
         changes: values of the recipe by key (`section.key`) that the method sets. A row of the
-            ladder has only its own, without those of the rows before it.
-        needs_gpu: the reason why CPUs skip the row; "" if they don't.
-        not_here: the reason why the row is skipped on any machine; "" if it isn't.
-        in_quick: False leaves out of `--quick` a row that starts slowly or resembles another row.
-        huge_pages: True lets torch take huge pages for large tensors; `firstlight train` does not.
+            ladder contains only its own changes, not those of the rows before it.
+        needs_gpu: reason why CPUs skip the row; "" if they don't.
+        not_here: reason why the row is skipped on any machine; "" if it isn't.
+        in_quick: False excludes the row from `--quick`, because it starts slowly or resembles
+            another row.
+        huge_pages: True lets torch use huge pages for large tensors, unlike `firstlight train`.
     """
 
     name: str
@@ -99,20 +100,22 @@ class MethodOutcome(RowOutcome):
 
 PLAIN = MethodRow("plain")
 
-#: Key in `MethodRow.changes` that is not a key of a recipe: names of `steps.WRITTEN_OUT_PARTS`.
+#: Key in `MethodRow.changes` that is not a recipe key; its value is a list of names in
+#: `steps.WRITTEN_OUT_PARTS`.
 WRITTEN_OUT = "bench.written_out"
 
-#: Likewise: number of processes, which share the threads of a CPU, or have one GPU each.
+#: Another such key: the number of processes, which share the threads of a CPU or have one GPU each.
 PROCESSES = "bench.processes"
 
 
 def plain_recipe(
     model: ModelConfig, device: str, seq_len: int, micro_batch_size: int
 ) -> dict[str, Any]:
-    """Values of the recipe without any method, to which every row adds its changes.
+    """Return the values of the plain recipe without any method, to which every row adds its
+    changes.
 
-    Gradients are not clipped: an optimizer that updates inside the backward pass never has all of
-    them at once, and all rows must compute the same.
+    Gradients are not clipped, because an optimizer that updates inside the backward pass never has
+    all gradients at once, and all rows must compute the same.
     """
     return {
         "run": {"device": device},
@@ -135,8 +138,8 @@ def plain_recipe(
 
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
-    """Keys for a step of the same number of sequences in four micro-batches, or in micro-batches of
-    one sequence if the number is not divisible by four."""
+    """Return the keys for a step of the same number of sequences in four micro-batches, or in
+    micro-batches of one sequence if the number is not divisible by four."""
     micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
     return {
         "batch.micro_batch_size": micro,
@@ -145,12 +148,13 @@ def accumulation(micro_batch_size: int) -> dict[str, Any]:
 
 
 def larger_batch(micro_batch_size: int) -> dict[str, Any]:
-    """Keys for a step of twice the plain run's sequences, in one micro-batch."""
+    """Return the keys for a step of twice the plain run's sequences, in one micro-batch."""
     return {"batch.micro_batch_size": 2 * micro_batch_size, "batch.gradient_accumulation_steps": 1}
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
-    """Half the tokens of the smallest micro-batch of all rows: each then has two chunks or more."""
+    """Return half the tokens of the smallest micro-batch in any row, so that each has at least two
+    chunks."""
     smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
     return max(1, smallest * seq_len // 2)
 
@@ -159,7 +163,7 @@ _IS_CPU = "needs a GPU: "
 
 
 def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[MethodRow]:
-    """Each method alone, the plain run first."""
+    """Return each method alone, the plain run first."""
     compiled = {"efficiency.compile": True}
     return [
         PLAIN,
@@ -170,7 +174,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
         MethodRow(
             "offload",
             {"efficiency.activation_offload": True},
-            _IS_CPU + "a CPU's activations lie in its memory already",
+            _IS_CPU + "activations on a CPU are already in host memory",
         ),
         MethodRow("tf32", {"efficiency.precision": "tf32"}, _IS_CPU + "CPUs have no TF32"),
         MethodRow("bf16", {"efficiency.precision": "bf16"}),
@@ -207,7 +211,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
         MethodRow(
             "compile-cudagraphs",
             {**compiled, "efficiency.compile_mode": "reduce-overhead"},
-            _IS_CPU + "CUDA graphs are CUDA's",
+            _IS_CPU + "CUDA graphs require CUDA",
         ),
     ]
 
@@ -228,7 +232,7 @@ def _optimizer_rows() -> list[MethodRow]:
         MethodRow(
             "paged-adamw8bit",
             other("paged_adamw8bit"),
-            _IS_CPU + "its pages move between a GPU's memory and the CPU's",
+            _IS_CPU + "it moves pages between GPU and CPU memory",
         ),
         MethodRow("adafactor", other("adafactor", learning_rate=1e-2)),
         MethodRow("muon", other("muon")),
@@ -239,7 +243,7 @@ def _optimizer_rows() -> list[MethodRow]:
 
 def _attention_rows(hardware: Hardware) -> list[MethodRow]:
     no_kernel = _IS_CPU + "CPUs have no such kernel"
-    # On GPUs the flash and cudnn kernels support 16-bit number formats only.
+    # On GPUs, the flash and cudnn kernels support only 16-bit number formats.
     half = {"efficiency.precision": "bf16"} if hardware.device.type == "cuda" else {}
     prefix = "bf16+" if half else ""
     return [
@@ -256,18 +260,24 @@ def _attention_rows(hardware: Hardware) -> list[MethodRow]:
 def ladder_rows(
     micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True, processes: int = 1
 ) -> list[MethodRow]:
-    """The rows of the ladder in the guide's order, each added to those before it.
+    """Return the rows of the ladder in the guide's order, each added to those before it.
 
-    Mixed precision is bf16 if the hardware multiplies it, fp16 on other GPUs. The rows that replace
-    a written out mask and written out layers are skipped for models other than GPT-2.
+    Mixed precision is bf16 if the hardware supports it, and fp16 on other GPUs. The rows that
+    replace the written-out mask and layers are skipped for models other than GPT-2.
 
     Args:
         processes: number of processes of the row `+ddp`; 1 skips the row.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
-    other = "" if is_gpt2 else "is of GPT-2's layers: this model has none of them written out"
-    shared = "two threads: torch has one" if hardware.device.type == "cpu" else "a second GPU"
+    other = (
+        ""
+        if is_gpt2
+        else ("applies only to GPT-2's layers, which are not written out in this model")
+    )
+    shared = (
+        "two threads, but torch has only one" if hardware.device.type == "cpu" else "a second GPU"
+    )
     return [
         MethodRow("baseline", {WRITTEN_OUT: both, "data.pin_memory": False}),
         MethodRow("+mask-on-the-fly", {WRITTEN_OUT: layers}, not_here=other),
@@ -276,7 +286,7 @@ def ladder_rows(
         MethodRow(
             "+pinned-memory",
             {"data.pin_memory": True},
-            _IS_CPU + "a CPU's batches are copied nowhere",
+            _IS_CPU + "batches are not copied on a CPU",
         ),
         MethodRow(f"+{low}", {"efficiency.precision": low}),
         MethodRow("+torch-classes", {WRITTEN_OUT: ()}, not_here=other),
@@ -286,7 +296,7 @@ def ladder_rows(
         MethodRow("+larger-batch", larger_batch(micro_batch_size)),
         MethodRow(
             "+ddp",
-            # Each process takes the GPU of its rank.
+            # Each process uses the GPU of its rank.
             {"run.device": hardware.device.type, "distributed.engine": "ddp", PROCESSES: processes},
             not_here="" if processes > 1 else f"needs {shared} here",
         ),
@@ -296,7 +306,7 @@ def ladder_rows(
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """The changes of row `rung` and of all rows before it, except the rows named in `left_out`."""
+    """Return the changes of row `rung` and of all rows before it, except the rows in `left_out`."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:
@@ -305,31 +315,31 @@ def changes_up_to(
 
 
 def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
-    """The reason why a row is skipped on this machine; "" if it is measured."""
+    """Return the reason why a row is skipped on this machine; "" if it is measured."""
     if row.not_here:
         return row.not_here
     if row.needs_gpu and hardware.device.type != "cuda":
         return row.needs_gpu
-    # On NVIDIA's GPUs, bf16 and TF32 both came with compute capability 8.0.
+    # On NVIDIA GPUs, both bf16 and TF32 require compute capability 8.0.
     if row.name == "+tf32" and not hardware.bf16:
-        return "needs a GPU of compute capability 8.0: this one has no TF32"
+        return "needs a GPU with compute capability 8.0: this one has no TF32"
     if row.huge_pages and hardware.device.type != "cpu":
-        return "is about the memory of CPUs"
+        return "applies only to CPU memory"
     if row.name.endswith("accumulation") and micro_batch_size == 1:
-        return "one row can't be cut: take a larger --micro-batch-size"
+        return "a single sequence can't be split: use a larger --micro-batch-size"
     if row.changes.get("efficiency.precision") == "fp16" and hardware.device.type == "cpu":
         operations: Any = torch.ops.mkldnn
         if not operations._is_mkldnn_fp16_supported():
-            return "this CPU multiplies no fp16: a step would take minutes"
+            return "this CPU can't multiply fp16 in hardware: a step would take minutes"
     if quick and not row.in_quick:
-        return "left out by --quick"
+        return "skipped by --quick"
     return ""
 
 
 def summarize(
     rows: Sequence[tuple[MethodRow, MethodOutcome | None]], head: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The medians of a table's rows and their ratios to its first row.
+    """Return the medians of a table's rows and their ratios to its first row.
 
     Args:
         rows: rows with their outcomes; None if a row has no outcome yet.
@@ -405,9 +415,10 @@ def _summary(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """A PNG of the result of `bench_methods`: a row of panels (tokens/s, peak memory) per table.
+    """Return a PNG of the result of `bench_methods`: a row of panels (tokens/s, peak memory) per
+    table.
 
-    Rows that failed are listed without a bar; skipped rows are left out.
+    Failed rows are listed without a bar; skipped rows are omitted.
     """
     grid = [
         _panels(_TITLES[table], rows)
@@ -418,7 +429,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Panels of speed and memory, with the first row's bars in another colour."""
+    """Return panels for speed and memory, with the first row's bars in a different colour."""
     names = [row["name"] for row in rows]
     colors = ["tab:orange", *["tab:blue"] * (len(rows) - 1)]
     rates = [row.get("tokens_per_second", 0.0) for row in rows]
@@ -456,24 +467,25 @@ def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 _MODULE = "firstlight.bench.steps"
 
-TIME_IS_UP = "the time of --quick was over"
+TIME_IS_UP = "the time limit of --quick was reached"
 
-#: Seconds after which `--quick` starts no measurement, so that it ends within five minutes.
+#: Time in seconds after which `--quick` starts no new measurement, so that it ends within five
+#: minutes.
 QUICK_SECONDS = 275.0
 
-#: Number of untimed steps: a CPU's heap still grows in the fourth step. `--quick` has only two.
+#: Number of untimed steps. A CPU's heap still grows in the fourth step; `--quick` has only two.
 WARMUP_STEPS, QUICK_WARMUP_STEPS = 5, 2
 
 Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those changes of a row whose keys are keys of a recipe."""
+    """Return the changes of a row whose keys are recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
 def processes_here(hardware: Hardware) -> int:
-    """The number of processes of the row `+ddp`: one for each GPU, two on a CPU with several
+    """Return the number of processes of the row `+ddp`: one for each GPU, two on a CPU with several
     threads, otherwise 1."""
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
@@ -481,7 +493,7 @@ def processes_here(hardware: Hardware) -> int:
 
 
 def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:
-    """The chosen rows of both tables; see `choose_rows`."""
+    """Return the chosen rows of both tables; see `choose_rows`."""
     size = (plan.micro_batch_size, plan.seq_len, plan.hardware)
     is_gpt2 = isinstance(plan.model, GPT2Config)
     processes = processes_here(plan.hardware)
@@ -492,10 +504,11 @@ def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]
 def choose_rows(
     tables: dict[str, list[MethodRow]], names: Sequence[str]
 ) -> dict[str, list[MethodRow]]:
-    """The rows that are chosen by their names or by the name of their table; all without names.
+    """Return the rows chosen by their names or the name of their table; all rows if there are no
+    names.
 
-    A named row of the table "alone" brings the plain run, with which it is compared. A named row of
-    the ladder brings the rows before it, whose methods it includes.
+    A row of the table "alone" also selects the plain run, with which it is compared. A row of the
+    ladder also selects the rows before it, whose methods it includes.
 
     Args:
         tables: all rows by table.
@@ -570,7 +583,7 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
         request = {"data": str(data), "warmup_steps": warmup_steps, "steps": plan.steps}
         work = MethodsWork(plain, request, folder / "caches", deadline, server=server)
         runs.measure_all(work, plan.repeats, lambda: on_run(result(False)))
-    # The machine may have been slower at the start, and MFU would then be too high.
+    # The machine may have been slower at the start, which would make MFU too high.
     machine |= max(machine, _ceiling(plan.hardware), key=lambda found: found["matmul_flops"])
     done = result(True)
     on_run(done)
@@ -578,11 +591,12 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
 
 def _ceiling(hardware: Hardware) -> dict[str, Any]:
-    """The base of MFU: "matmul_flops", FLOP/s of matrix products, and their "matmul_dtype"."""
+    """Measure the base of MFU: "matmul_flops", FLOP/s of matrix products, and their
+    "matmul_dtype"."""
     dtypes = [torch.bfloat16] if hardware.bf16 else []
     tries = 1
     if hardware.device.type == "cpu":
-        # Some CPUs convert bf16 and multiply it at half of fp32's rate. Other work on the machine
+        # Some CPUs convert bf16 and multiply it at half the rate of fp32. Other load on the machine
         # can only lower the measured value.
         dtypes, tries = [*dtypes, torch.float32], 9
     rates = {
@@ -600,11 +614,11 @@ class MethodsWork:
     Attributes:
         plain: values of the recipe that the rows change.
         request: "data", "warmup_steps" and "steps" of every request of `steps`.
-        caches: cache folder of torch.compile; it is empty at first, so that the first turn
-            compiles.
-        deadline: time by `time.monotonic` after which nothing is measured; None without a limit.
-        server: process whose forks measure the rows that need no other environment; None starts a
-            fresh Python for every row.
+        caches: cache folder of torch.compile, initially empty so that the first turn compiles.
+        deadline: time (of `time.monotonic`) after which no measurement is started; None means no
+            limit.
+        server: process from which the rows that need no special environment are forked; None starts
+            a new Python process for every row.
     """
 
     plain: Mapping[str, Any]
@@ -614,7 +628,7 @@ class MethodsWork:
     server: ForkServer | None = None
 
     def measure(self, changes: Mapping[str, Any], *, huge_pages: bool) -> Found:
-        """Train the plain recipe with some keys changed, once.
+        """Train the plain recipe with some keys changed, for one run.
 
         Args:
             changes: values by key, see `MethodRow.changes`.
@@ -651,10 +665,11 @@ class MethodsWork:
 
 
 def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
-    """Environment variables of `firstlight train`, with the compiler's cache and huge pages set.
+    """Return the environment variables of `firstlight train`, with the compiler's cache and huge
+    pages set.
 
     Args:
-        huge_pages: True lets torch take huge pages for large tensors.
+        huge_pages: True lets torch use huge pages for large tensors.
         caches: cache folder of torch.compile.
     """
     environment = training_environment() | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
@@ -689,8 +704,9 @@ class MethodRuns:
         )
 
     def _order(self) -> list[str]:
-        """The labels in the order of measurement: first those that don't compile, then those that
-        do, in both cases the ladder first. If the time runs out, the last ones are not measured."""
+        """Return the labels in the order of measurement: first those that don't compile, then those
+        that do, in both cases the ladder first. If the time runs out, the last ones are not
+        measured."""
         ladder = [label for label, (table, _) in self.rows.items() if table == LADDER]
         alone = [label for label in self.rows if label not in ladder]
         compiling = [label for label in self.rows if "efficiency.compile" in self._changes(label)]
@@ -706,7 +722,7 @@ class MethodRuns:
         return self.rows[label][1].changes
 
     def _outcome(self, label: str) -> MethodOutcome:
-        """The row's outcome so far.
+        """Return the row's outcome so far.
 
         The changes of a row of the ladder are determined when the row is measured for the first
         time, since they leave out the rows before it that failed.
@@ -724,13 +740,13 @@ class MethodRuns:
             }
             changes = changes_up_to(ladder, list(ladder).index(row), left_out)
         recipe = (json.dumps(changes, sort_keys=True), row.huge_pages)
-        # A recipe that is in both tables is measured once.
+        # A recipe that is in both tables is measured only once.
         outcome = self._by_recipe.setdefault(recipe, MethodOutcome(changes=changes))
         self.outcomes[label] = outcome
         return outcome
 
     def summaries(self, head: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-        """Each table's rows; see `summarize`."""
+        """Return each table's rows; see `summarize`."""
         return {
             table: summarize(
                 [(row, self.outcomes.get(f"{table}: {row.name}")) for row in rows], head

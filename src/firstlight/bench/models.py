@@ -1,4 +1,4 @@
-"""Models that benchmarks measure, by name, and configurations of the planner's benchmark."""
+"""Named models for benchmarks, and configurations of the planner's benchmark."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.models import ModelConfig
 from firstlight.recipe import load_recipe, parse_recipe
 
-#: The name of the small model of `--quick`.
+#: Name of the small model used by `--quick`.
 SMALL = "small"
 
 
 def gpt2(
     hidden_size: int, num_hidden_layers: int, num_attention_heads: int, vocab_size: int = 50257
 ) -> dict[str, Any]:
-    """The `model` section of a recipe for a GPT-2."""
+    """Return the `model` section of a recipe for a GPT-2."""
     return {
         "model_type": "gpt2",
         "vocab_size": vocab_size,
@@ -34,7 +34,8 @@ def llama(
     num_key_value_heads: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """The `model` section of a recipe for a Llama; `more` adds or replaces keys of the section."""
+    """Return the `model` section of a recipe for a Llama; `more` adds or replaces keys of the
+    section."""
     return {
         "model_type": "llama",
         "vocab_size": 32768,
@@ -53,7 +54,7 @@ ROPE: dict[str, Any] = {"rope_theta": 500000.0}
 LLAMA_3 = {**ROPE, "vocab_size": 128256, "max_position_embeddings": 131072}
 LLAMA_110M = llama(768, 2048, 12, 12, num_key_value_heads=4, **ROPE)
 
-#: The `model` sections of the models that users can name in options.
+#: `model` sections of the models that can be used in options, by name.
 MODELS: dict[str, dict[str, Any]] = {
     # Its vocabulary size is odd, like that of GPT-2.
     SMALL: gpt2(256, 4, 4, 16001),
@@ -69,15 +70,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-1b": llama(2048, 8192, 16, 32, num_key_value_heads=8, **LLAMA_3),
 }
 
-#: Names of earlier versions, which options still take -> names of models.
+#: Names from earlier versions, which options still accept -> names of models.
 OLD_NAMES = {"gpt2-350m": "gpt2-355m"}
 
-#: Vocabulary size, that of GPT-2, for a recipe that leaves it to the tokenizer.
+#: Vocabulary size (GPT-2's) for a recipe that leaves it to the tokenizer.
 _VOCAB_SIZE = 50257
 
 
 def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
-    """The config of the model that a recipe's `model` section describes.
+    """Return the config of the model that a recipe's `model` section describes.
 
     Args:
         values: values of the section.
@@ -92,7 +93,7 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
 
 def find_model(name: str) -> ModelConfig:
-    """The config of a model by its name in `MODELS`, or by the path of a recipe (.yaml).
+    """Return the config of a model by its name in `MODELS`, or by the path of a recipe (.yaml).
 
     Raises:
         ConfigError: the name is unknown, or the recipe is invalid or has no model.

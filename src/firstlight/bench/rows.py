@@ -1,13 +1,13 @@
-"""What the benchmarks share: their options, which the command line reads without importing torch,
-and their rows, each measured in a fresh process.
+"""Code shared by the benchmarks: their options, which the command line uses without importing
+torch, and their rows, each of which is measured in a fresh process.
 
 A benchmark declares rows and a measurement: a module that takes a row's request and returns a JSON
-object. A failure of a row's process (out of memory, a crash, its time limit) does not end the other
-rows, and the row is not tried again. Rows take turns (A B A B), so that other work of the machine
+object. A failure of a row's process (out of memory, a crash, a timeout) does not affect the other
+rows, and the row is not retried. Rows take turns (A B A B), so that other load on the machine
 affects all of them.
 
-The text of an attribute of an option class is the help of its option; the values that stand for
-None are in brackets.
+The documentation of an attribute in an options class is the help text of the option, with the
+values that None stands for in brackets.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, nearest
 
-#: Result of a benchmark as JSON object; function that is called with the result so far.
+#: Result of a benchmark as a JSON object, and a function that is called with the result so far.
 Result = dict[str, Any]
 Keep = Callable[[Result], None]
 
 #: Result of one measurement, or {"error": ...}; see `fresh_process.ask`.
 Found = Mapping[str, Any]
 
-#: Types of errors after which a row counts as skipped ("refused"), not as failed.
+#: Types of errors after which a row counts as skipped ("refused") and not as failed.
 _REFUSALS = ("ConfigError", "MissingDependencyError", "ModelError", "TimeoutError")
 
 
@@ -36,9 +36,9 @@ class StepsBench:
     """Options of the benchmarks that train for some steps.
 
     Attributes:
-        seq_len: tokens of a sequence. [1024, 256 with --quick; at most the context]
-        micro_batch_size: sequences of a step of the plain run. [4 on a CPU, 16 on a GPU]
-        steps: timed steps of a run. [4 on a CPU, 20 on a GPU]
+        seq_len: tokens per sequence. [1024, 256 with --quick; at most the context]
+        micro_batch_size: sequences per step of the plain run. [4 on a CPU, 16 on a GPU]
+        steps: timed steps per run. [4 on a CPU, 20 on a GPU]
         repeats: turns of all rows. [3; 1 with --quick]
         device: device to run on: auto, cpu, cuda or cuda:1.
     """
@@ -59,9 +59,9 @@ class MethodsBench(StepsBench):
     Attributes:
         model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or
             the model of a recipe. [gpt2-124m; small with --quick]
-        rows: only these rows, as the tables name them (a rung of the ladder brings those below
-            it), or `alone` or `ladder` for a whole table.
-        quick: a small model, one turn, fewer rows, and an end after five minutes at most.
+        rows: only these rows, by their names in the tables (a row of the ladder includes those
+            before it), or `alone` or `ladder` for an entire table.
+        quick: a small model, one turn and fewer rows, in at most five minutes.
     """
 
     rows: Sequence[str] = ()
@@ -73,9 +73,9 @@ class GemmBench:
 
     Attributes:
         device: device to run on: auto, cpu, cuda, cuda:1, mps.
-        dtype: number formats: fp32, tf32, bf16, fp16. [all that the hardware multiplies]
-        model: model with the shapes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m.
-        quick: smaller products, fewer rounds: under a minute.
+        dtype: number formats: fp32, tf32, bf16, fp16. [all that the hardware supports]
+        model: model that defines the shapes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m.
+        quick: smaller products and fewer rounds, in under a minute.
     """
 
     device: str = "auto"
@@ -89,7 +89,7 @@ def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None
 
     Args:
         kind: noun for the names in error messages, such as "row".
-        names: the given names.
+        names: the names to check.
         known: all valid names.
 
     Raises:
@@ -114,7 +114,7 @@ def require_positive(least: int = 1, **values: int) -> None:
     """
     for name, value in values.items():
         if value < least:
-            raise ConfigError(f"{name} is {value}: at least {least} is needed")
+            raise ConfigError(f"{name} is {value}, but must be at least {least}")
 
 
 @dataclass
@@ -123,7 +123,7 @@ class RowOutcome:
 
     Attributes:
         runs: results of the measurement, by turn.
-        problem: the reason why a turn has no result; "" without a problem.
+        problem: the reason why a turn has no result; "" if there is no problem.
         refused: True if the row can't be measured on this machine, or the time was over.
     """
 
@@ -132,7 +132,7 @@ class RowOutcome:
     refused: bool = False
 
     def add(self, found: Found) -> None:
-        """Record the result of a turn, or the error message as problem."""
+        """Record the result of a turn, or its error message as the problem."""
         if "error" in found:
             self.problem = " ".join(str(found["error"]["message"]).split())
             self.refused = found["error"]["type"] in _REFUSALS
@@ -145,7 +145,7 @@ class RowOutcome:
         return bool(self.runs or self.problem)
 
     def values(self, key: str) -> list[float]:
-        """The values of a key over all turns; lists of values are joined."""
+        """Return the values of a key over all turns; lists of values are concatenated."""
         found: list[float] = []
         for run in self.runs:
             if (value := run.get(key)) is not None:
@@ -153,7 +153,7 @@ class RowOutcome:
         return found
 
     def median(self, key: str) -> float | None:
-        """The median of `values`; None without values."""
+        """Return the median of `values`, or None if there are none."""
         found = self.values(key)
         return statistics.median(found) if found else None
 
@@ -173,8 +173,9 @@ def take_turns(
         title: name of the benchmark.
         names: names of the rows in their order.
         turns: number of measurements of each row.
-        outcome_of: function from a name to an outcome; rows that share it are measured once.
-        measure: function from a name to the result of one measurement.
+        outcome_of: function that returns the outcome for a name; rows that share an outcome are
+            measured once.
+        measure: function that performs one measurement for a name and returns the result.
         on_turn: function that is called after every measurement.
         before_turn: function that is called before each turn of all rows.
     """

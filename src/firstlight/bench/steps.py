@@ -1,4 +1,4 @@
-"""Training for some steps: the options of such benchmarks, and the measurement of one row.
+"""Benchmarks that train for some steps: their options, and the measurement of one row.
 
     python -m firstlight.hardware.fresh_process firstlight.bench.steps REQUEST
 
@@ -16,22 +16,22 @@ REQUEST is a JSON object:
     threads           threads of torch
     written_out       names of `WRITTEN_OUT_PARTS` that replace parts of the model
 
-What is measured, in this order:
+The measurement consists of these steps:
 
-1. All libraries that the run needs are imported, torch's compiler and 8-bit libraries too, and the
-   recipe's open keys are resolved. Then the resident memory of the process is noted, and the peak
-   that the kernel counts is reset.
-2. Model, optimizer and loss function are made, as `firstlight train` makes them.
+1. All libraries that the run needs are imported, including torch's compiler and 8-bit libraries,
+and the recipe's open keys are resolved. Then the resident memory of the process is recorded, and
+the kernel's peak counter is reset.
+2. Model, optimizer and loss function are created as in `firstlight train`.
 3. `first_step_seconds`: the first step, with compilation. Only the warm-up steps, of which it is
    the first, allocate and compile.
 4. `step_seconds` of each timed step, from its batches in host memory to the updated parameters.
-   `step_cpu_seconds` is the processor time of all threads in the step: other work on the machine
+   `step_cpu_seconds` is the processor time of all threads in the step: other load on the machine
    affects it less, but it includes threads that wait by spinning.
 
-Step s trains on the sequences from s * n on, where n is the number of sequences of a step, so that
-recipes with the same n see the same tokens. `losses` are those of all warm-up and timed steps, each
-before the step's update. The learning rate rises linearly over the first four steps and is constant
-after them.
+Step s trains on the n sequences starting at s * n, where n is the number of sequences per step, so
+that recipes with the same n see the same tokens. `losses` are those of all warm-up and timed steps,
+each before the step's update. The learning rate rises linearly over the first four steps and is
+constant after them.
 
 On a CPU, `total_peak_bytes` is the peak of the process's resident memory, and `peak_bytes` is how
 far it exceeds the level of step 1. On a GPU, both are the peak of torch's allocator. With several
@@ -39,11 +39,11 @@ processes, both are those of the largest process, and losses are over the sequen
 
 The result also has `chosen`: the values of the recipe's keys that can be left open.
 
-The data are the source of Python's standard library: it is on every machine, it is real text, and
-it is the same for every row of a table. Each word, run of white space or punctuation mark is a
-token, whose id is its CRC-32 modulo one less than the vocabulary size. So ids of the whole
-vocabulary occur, with the frequencies of words, whatever its size, and no tokenizer is needed. A
-new document begins at each line that begins a function, method or class.
+The data is the source code of Python's standard library: it is available on every machine, it is
+real text, and it is the same for every row of a table. Each word, run of white space or punctuation
+mark is a token, whose id is its CRC-32 modulo the vocabulary size minus one. Ids from the entire
+vocabulary therefore occur with the frequencies of words, regardless of its size, and no tokenizer
+is needed. A new document begins at each line that starts a function, method or class.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ from firstlight.training.starting_model import attach
 #: Number of steps over which the learning rate rises linearly.
 _RISE_STEPS = 4
 
-#: Tokens of an epoch for which open keys are resolved.
+#: Number of tokens per epoch assumed when open keys are resolved.
 EPOCH_TOKENS = 10**9
 
 
@@ -108,7 +108,7 @@ class StepsPlan:
     repeats: int
 
     def head(self, warmup_steps: int) -> dict[str, Any]:
-        """The part of a result that is known before anything is measured."""
+        """Return the part of a result that is known before anything is measured."""
         model = meta_model(self.model)
         return {
             "model": self.name,
@@ -131,7 +131,7 @@ def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
     """
     hardware = find_hardware(bench.device)
     if hardware.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{command} runs on cpu and cuda, not on {hardware.device.type}")
+        raise ConfigError(f"{command} supports only cpu and cuda, not {hardware.device.type}")
     name = bench.model or (SMALL if bench.quick else "gpt2-124m")
     model = find_model(name)
     on_gpu = hardware.device.type == "cuda"
@@ -146,19 +146,19 @@ def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
     chosen = {key: usual[key] if value is None else value for key, value in given.items()}
     require_positive(**chosen)
     if chosen["seq_len"] > limit:
-        raise ConfigError(f"seq_len {chosen['seq_len']} is more than {name}'s context of {limit}")
+        raise ConfigError(f"seq_len {chosen['seq_len']} exceeds {name}'s context of {limit}")
     return StepsPlan(name, model, hardware, **chosen)
 
 
 def steps_title(result: Mapping[str, Any]) -> str:
-    """Heading of the picture of a result of a benchmark that trains for some steps."""
-    size = f"{result['micro_batch_size']} x {result['seq_len']} tokens a step"
-    end = "" if result["complete"] else " (not complete)"
+    """Return the heading for the picture of a benchmark that trains for some steps."""
+    size = f"{result['micro_batch_size']} x {result['seq_len']} tokens per step"
+    end = "" if result["complete"] else " (incomplete)"
     return f"{result['model']}, {size}; {result['machine']['name']}{end}"
 
 
 class StepClock:
-    """Measures the duration of each step; waits for the device at its start and end.
+    """Measures the duration of each step, waiting for the device at its start and end.
 
     Attributes:
         seconds: wall-clock seconds of each step so far.
@@ -208,7 +208,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe(request: Mapping[str, Any]) -> Recipe:
-    """The recipe of a request.
+    """Return the recipe of a request.
 
     Raises:
         ConfigError: the recipe is invalid.
@@ -218,16 +218,16 @@ def read_recipe(request: Mapping[str, Any]) -> Recipe:
 
 
 def import_libraries(recipe: Recipe, more: Sequence[str] = ()) -> None:
-    """Import libraries that would be imported during the run, so that the memory which they take
-    is not counted as the program's.
+    """Import libraries that would be imported during the run, so that their memory is not
+    attributed to the program.
 
     A missing library is ignored here: the code that needs it raises a better error.
 
     Args:
         recipe: the recipe of the run.
-        more: further modules.
+        more: additional modules.
     """
-    names = ["torch._dynamo", *more]  # torch's optimizers import torch._dynamo in their first step
+    names = ["torch._dynamo", *more]  # torch's optimizers import torch._dynamo in their first step.
     if recipe.efficiency.compile:
         names.append("torch._inductor.compile_fx")
     if recipe.lora is not None and recipe.lora.quantize == "nf4":
@@ -250,7 +250,7 @@ def use_threads(
 
 
 def resolved(recipe: Recipe, hardware: Hardware) -> ResolvedRecipe:
-    """The recipe with its open keys resolved, as for a run on many tokens."""
+    """Return the recipe with its open keys resolved, as for a run on many tokens."""
     if isinstance(recipe, ResolvedRecipe):
         return recipe
     facts = facts_here(
@@ -268,7 +268,7 @@ def step_figures(
     chosen: Mapping[str, Any],
     peak_bytes: tuple[int, int],
 ) -> dict[str, Any]:
-    """The result of `measure`; steps after the timed ones are left out.
+    """Return the result of `measure`. Steps after the timed ones are omitted.
 
     Args:
         request: the request.
@@ -291,7 +291,7 @@ def step_figures(
 
 
 def lr_scale(step: int) -> float:
-    """The learning rate of a step as a fraction of the recipe's."""
+    """Return the learning rate of a step as a fraction of the recipe's."""
     return min(1.0, (step + 1) / _RISE_STEPS)
 
 
@@ -313,7 +313,7 @@ def train_steps(
     clock: StepClock,
     written_out: Collection[str] = (),
 ) -> tuple[list[float], dict[str, Any]]:
-    """Train: the loss of each step, and the values of keys that can be open."""
+    """Train; return the loss of each step and the values of keys that can be left open."""
     torch.manual_seed(decided.run.seed)
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(decided.run.seed), decided.init)
@@ -327,7 +327,7 @@ def train_steps(
     for step in range(steps):
         first = (step * engine.world.size + engine.rank) * micro * count
         batches = [tokens.batch(first + micro * i, micro, masked) for i in range(count)]
-        # Outside the timed part: the loader's threads pin batches while a step computes.
+        # Not timed, because the loader's threads pin batches while a step computes.
         if pins:
             batches = [batch.pin_memory() for batch in batches]
         barrier()
@@ -351,13 +351,13 @@ _DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
 
 
 def write_tokens(path: Path, count: int, vocab_size: int) -> None:
-    """Write `count` tokens of the standard library's source, repeated if it has fewer.
+    """Write `count` tokens of the standard library's source code, repeating it if it has fewer.
 
     Args:
         path: safetensors file to write: "tokens" int64 [count] and "starts" int64 [documents], the
             position of each document's first token.
         count: number of tokens.
-        vocab_size: size of the vocabulary, whose last id ends every document.
+        vocab_size: size of the vocabulary; the last id ends every document.
 
     Raises:
         InputError: this Python has no source of its standard library.
@@ -386,8 +386,8 @@ def _documents() -> Iterator[str]:
     files = sorted(folder.glob("*.py"))
     if not files:
         raise InputError(
-            f"the source of Python's standard library, which this benchmark trains on, is not in "
-            f"{folder}: install a Python that has it"
+            "the source of Python's standard library, on which this benchmark trains, is not in "
+            f"{folder}: install a Python that includes it"
         )
     for file in files:
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -395,12 +395,12 @@ def _documents() -> Iterator[str]:
 
 
 class Tokens:
-    """The rows of a file that `write_tokens` wrote.
+    """Rows of a file written by `write_tokens`.
 
     Attributes:
         tokens: int64 [tokens].
         starts: position of each document's first token, int64 [documents].
-        seq_len: input tokens of a row.
+        seq_len: number of input tokens per row.
     """
 
     def __init__(self, path: Path, seq_len: int) -> None:
@@ -410,11 +410,11 @@ class Tokens:
         self.seq_len = seq_len
 
     def batch(self, first: int, rows: int, documents: bool) -> Batch:
-        """`rows` rows from row `first` on as one batch.
+        """Return `rows` rows, starting at row `first`, as one batch.
 
         Args:
             documents: True adds the document numbers, for masking. The token that ends a document
-                is, as an input, the first of the next one, so that no label is masked.
+                counts as the first input of the next document, so that no label is masked.
 
         Returns:
             `input_ids` and `labels` int64 [rows, seq_len]; `document_ids` int32 [rows, seq_len] or
@@ -434,12 +434,12 @@ class Tokens:
         return separate_documents(starts, self.seq_len, eos_opens=True)[0]
 
 
-# Parts of a GPT-2 in elementary operations, as in textbooks, instead of torch's classes. Only
-# `bench methods` trains with them, in the first rows of its ladder.
+# Parts of a GPT-2 in elementary operations, as in textbooks, instead of torch's classes. They are
+# used only in the first rows of the ladder of `bench methods`.
 
-#: Their names. "mask": each layer stores a causal mask of the whole context in fp32, and slices and
-#: converts it for each batch, instead of making a mask for the batch. "layers": LayerNorm and GELU
-#: in elementary operations, instead of torch.nn.LayerNorm and gelu.
+#: Names of these parts. "mask": each layer stores a causal mask of the full context in fp32, and
+#: slices and converts it for each batch, instead of creating a mask for the batch. "layers":
+#: LayerNorm and GELU in elementary operations, instead of torch.nn.LayerNorm and gelu.
 WRITTEN_OUT_PARTS = ("mask", "layers")
 
 
@@ -464,8 +464,8 @@ class WrittenOutMLP(GPT2MLP):
 def _attend_with(
     stored: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """`plain_attention` with a stored mask, fp32 [context, context], 1 where a query [row] must not
-    attend to a key [column]; a mask in `options` replaces it."""
+    """Compute `plain_attention` with a stored mask, fp32 [context, context], which is 1 where a
+    query [row] must not attend to a key [column]. A mask in `options` replaces it."""
     if options.mask is None:
         mask = ~stored.bool()[: q_BHTD.shape[-2], : k_BKSD.shape[-2]]
         options = options._replace(mask=mask)
@@ -473,11 +473,11 @@ def _attend_with(
 
 
 def write_out(model: Model, parts: Collection[str], context: int) -> None:
-    """Replace parts of a GPT-2 by those written out; the weights stay the same, and the results
-    up to rounding.
+    """Replace parts of a GPT-2 with their written-out versions. The weights stay the same, and so
+    do the results up to rounding.
 
     Args:
-        model: the model, changed in place.
+        model: the model, modified in place.
         parts: names of `WRITTEN_OUT_PARTS`.
         context: rows and columns of the stored masks.
     """

@@ -1,1 +1,1 @@
-"""Checkpoints of runs: written whole or not at all, verified before use, sharded or in one file."""
+"""Checkpoints of runs: written atomically, verified before use, sharded or in a single file."""

@@ -1,5 +1,5 @@
-"""Writing, reading and verifying checkpoints. A checkpoint appears with all of its files or not at
-all, and is verified before use.
+"""Writing, reading and verifying checkpoints. A checkpoint is written atomically and verified
+before use.
 
     RUN/checkpoints/step-00000200/
         config.json, generation_config.json, tokenizer.json, tokenizer_config.json
@@ -20,8 +20,8 @@ model.safetensors and optimizer.safetensors:
 The last checkpoint of a run has model.safetensors too.
 
 A checkpoint is written under a temporary name, synced, and renamed. A folder without a manifest is
-not a checkpoint. An older checkpoint of the same step is renamed to
-step-00000200-replaced-0123abcd, and stays until the new one is verified.
+not a checkpoint. An older checkpoint of the same step is renamed to step-00000200-replaced-0123abcd
+and kept until the new one is verified.
 """
 
 from __future__ import annotations
@@ -66,25 +66,25 @@ from firstlight.weights.stored import WEIGHTS_NAME, read_header
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "trainer_state.json"
 
-#: Valid names of a checkpoint's files: in its folder, and not hidden.
+#: Valid names of a checkpoint's files, which must be directly in its folder and not hidden.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's content, as written and as read.
+    """Content of a checkpoint to write, or as read.
 
     Attributes:
-        files: text files by name: config, tokenizer.
+        files: text files by name (config, tokenizer).
         model: tensors of model.safetensors by name; if adapter_config.json is among `files`, those
             of adapter_model.safetensors.
         optimizer: tensors of optimizer.safetensors by name.
         trainer_state: the JSON object of trainer_state.json. Its `val_loss` is the validation loss
-            at exactly this step, if it was measured there.
-        is_copy: True if nothing changes the tensors any more; False if an active run may update
-            them in place.
-        sharded_folder: folder of a sharded checkpoint that was read. `model` and `optimizer` are
-            empty then, and its tensors are read directly into the run's. None for other
+            at exactly this step, if it was measured.
+        is_copy: True if the tensors no longer change; False if an active run may update them in
+            place.
+        sharded_folder: folder of the sharded checkpoint that was read; `model` and `optimizer` are
+            then empty, and the shards are read directly into the run's tensors. None for other
             checkpoints.
     """
 
@@ -109,15 +109,15 @@ def save_checkpoint(
         run_folder: the run's folder.
         step: number of completed optimizer steps.
         checkpoint: the content.
-        after: step of the checkpoint from which the run continued; checkpoints saved after that one
-            belong to a dead branch (see manifest.py). None is the checkpoint saved last.
-        held: the locked run folder. Its run id goes into the manifest, and it is checked
-            immediately before the checkpoint gets its name. None skips both.
+        after: step of the checkpoint from which the run continued; checkpoints saved after it
+            belong to a dead branch (see manifest.py). None means the checkpoint saved last.
+        held: the locked run folder. Its run id is written to the manifest, and the folder is
+            checked immediately before the checkpoint gets its final name. None skips both.
 
     Raises:
-        CheckpointError: a weight, a moment or a number of the state is not finite, and nothing is
+        CheckpointError: a weight, a moment or a number in the state is not finite, so nothing is
             saved; or the run folder no longer belongs to this run.
-        StorageError: a file system error; the checkpoint does not appear.
+        StorageError: a file system error occurred; the checkpoint is not created.
     """
     require_finite(step, checkpoint.model)
     require_finite(step, checkpoint.optimizer)
@@ -140,10 +140,11 @@ def save_checkpoint(
 
 
 def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
-    """The text files of a checkpoint by name: those of the model folder, and trainer_state.json.
+    """Return the text files of a checkpoint by name: those of the model folder, and
+    trainer_state.json.
 
     Raises:
-        CheckpointError: a number of the state is not finite.
+        CheckpointError: a number in the state is not finite.
     """
     return {**checkpoint.files, STATE_NAME: _state_text(step, checkpoint.trainer_state)}
 
@@ -155,8 +156,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
 
 
 def _state_text(step: int, state: Mapping[str, Any]) -> str:
-    """The text of trainer_state.json. In ASCII, because paths with undecodable bytes (surrogate
-    escapes) can't be encoded as UTF-8."""
+    """Return the text of trainer_state.json. It is ASCII because paths with undecodable bytes
+    (surrogate escapes) can't be encoded as UTF-8."""
     try:
         return json.dumps(state, indent=2, allow_nan=False) + "\n"
     except ValueError as error:
@@ -166,7 +167,7 @@ def _state_text(step: int, state: Mapping[str, Any]) -> str:
 
 
 def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors with a NaN or an infinity in them.
+    """Refuse tensors that contain a NaN or an infinity.
 
     Raises:
         CheckpointError: a tensor is not finite; the message names it and `step`.
@@ -178,7 +179,7 @@ def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
 
 
 def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
-    """The approximate size of a checkpoint in bytes: fp32 weights and optimizer state.
+    """Return the approximate size of a checkpoint in bytes: fp32 weights and optimizer state.
 
     Args:
         model_parameters: number of the model's parameters.
@@ -188,16 +189,16 @@ def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
 
 
 def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
-    """Compare every file of a checkpoint with the manifest.
+    """Verify every file of a checkpoint against the manifest.
 
     Args:
         folder: the checkpoint's folder.
-        from_disk: drop the operating system's cached copy of the files first, if it can do so, in
-            order to read what is on the disk.
+        from_disk: True drops the operating system's cached copy of the files first, where possible,
+            so that they are read from the disk.
 
     Raises:
-        CheckpointError: a file is missing, is no regular file, differs from the manifest in size or
-            SHA-256, or is of another step; the message names it.
+        CheckpointError: a file is missing, is not a regular file, differs from the manifest in size
+            or SHA-256, or belongs to another step; the message names the file.
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
@@ -215,18 +216,18 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
         require_plain_file(path)
         try:
             if path.stat().st_size != entry["bytes"]:
-                raise CheckpointError(f"{path} is damaged: its size is not that in the manifest")
+                raise CheckpointError(f"{path} is damaged: its size differs from the manifest")
             if from_disk:
                 forget_cached(path)
             if sha256_of(path) != entry["sha256"]:
-                raise CheckpointError(f"{path} is damaged: its sha256 is not that in the manifest")
+                raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest")
         except OSError as error:
             raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
     step, found = manifest["step"], load_trainer_state(folder).get("step", manifest["step"])
     if found != step:
         raise CheckpointError(
-            f"{folder} has files of two checkpoints: {STATE_NAME} is of step {found!r:.100}, and "
-            f"{MANIFEST_NAME} of step {step}"
+            f"{folder} has files of two checkpoints: {STATE_NAME} is for step {found!r:.100}, "
+            f"but {MANIFEST_NAME} is for step {step}"
         )
 
 
@@ -235,12 +236,12 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
     Args:
         folder: the checkpoint of the other run.
-        run_folder: the folder that gets the copy.
-        run_id: the id of the run in `run_folder`, for the manifest of the copy.
+        run_folder: the run folder to copy it to.
+        run_id: id of the run in `run_folder`, for the manifest of the copy.
 
     Raises:
         CheckpointError: a file has changed since it was verified.
-        StorageError: a file system error; the copy does not appear.
+        StorageError: a file system error occurred; the copy is not created.
     """
     manifest = read_manifest(folder)
     with new_checkpoint(run_folder, manifest["step"]) as temporary:
@@ -249,7 +250,9 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
                 while block := source.read(1 << 24):
                     copy.write(block)
             if copy.sha256 != entry["sha256"]:
-                raise CheckpointError(f"{folder / name} has changed: name another checkpoint")
+                raise CheckpointError(
+                    f"{folder / name} has changed since it was verified: use another checkpoint"
+                )
         own = {**manifest, "run_id": run_id}
         del own["sha256"]
         with OutputFile(temporary / MANIFEST_NAME) as file:
@@ -257,18 +260,18 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """The name of a checkpoint's file of weights: that of an adapter if `names` has an adapter's
-    config, else that of a full model."""
+    """Return the name of a checkpoint's weights file: the adapter's if `names` contains an adapter
+    config, else the full model's."""
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
 
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint in order to resume from it. Tensors of a sharded checkpoint are not read:
-    see `Checkpoint.sharded_folder`.
+    """Read a checkpoint in order to resume from it. The tensors of a sharded checkpoint are not
+    read; see `Checkpoint.sharded_folder`.
 
     Args:
         folder: the checkpoint's folder.
-        verify: True compares every file with the manifest first; False if the caller has just
+        verify: True verifies every file against the manifest first; False if the caller has just
             done so.
 
     Returns:
@@ -293,12 +296,12 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
-    """True if the checkpoint was written with `checkpoint.sharded`, and has files of shards."""
+    """Return True if the checkpoint was written with `checkpoint.sharded` and has shard files."""
     return bool(shard_names(path.name for path in folder.iterdir()))
 
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
-    """The JSON object of trainer_state.json of a verified checkpoint.
+    """Return the JSON object in trainer_state.json of a verified checkpoint.
 
     Raises:
         CheckpointError: trainer_state.json can't be read, or is not a JSON object.
@@ -310,14 +313,15 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """The multiple to which the vocabulary of a checkpoint's model is padded (1 is no padding).
+    """Return the multiple to which the vocabulary of a checkpoint's model is padded (1 means no
+    padding).
 
     Args:
         folder: the checkpoint's folder, for the error message.
         state: the checkpoint's `trainer_state`.
 
     Raises:
-        CheckpointError: the number in the state is no positive integer.
+        CheckpointError: the number in the state is not a positive integer.
     """
     multiple = state.get("recipe", {}).get("efficiency", {}).get("vocab_multiple", 1)
     if type(multiple) is not int or multiple < 1:
@@ -328,12 +332,12 @@ def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
 
 
 def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a state with a part that is no JSON object. The functions that read a part check its
-    keys."""
+    """Refuse a state in which a section is not a JSON object. The functions that read a section
+    check its keys."""
     names = ("data", "guard", "loader", "random", "recipe", "schedule")
     parts = {name: state.get(name, {}) for name in names}
     if isinstance(recipe := parts["recipe"], dict):
-        # A recipe may have null for these sections.
+        # These sections may be null in a recipe.
         optional: dict[str, Any] = {
             name: {} for name in ("model", "lora", "preference") if recipe.get(name) is None
         }

@@ -1,15 +1,15 @@
-"""A checkpoint's folder and its manifest: a folder appears with all of its files or not at all.
+"""Checkpoint folders and their manifests. A folder is created atomically with all of its files.
 
-The manifest has the size and SHA-256 of every file. It also has the number of this save in the run
-folder, counted from 1 (`sequence`), and the number of the save from which its run continued
-(`parent`). `run_id` is the id of the run that wrote it, so that a checkpoint that was copied from
-another run's folder is neither used nor deleted. Manifests of older versions have no `run_id`, and
-are treated as the run's own.
+The manifest contains the size and SHA-256 of every file. It also contains the number of this save
+in the run folder, counted from 1 (`sequence`), and the number of the save from which the run
+continued (`parent`). `run_id` is the id of the run that wrote it, so that a checkpoint copied from
+another run's folder is neither used nor deleted. Manifests of older versions have no `run_id` and
+are assumed to belong to the run.
 
-The manifests record the history of a run. If a run continues from an older checkpoint, because
-newer ones are damaged or after a rollback, the checkpoints in between are a dead branch. `sequence`
-and `parent` show which these are. Steps do not, because the first checkpoint of the new branch may
-have an earlier step than all checkpoints of the dead branch.
+The manifests record the history of a run. If a run continues from an older checkpoint, either
+because newer ones are damaged or after a rollback, the checkpoints in between are a dead branch.
+They are identified by `sequence` and `parent`. Steps would not suffice, because the first
+checkpoint of the new branch may have an earlier step than all checkpoints of the dead branch.
 """
 
 from __future__ import annotations
@@ -38,34 +38,36 @@ from firstlight.files.disk import HashedFile, OutputFile
 
 CHECKPOINTS = "checkpoints"
 MANIFEST_NAME = "manifest.json"
-#: File of a run folder with the id of the run, and the id of the start that writes into the folder.
+#: File in a run folder with the id of the run and the id of the start that currently writes to the
+#: folder.
 RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: End of the text of a JSON object, as `json_text` writes it.
+#: End of a JSON object as written by `json_text`.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
 
 
-#: Errors that occur if a checkpoint is deleted while it is read; torch raises RuntimeErrors.
+#: Errors that can occur if a checkpoint is deleted while it is read; torch raises RuntimeError.
 READING_ERRORS = (FirstlightError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The description of a complete checkpoint in its manifest.
+    """Description of a complete checkpoint, from its manifest.
 
     Attributes:
         folder: the checkpoint's folder.
         step: number of completed optimizer steps.
-        sequence: number of this save in the run folder, from 1; 0 if the manifest is damaged.
+        sequence: number of this save in the run folder, counted from 1; 0 if the manifest is
+            damaged.
         parent: `sequence` of the checkpoint from which the run continued; 0 if the run started
             without one.
-        val_loss: validation loss at this step; None if it was not measured there.
-        run_id: id of the run that saved it; None if the manifest is damaged or of a version without
-            ids.
+        val_loss: validation loss at this step; None if it was not measured.
+        run_id: id of the run that saved it; None if the manifest is damaged or was written by a
+            version without ids.
     """
 
     folder: Path
@@ -76,45 +78,47 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """True if this checkpoint makes `other` part of a dead branch: `other` was saved earlier,
-        but the run then continued from a checkpoint before it."""
+        """Return True if this checkpoint makes `other` part of a dead branch: `other` was saved
+        earlier, but the run then continued from a checkpoint before it."""
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
         )
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
+    """Return the checkpoint folder of a step."""
     return run_folder / CHECKPOINTS / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name; None if it is not the name of a checkpoint."""
+    """Return the step in a checkpoint folder's name, or None if it is not the name of a
+    checkpoint."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def require_kept(checkpoint: Path) -> None:
-    """Refuse the path of a checkpoint that its run has deleted. Other paths are accepted.
+    """Refuse the path of a checkpoint that its run has deleted. All other paths are accepted.
 
     Raises:
-        CheckpointError: the path is that of a run's checkpoint, and does not exist.
+        CheckpointError: the path has the form of a run's checkpoint but does not exist.
     """
     folder = checkpoint.parent
     is_of_run = step_of(checkpoint) is not None and folder.name == CHECKPOINTS and folder.is_dir()
     if is_of_run and not checkpoint.exists():
         raise CheckpointError(
             f"checkpoint {checkpoint} does not exist: a run deletes its older checkpoints "
-            f"(checkpoint.keep_last, keep_every); name {folder.parent} for its newest one"
+            f"(checkpoint.keep_last, keep_every); use {folder.parent} for its newest checkpoint"
         )
 
 
 @contextlib.contextmanager
 def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """A context for reading a checkpoint of another run, which may delete it meanwhile.
+    """Context manager for reading a checkpoint of another run, which may delete it at any time.
 
     Raises:
-        CheckpointError: the checkpoint was deleted; replaces the error of reading it.
+        CheckpointError: the checkpoint was deleted. This replaces the error that occurred while
+            reading it.
     """
     try:
         yield
@@ -124,17 +128,17 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def step_folders(run_folder: Path) -> list[Path]:
-    """The folders with the name of a checkpoint, complete or not, sorted by name."""
+    """Return all folders that are named like a checkpoint, complete or not, sorted by name."""
     folder = run_folder / CHECKPOINTS
     found = folder.iterdir() if folder.is_dir() else iter(())
     return sorted(path for path in found if step_of(path) is not None and path.is_dir())
 
 
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
-    """The complete checkpoints of a run in the order in which they were saved.
+    """Return the complete checkpoints of a run in the order in which they were saved.
 
-    A checkpoint with a damaged manifest comes after the checkpoints of lower steps.
-    Checkpoints of other runs in the folder (see `foreign_checkpoints`) are left out.
+    A checkpoint with a damaged manifest is placed after the checkpoints of lower steps. Checkpoints
+    of other runs in the folder (see `foreign_checkpoints`) are omitted.
     """
     found = _complete(run_folder)
     own = (None, _run_id(run_folder, found))
@@ -148,18 +152,19 @@ def saved_checkpoints(run_folder: Path) -> list[Saved]:
 
 
 def foreign_checkpoints(run_folder: Path) -> list[str]:
-    """A message for each checkpoint in a run folder that another run has saved."""
+    """Return a message for each checkpoint in a run folder that another run has saved."""
     found = _complete(run_folder)
     run_id = _run_id(run_folder, found)
     return [
-        f"{one.folder} is a checkpoint of another run ({one.run_id}; this folder is run {run_id}'s)"
+        f"{one.folder} is a checkpoint of another run ({one.run_id}; this folder belongs to run "
+        f"{run_id})"
         for one in found
         if one.run_id not in (None, run_id)
     ]
 
 
 def _complete(run_folder: Path) -> list[Saved]:
-    """The complete checkpoints of all runs in a run folder, sorted by name."""
+    """Return the complete checkpoints of all runs in a run folder, sorted by name."""
     found: list[Saved] = []
     for folder in step_folders(run_folder):
         step = step_of(folder)
@@ -179,8 +184,8 @@ def _complete(run_folder: Path) -> list[Saved]:
 
 
 def names_run(saved: Saved, run_id: str | None) -> bool:
-    """True if the text of a checkpoint's manifest, which may be damaged, contains `run_id`, or if
-    `run_id` is None."""
+    """Return True if the text of a checkpoint's manifest, which may be damaged, contains `run_id`,
+    or if `run_id` is None."""
     if run_id is None:
         return True
     with contextlib.suppress(InputError):
@@ -189,12 +194,14 @@ def names_run(saved: Saved, run_id: str | None) -> bool:
 
 
 def run_id_of(run_folder: Path) -> str | None:
-    """The id of the run in a run folder; None if neither run.json nor a checkpoint has an id."""
+    """Return the id of the run in a run folder, or None if neither run.json nor a checkpoint has an
+    id."""
     return _run_id(run_folder, _complete(run_folder))
 
 
 def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
-    """The id in run.json; if the file is missing or damaged, the id of the last save with one."""
+    """Return the id in run.json, or if that file is missing or damaged, the id of the last save
+    that has one."""
     with contextlib.suppress(InputError):
         content = read_json(run_folder / RUN_NAME)
         if isinstance(content, dict) and isinstance(content.get("run_id"), str):
@@ -204,7 +211,7 @@ def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
-    """The `sequence` of the checkpoint saved last among those up to a step; 0 if there is none.
+    """Return the `sequence` of the last saved checkpoint up to a step; 0 if there is none.
 
     Args:
         saved: the checkpoints of a run.
@@ -214,7 +221,7 @@ def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """A manifest's text: its content as JSON, with the SHA-256 of that JSON as the last key."""
+    """Serialise a manifest: its content as JSON, with the SHA-256 of that JSON as the last key."""
     return _seal(json_text(content))
 
 
@@ -224,20 +231,20 @@ def _seal(text: str) -> str:
 
 
 def _is_sealed(text: str) -> bool:
-    """True if the SHA-256 in a manifest's text is that of its other characters."""
+    """Return True if the SHA-256 in a manifest's text matches the rest of the text."""
     return text == _seal(text[: -len(_seal(_END))] + _END)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, verified by its own SHA-256.
+    """Read the manifest of a checkpoint and verify it by the SHA-256 that it contains.
 
     Raises:
-        CheckpointError: the manifest is missing, damaged, or of another format or version.
+        CheckpointError: the manifest is missing or damaged, or has another format or version.
     """
     path = folder / MANIFEST_NAME
     require_plain_file(path)
     try:
-        # Read only once: another process may delete or replace the file at any time.
+        # Read the file only once, because another process may delete or replace it at any time.
         content = read_file(path, MAX_JSON_BYTES)
         manifest = parse_json(path, content)
     except InputError as error:
@@ -246,20 +253,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
     if manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{folder} has version {manifest.get('version')}, and this firstlight reads version "
+            f"{folder} has version {manifest.get('version')}, but this firstlight reads version "
             f"{VERSION}: use the firstlight that wrote it"
         )
     if not _is_sealed(content.decode(errors="replace")):
-        raise CheckpointError(f"{path} is damaged: its sha256 is not that of its content")
+        raise CheckpointError(f"{path} is damaged: its sha256 does not match its content")
     _require_fields(path, manifest)
     if step_of(folder) not in (None, manifest["step"]):
-        raise CheckpointError(f"{folder} holds step {manifest['step']}, unlike its name: rename it")
+        raise CheckpointError(
+            f"{folder} contains step {manifest['step']}, which does not match its name: rename it"
+        )
     return manifest
 
 
 def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
     loss, files = manifest.get("val_loss", False), manifest.get("files")
-    # A bool is an int to Python.
+    # In Python, a bool is also an int.
     sound = loss is None or type(loss) is float
     sound = sound and isinstance(manifest.get("run_id", ""), str)
     for name, least in (("step", 0), ("sequence", 1), ("parent", 0)):
@@ -273,14 +282,14 @@ def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
             and type(entry.get("sha256")) is str
         )
     if not sound:
-        raise CheckpointError(f"{path} lacks keys of a checkpoint's manifest")
+        raise CheckpointError(f"{path} lacks required keys of a checkpoint's manifest")
 
 
 def require_plain_file(path: Path) -> None:
     """Refuse a path that is not a regular file.
 
     Raises:
-        CheckpointError: the path does not exist, is a symbolic link, or is no regular file.
+        CheckpointError: the path does not exist, is a symbolic link, or is not a regular file.
     """
     try:
         mode = path.lstat().st_mode
@@ -289,16 +298,17 @@ def require_plain_file(path: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is a link or not a file: copy the file itself there")
+        raise CheckpointError(f"{path} is not a regular file (a link?): copy the file itself there")
 
 
 @contextlib.contextmanager
 def new_checkpoint(run_folder: Path, step: int) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes the checkpoint of a step if the block ends
-    without an error. Write its files by `OutputFile`, which syncs them, and the manifest last.
+    without an error. The block must write files with `OutputFile`, which syncs them, and the
+    manifest last.
 
     Raises:
-        StorageError: a file system error; the checkpoint does not appear.
+        StorageError: a file system error occurred; the checkpoint is not created.
     """
     folder = checkpoint_folder(run_folder, step)
     aside = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
@@ -319,16 +329,16 @@ def write_manifest(
     after: int | None = None,
     run_id: str | None = None,
 ) -> None:
-    """Write the manifest, which makes a folder a checkpoint.
+    """Write the manifest, which turns a folder into a checkpoint.
 
     Args:
         folder: the temporary folder of `new_checkpoint`.
-        run_folder: the run folder, whose checkpoints give `sequence` and `parent`.
+        run_folder: the run folder, whose checkpoints determine `sequence` and `parent`.
         step: number of completed optimizer steps.
         marks: `file_marks` of all files in `folder`.
         val_loss: validation loss at this step; None if it was not measured.
         after: see `save_checkpoint`.
-        run_id: id of the run that saves; None leaves the key out.
+        run_id: id of the run that saves the checkpoint; None omits the key.
 
     Raises:
         OSError: a file system error.
@@ -349,12 +359,12 @@ def write_manifest(
 
 
 def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
-    """The manifest's entries for files: file name -> {"bytes": size, "sha256": hex digest}."""
+    """Return the manifest entries for files: file name -> {"bytes": size, "sha256": hex digest}."""
     return {file.path.name: {"bytes": file.size, "sha256": file.sha256} for file in files}
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[HashedFile]:
-    """Write text files into a folder; return them for `file_marks`.
+    """Write text files to a folder; return them for `file_marks`.
 
     Raises:
         OSError: a file system error.
@@ -369,10 +379,10 @@ def _write_text(path: Path, content: str) -> HashedFile:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints that have an undamaged manifest and are not of a dead branch, in the given
-    order.
+    """Return the checkpoints that have an undamaged manifest and are not on a dead branch, in their
+    original order.
 
-    A checkpoint of the same or a later step than one saved after it is of a dead branch, too.
+    A checkpoint is also dead if one saved after it has the same or an earlier step.
     """
     saved = _line(found)
     return [
@@ -381,20 +391,22 @@ def own_past(found: Sequence[Saved]) -> list[Saved]:
 
 
 def best_first(past: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints with a validation loss, the lowest loss first; among equal losses the one
-    saved last first."""
+    """Return the checkpoints with a validation loss, sorted by loss, lowest first. Among equal
+    losses, the checkpoint saved last comes first."""
     measured = [(one.val_loss, -one.sequence, one) for one in past if one.val_loss is not None]
     return [one for _, _, one in sorted(measured, key=lambda entry: entry[:2])]
 
 
 def best_saved(run_folder: Path) -> list[Saved]:
-    """`best_first` of a run's `own_past`, from the manifests alone, without verifying files."""
+    """Return a run's live checkpoints with a validation loss, best first. Reads only the manifests
+    and verifies no files."""
     return best_first(own_past(saved_checkpoints(run_folder)))
 
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
-    """The checkpoints that led to the newest one by `parent`, newest first. Only these decide which
-    checkpoints are of a dead branch; one that was replaced at the same step is among them."""
+    """Return the newest checkpoint and its ancestors (following `parent`), newest first. They
+    determine which checkpoints are on a dead branch, and include checkpoints that were replaced at
+    the same step."""
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):
         if one.sequence and (not line or one.sequence <= line[-1].parent):

@@ -1,4 +1,5 @@
-"""Which checkpoints a run keeps, and the deletion of the others after a newer one is saved."""
+"""Retention of checkpoints: which ones a run keeps, and deletion of the others after a newer one is
+saved."""
 
 from __future__ import annotations
 
@@ -27,27 +28,28 @@ class CheckpointConfig(Section):
     """The `checkpoint` section. A checkpoint is always written at the end of a run."""
 
     every_steps: int = Field(200, ge=0)
-    """number of steps between checkpoints; 0 writes a checkpoint at the end only."""
+    """number of steps between checkpoints; 0 writes a checkpoint only at the end."""
     keep_last: int = Field(2, ge=1)
-    """number of newest checkpoints that are kept."""
+    """number of newest checkpoints to keep."""
     keep_every: int = Field(0, ge=0)
-    """period in steps: checkpoints whose step is a multiple of it are never deleted; 0 is off."""
+    """period in steps: checkpoints whose step is a multiple of this value are never deleted; 0 is
+    off."""
     keep_best: int = Field(1, ge=0)
-    """number of checkpoints with the lowest val/loss at their step that are kept in addition;
-    0 keeps none of them. A checkpoint is saved at each new lowest val/loss, unless every_steps is
-    0. No effect without validation."""
+    """number of checkpoints with the lowest val/loss to keep in addition; 0 keeps none. A
+    checkpoint is saved at each new lowest val/loss, unless every_steps is 0. No effect without
+    validation."""
     average_last: int = Field(0, ge=0)
-    """number of checkpoints whose weights are averaged at the end of the run: the last checkpoint,
-    and the newest of those whose step is a multiple of every_steps. The average is written to the
-    model folder averaged/ in the run folder, and its validation loss is shown beside that of the
-    last weights. 0 is off. Weights averaged over the last tenth of a run are often better than the
-    last weights if the learning rate is still high at the end."""
+    """number of checkpoints whose weights are averaged at the end of the run: the last checkpoint
+    and the newest ones whose step is a multiple of every_steps. The average is written to the model
+    folder averaged/ in the run folder, and its validation loss is shown next to that of the last
+    weights. 0 is off. Weights averaged over the last tenth of a run are often better than the last
+    weights if the learning rate is still high at the end."""
     asynchronous: bool | None = None
     """true copies the state and writes the copy while training continues; null decides at the first
-    save: true if memory for the copy is free."""
+    save, and uses true if there is enough free memory for the copy."""
     sharded: bool = False
     """true lets each process of distributed.engine fsdp write its shards, so that no process has to
-    gather the whole model. Any engine resumes from such a checkpoint, with any number of processes.
+    gather the full model. Any engine resumes from such a checkpoint, with any number of processes.
     The last checkpoint of a run is also a Hugging Face model folder; `firstlight convert` makes
     such a folder from an earlier checkpoint."""
 
@@ -55,27 +57,27 @@ class CheckpointConfig(Section):
     def _keeps_enough(self) -> Self:
         if self.average_last == 1 or self.average_last > self.keep_last:
             raise ValueError(
-                f"average_last is {self.average_last}, and keep_last keeps {self.keep_last} "
-                f"checkpoints: set keep_last to {max(self.average_last, 2)}, and average_last to 2 "
-                "at least, or to 0"
+                f"average_last is {self.average_last}, but keep_last keeps {self.keep_last} "
+                f"checkpoints: set keep_last to {max(self.average_last, 2)}, and average_last to "
+                "at least 2, or to 0"
             )
         if self.average_last and not self.every_steps:
             raise ValueError(
-                "average_last averages several checkpoints, and every_steps 0 writes only one: set "
-                "every_steps, or average_last to 0"
+                "average_last averages several checkpoints, but every_steps 0 writes only one: "
+                "set every_steps, or set average_last to 0"
             )
         return self
 
 
 def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
-    """The checkpoints to average at the end of a run: the newest of `past`, and before it only
-    those whose step is a multiple of `every_steps`.
+    """Return the checkpoints to average at the end of a run: the newest of `past` and, before it,
+    only those whose step is a multiple of `every_steps`.
 
-    A stopped run saves one more checkpoint at another step. It is left out, so that a run that was
-    stopped and resumed has the same average as a run that was not.
+    A run that is stopped saves one more checkpoint at another step. This checkpoint is excluded, so
+    that the average is the same whether or not a run was stopped and resumed.
 
     Args:
-        past: the checkpoints of `own_past`, oldest first.
+        past: result of `own_past`, oldest first.
         config: the recipe's `checkpoint` section.
     """
     every, count = config.every_steps, config.average_last
@@ -89,22 +91,22 @@ def prune_checkpoints(
     config: CheckpointConfig,
     require_folder: Callable[[], None] = lambda: None,
 ) -> None:
-    """Delete the checkpoints that the `checkpoint` section does not keep, and the incomplete
-    folders that killed runs left.
+    """Delete the checkpoints that the `checkpoint` section does not keep, and incomplete folders
+    left by killed runs.
 
-    Checkpoints of a dead branch and checkpoints with a damaged manifest are deleted, too. Not
-    deleted are checkpoints of another run, and a checkpoint with a damaged manifest that does not
-    contain this run's id.
+    Checkpoints on a dead branch and checkpoints with a damaged manifest are also deleted.
+    Checkpoints of another run are kept, and so is a checkpoint with a damaged manifest that does
+    not contain this run's id.
 
     Args:
         run_folder: the run's folder.
         newest: the checkpoint saved last, already verified; it is always kept.
         config: the recipe's `checkpoint` section.
-        require_folder: function that is called before each deletion, and raises an error if the
+        require_folder: function that is called before each deletion and raises an error if the
             folder no longer belongs to this run.
 
     Raises:
-        StorageError: a file system error; `newest` is untouched.
+        StorageError: a file system error occurred; `newest` is untouched.
     """
     saved = saved_checkpoints(run_folder)
     past = own_past(saved)
@@ -114,8 +116,8 @@ def prune_checkpoints(
     kept.add(newest)
     run_id = run_id_of(run_folder)
     kept |= {one.folder for one in saved if not one.sequence and not names_run(one, run_id)}
-    # The oldest first, so that a kill in between leaves the later checkpoints, by which those of a
-    # dead branch are recognised.
+    # Delete the oldest first: if the process is killed, the later checkpoints remain, and they
+    # identify the checkpoints on a dead branch.
     for one in saved:
         if one.folder not in kept:
             require_folder()
@@ -132,8 +134,8 @@ def prune_checkpoints(
 def kept_checkpoints(
     past: Sequence[Saved], keep_last: int, keep_every: int, keep_best: int
 ) -> set[Saved]:
-    """The checkpoints among `past` (those of `own_past`, oldest first) that these three keys of the
-    `checkpoint` section keep."""
+    """Return the checkpoints in `past` (the result of `own_past`, oldest first) that these three
+    keys of the `checkpoint` section keep."""
     kept = set(past[-keep_last:])
     if keep_every:
         kept |= {one for one in past if one.step % keep_every == 0}

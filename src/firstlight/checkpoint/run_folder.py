@@ -1,10 +1,10 @@
-"""The lock on a run folder, the id of its run, and a check before each write into it.
+"""Lock on a run folder, the id of its run, and a check before each write to it.
 
 The lock belongs to the inode of the lock file, but files are written by path. If the user moves a
-run folder, removes it or deletes its lock file during the run, another run can take the path, and
-this run would write into it and delete its checkpoints. `HeldFolder.require` notices that: it
-compares the folder at the path with the locked one, and run.json with the text that this start has
-written into it.
+run folder, removes it or deletes its lock file during the run, another run can use the path, and
+this run would write to that folder and delete the other run's checkpoints. `HeldFolder.require`
+detects this: it compares the folder at the path with the locked folder, and run.json with the text
+that this start has written.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from firstlight.errors import CheckpointError, ConfigError, StorageError
 from firstlight.files.atomic import make_folder, storage_errors, write_file
 
 _LOCK_NAME = ".lock"
-_IN_USE = "is in use by another process: wait until that ends, or choose another folder"
+_IN_USE = "is in use by another process: wait until it ends, or choose another folder"
 
-#: Number of attempts to lock the file, if other processes delete it again and again meanwhile.
+#: Number of attempts to lock the file if other processes repeatedly delete it.
 _TRIES = 1000
 
 
@@ -34,11 +34,11 @@ class HeldFolder:
 
     Args:
         path: the folder.
-        opened: open file descriptor of the folder. It stays open as long as the folder is locked,
-            so that the file system can't give its inode number to a new folder at the path.
+        opened: open file descriptor of the folder. It stays open while the folder is locked, so
+            that the file system can't reuse its inode number for a new folder at the path.
 
     Attributes:
-        run_id: the id of the run, which is also in its checkpoints' manifests; None before `claim`.
+        run_id: id of the run, which is also in its checkpoints' manifests; None before `claim`.
     """
 
     def __init__(self, path: Path, opened: int) -> None:
@@ -47,7 +47,7 @@ class HeldFolder:
         self._claim: bytes | None = None
 
     def claim(self) -> None:
-        """Write run.json with the id of the run (a new id for a new run) and a new id of this
+        """Write run.json with the id of the run (a new id for a new run) and a new id for this
         start.
 
         Raises:
@@ -80,31 +80,30 @@ class HeldFolder:
                 found = (self._path / RUN_NAME).read_bytes()
         if not is_same or (found is None and self._claim is not None):
             raise CheckpointError(
-                f"run folder {self._path} was moved or removed while the run wrote into it: move "
-                "it back, or set run.dir to its new path, and continue with --resume"
+                f"run folder {self._path} was moved or removed during the run: move it back or "
+                "set run.dir to its new path, then continue with --resume"
             )
         if found != self._claim:
             raise CheckpointError(
-                f"run folder {self._path} was taken over while the run wrote into it: its "
-                f"{RUN_NAME} is no longer that of this start; end other runs in the folder, then "
-                "continue with --resume"
+                f"run folder {self._path} was taken over by another process, which replaced its "
+                f"{RUN_NAME}: stop other runs in the folder, then continue with --resume"
             )
 
 
 @contextlib.contextmanager
 def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
-    """A context in which this process has the run folder locked, because two processes that write
-    into one run folder would destroy the run. The folder is created if it does not exist.
+    """Context manager that locks a run folder, because two processes writing to the same folder
+    would destroy the run. The folder is created if it does not exist.
 
-    The operating system releases the lock when the process ends, however it ends. If nothing was
-    written into the folder, the exit deletes a lock file and folders that were created here.
+    The operating system releases the lock when the process ends, for whatever reason. If nothing
+    was written to the folder, the lock file and the folders created here are deleted on exit.
 
     Args:
         folder: the run folder.
         lock_name: name of the lock file in it.
 
     Yields:
-        The locked folder; call its `require` before each write into it.
+        The locked folder. Call its `require` before each write to it.
 
     Raises:
         ConfigError: the path is a file.
@@ -118,7 +117,8 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
     with storage_errors(folder):
         file = _locked(folder, lock_name)
     before = set(os.listdir(folder))
-    # Open during the lock, so that no new folder at the path gets the same inode number.
+    # Keep the folder open while it is locked, so that no new folder at the path gets the same inode
+    # number.
     opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     with file:
         try:
@@ -133,7 +133,7 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
 
 
 def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
-    """True if a process has locked the run folder: a run is active there.
+    """Return True if a process has locked the run folder, which means that a run is active in it.
 
     Args:
         folder: the run folder.
@@ -144,8 +144,8 @@ def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
     except OSError:
         return False
     try:
-        # If the lock is free, this process has it for a moment, and a run that starts at that
-        # moment is refused. So callers poll only as long as the answer is True.
+        # If the lock is free, this process briefly holds it, and a run that starts at that moment
+        # is refused. Callers therefore stop polling as soon as the answer is False.
         fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -155,25 +155,26 @@ def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
 
 
 def _locked(folder: Path, lock_name: str) -> FileIO:
-    """Create the lock file, and lock it; return it open.
+    """Create and lock the lock file; return it open.
 
     Raises:
         CheckpointError: another process has the lock.
         StorageError: the folder can't be created.
     """
-    # A process that ends may delete the lock file and the folder between any two lines here: try
-    # again. A folder that can't be created at all fails each time.
+    # A process that ends may delete the lock file and the folder between any two of these lines, so
+    # retry. If the folder can't be created at all, every attempt fails.
     for left in range(_TRIES, 0, -1):
         try:
-            # It syncs the folder's entry in its parent: without it a crash could lose all files.
+            # This syncs the folder's entry in its parent, without which a crash could lose all
+            # files.
             make_folder(folder)
         except StorageError as error:
             if left == 1 or not isinstance(error.__cause__, FileNotFoundError):
                 raise
             continue
         try:
-            # O_NOFOLLOW: a symbolic link would create the file elsewhere. O_NONBLOCK: opening a
-            # named pipe would otherwise wait for its other end.
+            # O_NOFOLLOW, because a symbolic link would create the file elsewhere. O_NONBLOCK,
+            # because opening a named pipe would otherwise wait for its other end.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = open(os.open(folder / lock_name, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Saving checkpoints, synchronously or in the background while training continues.
 
-`CheckpointSaver` is the saver of a run whose main process writes everything. With
-`checkpoint.sharded`, each process has a `ShardedSaver`, and writes its own shards.
+`CheckpointSaver` is for runs in which the main process writes everything. With
+`checkpoint.sharded`, each process has a `ShardedSaver` and writes its own shards.
 """
 
 from __future__ import annotations
@@ -53,50 +53,48 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Largest fraction of the memory that is free at the first save for the copies of all processes of
-#: a machine.
+#: Maximum fraction of the memory that is free at the first save to use for the copies of all
+#: processes on a machine.
 _COPY_SHARE = 0.5
 
 
 class Saver:
-    """The interface of a saver of checkpoints. This base class is the saver of processes other than
-    the main one: it takes part in gathering the state, and writes nothing.
+    """Interface for saving checkpoints. This base class is used in processes other than the main
+    process: it takes part in gathering the state but writes nothing.
 
     Attributes:
         saved_step: step of the run's newest complete checkpoint; -1 if there is none. A run that
-            continues from an older checkpoint (a resume, a rollback) sets it to the step of that
-            checkpoint, while nothing is being written (see `wait`). Checkpoints after that step
-            then are a dead branch.
-        write_seconds: seconds that the background thread took to write the newest checkpoint; 0 if
-            it has written none.
+            continues from an older checkpoint (after a resume or rollback) sets it to the step of
+            that checkpoint while nothing is being written (see `wait`). Checkpoints after that step
+            are then a dead branch.
+        write_seconds: time in seconds that the background thread took to write the newest
+            checkpoint; 0 if it has not written any.
     """
 
     saved_step = -1
     write_seconds = 0.0
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
-        """Save a checkpoint of the current state; return the seconds for which training had to
-        wait.
+        """Save a checkpoint of the current state; return how long training had to wait, in seconds.
 
-        Waits first until the checkpoint before is written.
+        First waits until the previous checkpoint is written.
 
         Args:
             step: number of completed optimizer steps.
             capture: function that returns this process' part of the state. Its tensors may be on
                 any device and in any layout, may share memory, and may change after this call.
-                Tensors on a GPU should stay there: they are copied into page-locked memory.
+                Tensors on a GPU should be left there; they are copied to page-locked memory.
 
         Raises:
-            CheckpointError, StorageError: this checkpoint or the one before could not be written.
-                If saving is asynchronous, the error of this checkpoint is raised by a later call.
+            CheckpointError, StorageError: this or the previous checkpoint could not be written. If
+                saving is asynchronous, an error in this checkpoint is raised by a later call.
         """
         capture()
         self.saved_step = step
         return 0.0
 
     def require_written(self) -> None:
-        """Raise the error of the background thread, if it has failed since the last call. Does not
-        wait.
+        """Raise the background thread's error if it has failed since the last call. Does not wait.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -114,14 +112,14 @@ class Saver:
 
 
 class BackgroundSaver(Saver):
-    """Base class of savers that copy the state and write the copy while training continues. It has
-    the memory for the copies, which is kept from save to save, and one thread.
+    """Base class for savers that copy the state and write the copy while training continues. It
+    owns one thread and the memory for the copies, which is reused for each save.
 
     Args:
         run_folder: the run's folder.
         config: the recipe's `checkpoint` section.
         held: the locked run folder, which is checked before each write and deletion; None in
-            processes other than the main one.
+            processes other than the main process.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class BackgroundSaver(Saver):
 
     @property
     def _parent(self) -> int | None:
-        """The step of the checkpoint from which the next one continues; None for the first."""
+        """Step of the checkpoint from which the next checkpoint continues; None for the first."""
         return self.saved_step if self.saved_step >= 0 else None
 
     @property
@@ -144,15 +142,15 @@ class BackgroundSaver(Saver):
         return None if self._held is None else self._held.run_id
 
     def _require_folder(self) -> None:
-        """Raise a CheckpointError if the run folder is no longer this run's."""
+        """Raise a CheckpointError if the run folder no longer belongs to this run."""
         if self._held is not None:
             self._held.require()
 
     @contextlib.contextmanager
     def _in_own_folder(self) -> Iterator[None]:
-        """A context that checks the run folder after an error, and if the folder no longer belongs
-        to this run, raises that error instead. If the folder was moved, an error about missing
-        files would not show the reason."""
+        """Context manager that checks the run folder after an error. If the folder no longer
+        belongs to this run, it raises an error about that instead, because an error about missing
+        files would not explain that the folder was moved."""
         try:
             yield
         except FirstlightError:
@@ -160,13 +158,13 @@ class BackgroundSaver(Saver):
             raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
-        """True if `processes` processes of this machine have free memory for copies of tensors of
-        this size each."""
+        """Return True if this machine has enough free memory for `processes` processes to copy
+        tensors of this size each."""
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
 
     def _prune(self, newest: Path) -> None:
-        """Delete the checkpoints that are no longer kept, after `newest` is complete."""
+        """Delete the checkpoints that are no longer needed, after `newest` is complete."""
         prune_checkpoints(self._run_folder, newest, self._config, self._require_folder)
 
     def _release(self) -> None:
@@ -176,11 +174,11 @@ class BackgroundSaver(Saver):
 
 
 class CheckpointSaver(BackgroundSaver):
-    """The saver of the main process: writes a run's checkpoints, verifies each one, and deletes
-    those that are no longer kept.
+    """Saver of the main process. It writes a run's checkpoints, verifies each of them, and deletes
+    those that are no longer needed.
 
     If saving is asynchronous, `save` only copies the tensors, and a thread does the rest while
-    training continues. A process that ends waits for that thread.
+    training continues. The process waits for that thread before it exits.
 
     Args:
         run_folder, config, held: see `BackgroundSaver`.
@@ -216,12 +214,12 @@ class CheckpointSaver(BackgroundSaver):
         try:
             self._writing.result()
         finally:
-            # Not done if a signal has interrupted the waiting: a later call waits again.
+            # Not done if a signal interrupted the wait; a later call waits again.
             if self._writing.done():
                 self._writing = None
 
     def close(self) -> None:
-        """`wait`, then end the thread and free the memory."""
+        """Wait for the pending checkpoint, then end the thread and free the memory."""
         try:
             self.wait()
         finally:
@@ -235,7 +233,7 @@ class CheckpointSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
-        """A copy of a checkpoint that the next steps do not change."""
+        """Return a copy of a checkpoint that later steps do not modify."""
         model, optimizer = checkpoint.model, checkpoint.optimizer
         if not checkpoint.is_copy:
             copies = self._copies.take(dict(_tensors(checkpoint)))
@@ -260,7 +258,7 @@ class CheckpointSaver(BackgroundSaver):
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """All tensors of a checkpoint with unique names: "model NAME" or "optimizer NAME"."""
+    """Return all tensors of a checkpoint with unique names: "model NAME" or "optimizer NAME"."""
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
@@ -269,17 +267,17 @@ def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
 
 
 class Snapshot:
-    """Copies tensors to the CPU, into memory that is kept and reused for the next copy."""
+    """Copies tensors to the CPU, reusing the same memory for each copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of tensors on the CPU, by the same names; they are valid until the next call.
+        """Copy tensors to the CPU; return the copies by name. They are valid until the next call.
 
         Args:
             tensors: tensors on any device, in any layout; they may share memory. Tensors on a GPU
-                are copied into page-locked memory.
+                are copied to page-locked memory.
         """
         for name, tensor in tensors.items():
             buffer = self._buffers.get(name)
@@ -290,7 +288,7 @@ class Snapshot:
                 self._buffers[name] = buffer
             buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         # Copies from a GPU are asynchronous. Without an argument, `synchronize` would wait for the
-        # current device, which may be another one.
+        # current device, which may be a different device.
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return {name: self._buffers[name] for name in tensors}
@@ -302,28 +300,28 @@ class Snapshot:
 
 # Sharded checkpoints
 
-#: `WEIGHTS` or `MOMENTS` -> this process' shards by the tensors' names.
+#: `WEIGHTS` or `MOMENTS` -> this process' shards by tensor name.
 _Shards = dict[str, dict[str, TensorShard]]
 
 
 class _DiscardedError(Exception):
-    """Raised to give up a checkpoint that is being written."""
+    """Raised to abandon a checkpoint that is being written."""
 
 
 class ShardedSaver(BackgroundSaver):
-    """Saves checkpoints to which each process writes its shards. All processes of a run have to
-    call each method at the same points of the run.
+    """Saves checkpoints for which each process writes its shards. All processes of a run must call
+    each method at the same points of the run.
 
     Each process writes its own files and verifies them, in a thread if saving is asynchronous; this
-    needs no exchange between processes. Then, between two steps, the processes exchange the sizes
-    and hashes of their files, and the main process writes the manifest and renames the folder.
+    requires no communication. Then, between two steps, the processes exchange the sizes and hashes
+    of their files, and the main process writes the manifest and renames the folder.
 
     Args:
-        run_folder: the run's folder, in a file system that all processes share.
+        run_folder: the run's folder, on a file system that all processes share.
         config: the recipe's `checkpoint` section.
         engine: the engine that shards the run's model.
-        is_last: function from a step to True if it is the run's last step. The last checkpoint gets
-            the weights in one file, too.
+        is_last: function that returns True if a step is the run's last. The last checkpoint also
+            contains the weights in a single file.
         held: see `BackgroundSaver`.
     """
 
@@ -348,13 +346,13 @@ class ShardedSaver(BackgroundSaver):
 
         Args:
             step: number of completed optimizer steps.
-            capture: function that returns this process' part of the state: its shards of sharded
-                tensors (DTensors), and tensors that are not sharded.
+            capture: function that returns this process' part of the state: sharded tensors (as
+                DTensors) and tensors that are not sharded.
 
         Raises:
-            CheckpointError, StorageError: a process could not write its part of this checkpoint or
-                of the one before. If saving is asynchronous, the error of this checkpoint is raised
-                by a later call.
+            CheckpointError, StorageError: a process could not write its part of this or the
+                previous checkpoint. If saving is asynchronous, an error in this checkpoint is
+                raised by a later call.
         """
         start = time.perf_counter()
         self.wait()
@@ -376,8 +374,7 @@ class ShardedSaver(BackgroundSaver):
         return time.perf_counter() - start
 
     def require_written(self) -> None:
-        """Finish the checkpoint that is being written, if all processes have written their part.
-        Does not wait.
+        """Finish the pending checkpoint if all processes have written their part. Does not wait.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part, or old checkpoints
@@ -402,8 +399,8 @@ class ShardedSaver(BackgroundSaver):
         self._wait_for_deleting()
 
     def close(self) -> None:
-        """End threads and free memory. A checkpoint that is not complete yet is given up, because
-        finishing it needs the other processes, which may have ended."""
+        """End threads and free memory. An incomplete checkpoint is abandoned, because finishing it
+        requires the other processes, which may have ended."""
         try:
             if self._writing is not None:
                 self._writing.result()
@@ -420,15 +417,15 @@ class ShardedSaver(BackgroundSaver):
             deleting.result()
 
     def _is_asynchronous(self, shards: _Shards) -> bool:
-        """True if every process has memory for its copies; all processes decide it together at the
-        first save."""
+        """Return True if every process has enough memory for its copies. All processes make this
+        decision together at the first save."""
         if self._asynchronous is None:
             tensors = (p.tensor for part in shards.values() for p in part.values())
             self._asynchronous = not agree(not self._have_room(tensors, self._world.local_size))
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Copies of shards that the next steps do not change."""
+        """Return copies of shards that later steps do not modify."""
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )
@@ -438,7 +435,8 @@ class ShardedSaver(BackgroundSaver):
         }
 
     def _new_folder(self, step: int) -> Path:
-        """The temporary folder, made by the main process, into which all processes write."""
+        """Return the temporary folder, created by the main process, to which all processes
+        write."""
         name = None
         if self._is_main:
             self._require_folder()
@@ -449,8 +447,8 @@ class ShardedSaver(BackgroundSaver):
         """Write this process' files.
 
         Returns:
-            {"marks": `file_marks` of the files}; after an error {"error": message, "of_disk": True
-            for a StorageError}. Errors are returned, because all processes have to raise them.
+            {"marks": `file_marks` of the files}, or after an error {"error": message, "of_disk":
+            True for a StorageError}. Errors are returned because all processes must raise them.
         """
         rank, size = self._world.rank, self._world.size
         try:
@@ -475,14 +473,14 @@ class ShardedSaver(BackgroundSaver):
         state: Mapping[str, Any],
         outcomes: list[dict[str, Any]],
     ) -> None:
-        """Finish the checkpoint: the manifest and the final name. If a process could not write its
-        part, its error is raised and the folder removed.
+        """Finish the checkpoint by writing the manifest and renaming the folder. If a process could
+        not write its part, its error is raised and the folder is removed.
 
         Args:
             step: number of completed optimizer steps.
             folder: the temporary folder.
             state: the checkpoint's `trainer_state`.
-            outcomes: the results of `_write` of all processes, in the order of ranks.
+            outcomes: results of `_write` from all processes, in the order of ranks.
         """
         with self._in_own_folder(), self._folder.pop_all():
             for rank, outcome in enumerate(outcomes):
@@ -512,8 +510,8 @@ class ShardedSaver(BackgroundSaver):
 
 
 def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Write the weights into one file beside their shards, which makes `folder` a Hugging Face
-    model folder; return its `file_marks`."""
+    """Write the weights to a single file in addition to their shards, which makes `folder` a
+    Hugging Face model folder. Return its `file_marks`."""
     model = sharded_model(folder, saved_vocab_multiple(folder, state))
     with HashedFile(folder / WEIGHTS_NAME) as file:
         write_tensors(file, weights_to_save(model), {"format": "pt"})
@@ -522,7 +520,7 @@ def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, 
 
 
 def _require_on_disk(files: list[HashedFile]) -> None:
-    """Read files again from the disk, and compare their SHA-256.
+    """Read files back from the disk and compare their SHA-256.
 
     Raises:
         CheckpointError: a file differs from what was written.

@@ -1,5 +1,5 @@
-"""Selects a checkpoint or model folder by the user's argument, or for a run that resumes or rolls
-back: the newest, the best, or the newest before a step."""
+"""Selection of a checkpoint or model folder: by the user's argument, or for a run that resumes or
+rolls back (the newest, the best, or the newest before a step)."""
 
 from __future__ import annotations
 
@@ -39,46 +39,46 @@ T = TypeVar("T")
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """The complete checkpoints of a run in the order in which they were saved."""
+    """Return the complete checkpoints of a run in the order in which they were saved."""
     return [saved.folder for saved in saved_checkpoints(run_folder)]
 
 
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a run that passes `verify_checkpoint`.
+    """Return the newest checkpoint of a run that passes `verify_checkpoint`.
 
-    A checkpoint of a dead branch (see manifest.py) is used only if all others are damaged.
+    A checkpoint on a dead branch (see manifest.py) is used only if all others are damaged.
 
     Returns:
-        The checkpoint's folder, or None if the run has no checkpoint; and messages about damaged
+        The checkpoint's folder (None if the run has no checkpoint), and messages about damaged
         newer checkpoints and about checkpoints of other runs.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them can be used.
+        CheckpointError: there are checkpoints, but none of them can be used.
     """
 
     def newest_first() -> list[Saved]:
         saved = saved_checkpoints(run_folder)
         past = own_past(saved)
         dead = [one for one in saved if one.sequence and one not in past]
-        # `saved` has checkpoints with a damaged manifest, too: they only give messages.
+        # `saved` also includes checkpoints with a damaged manifest, which only cause messages.
         return [*reversed([one for one in saved if one not in dead]), *reversed(dead)]
 
     folder, problems = _first_sound(newest_first)
     problems = [*foreign_checkpoints(run_folder), *problems]
     if folder is None and problems:
         raise CheckpointError(
-            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (start a new run in "
-            "another run.dir; --init-from starts from weights of another run)"
+            f"no checkpoint of {run_folder} can be used: {'; '.join(problems)} (start a new run "
+            "in another run.dir; --init-from starts from the weights of another run)"
         )
     return folder, problems
 
 
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
-    """The folder of the first candidate that passes `verify_checkpoint`, or None, and the error
-    messages of the candidates before it.
+    """Return the folder of the first candidate that passes `verify_checkpoint`, or None, and the
+    error messages of the candidates before it.
 
-    If the run deletes a candidate meanwhile, it has saved a newer checkpoint: the search is
-    repeated with new candidates.
+    If the run deletes a candidate in the meantime, it has saved a newer checkpoint, so the search
+    is repeated with new candidates.
     """
     while True:
         problems: list[str] = []
@@ -102,11 +102,11 @@ def read_model_folder(
     pickled: bool = False,
     best: bool = False,
 ) -> T:
-    """Select a model folder by `resolve_model_folder`, and return the result of `read` for it.
+    """Select a model folder with `resolve_model_folder`, and return the result of `read` for it.
 
-    If `name` is a run folder and the run deletes the checkpoint while it is read, the checkpoint
-    that is the newest or best by then is read. If `name` is the path of the deleted checkpoint
-    itself, an error is raised.
+    If `name` is a run folder and the run deletes the checkpoint while it is being read, the
+    checkpoint that is then the newest or best is read instead. If `name` is the path of the deleted
+    checkpoint itself, an error is raised.
 
     Args:
         name, pickled, best: see `resolve_model_folder`.
@@ -123,35 +123,37 @@ def read_model_folder(
             if folder.exists():
                 raise
         else:
-            # In a deleted folder, optional files such as the tokenizer are missing in silence.
+            # In a deleted folder, optional files such as the tokenizer would silently be missing.
             if folder.exists():
                 return result
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint with the lowest validation loss that passes `verify_checkpoint`, and messages
-    about damaged checkpoints with lower losses.
+    """Return the checkpoint with the lowest validation loss that passes `verify_checkpoint`, and
+    messages about damaged checkpoints with lower losses.
 
     Raises:
-        CheckpointError: no checkpoint has a validation loss, or all that have one are damaged.
+        CheckpointError: no checkpoint has a validation loss, or all checkpoints with one are
+            damaged.
     """
     folder, problems = _first_sound(lambda: best_saved(run_folder))
     if folder is not None:
         return folder, problems
-    why = "; ".join(problems) or "the validation loss was measured at none of them"
+    why = "; ".join(problems) or "no checkpoint has a validation loss"
     raise CheckpointError(
-        f"{run_folder} has no best checkpoint ({why}): leave --best out to take the newest"
+        f"{run_folder} has no best checkpoint ({why}): omit --best to use the newest"
     )
 
 
 def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
-    """The model folder for the argument CHECKPOINT of a command. A checkpoint is verified.
+    """Return the model folder for a command's CHECKPOINT argument. A checkpoint is verified.
 
     Args:
-        name: a run folder (its newest checkpoint is used), a checkpoint folder, any Hugging Face
+        name: a run folder (whose newest checkpoint is used), a checkpoint folder, any Hugging Face
             model folder, a GGUF file, or the id of a model on the Hugging Face hub.
-        pickled: download pickled weights if the model on the hub has no others.
-        best: use the run folder's checkpoint with the lowest validation loss instead of the newest.
+        pickled: True downloads pickled weights if the model on the hub has no others.
+        best: True uses the run folder's checkpoint with the lowest validation loss instead of the
+            newest.
 
     Raises:
         ConfigError: `best` is set for a path that is not a run folder.
@@ -164,7 +166,7 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
     if best and not is_run:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = "" if path.exists() else nearest(path.name, siblings)
-        raise ConfigError(f"--best is for a run folder, and {name} is not one{hint}")
+        raise ConfigError(f"--best requires a run folder, but {name} is not one{hint}")
     if is_run:
         newest, problems = best_checkpoint(path) if best else newest_checkpoint(path)
         for problem in problems:
@@ -181,11 +183,11 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
 
 def resolve_tokenizer(name: str | Path) -> Path:
-    """The file or folder of a tokenizer.
+    """Return the file or folder of a tokenizer, which may be that of a model.
 
     Args:
-        name: a tokenizer's file or folder, or a model as for `resolve_model_folder`, whose
-            tokenizer is used. An adapter without a tokenizer has that of its base model.
+        name: a tokenizer's file or folder, or a model as in `resolve_model_folder`, whose tokenizer
+            is used. For an adapter without a tokenizer, that of its base model is used.
 
     Raises:
         CheckpointError, ModelError: see `resolve_model_folder`.
@@ -196,19 +198,20 @@ def resolve_tokenizer(name: str | Path) -> Path:
     if path.is_file() or has_tokenizer(path):
         return path
     if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
-        return path  # neither a path nor a hub id: the caller's reading of it raises an error
+        # Neither a path nor a hub id; the caller raises an error when it reads the path.
+        return path
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
         require_not_trainer(path)
         return path
-    # For a model on the hub, its weights are not downloaded.
+    # The weights of a model on the hub are not downloaded.
     is_here = path.is_dir()
     folder = resolve_model_folder(name) if is_here else find_model_folder(name, weights=False)
     return next(filter(has_tokenizer, adapter_chain(folder)), folder)
 
 
 def trained_on(folder: Path) -> dict[str, Any]:
-    """The entry `data` of a checkpoint's state: `dir`, `seq_len` and `document_masking` of its
-    training data; {} for a folder that is no checkpoint."""
+    """Return the entry `data` in a checkpoint's state, with `dir`, `seq_len` and `document_masking`
+    of its training data, or {} for a folder that is not a checkpoint."""
     if not (folder / STATE_NAME).is_file():
         require_kept(folder)
         return {}
@@ -219,17 +222,17 @@ def trained_on(folder: Path) -> dict[str, Any]:
 def checkpoint_before(
     run_folder: Path, step: int, saved_step: int, every_steps: int
 ) -> Path | None:
-    """The folder of the checkpoint to which a run rolls back: the newest one before `step` that
-    passes `verify_checkpoint`; None if there is none.
+    """Return the folder of the checkpoint to which a run rolls back: the newest checkpoint before
+    `step` that passes `verify_checkpoint`. None if there is none.
 
-    Checkpoints at regular steps (multiples of `every_steps`) and from before the first skipped step
-    are preferred. So a run that was stopped and resumed in between, which leaves one more
-    checkpoint, goes back to the same step as a run that was not.
+    Checkpoints at regular steps (multiples of `every_steps`) and before the first skipped step are
+    preferred. A run that was stopped and resumed, which leaves an additional checkpoint, therefore
+    rolls back to the same step as an uninterrupted run.
 
     Args:
         run_folder: the run's folder.
-        step: the step that failed, or the step of an earlier rollback that did not help.
-        saved_step: step of the run's newest checkpoint; later ones are of a dead branch.
+        step: step that failed, or step of an earlier rollback that did not help.
+        saved_step: step of the run's newest checkpoint; later ones are on a dead branch.
         every_steps: the recipe's `checkpoint.every_steps`.
     """
     found = []
@@ -237,7 +240,7 @@ def checkpoint_before(
         if one.step < step and one.step <= saved_step:
             with contextlib.suppress(CheckpointError):
                 state = load_trainer_state(one.folder)
-                # If all steps were skipped, the checkpoint is only the run's initial state.
+                # If all steps were skipped, the checkpoint is just the run's initial state.
                 if state.get("skipped_steps", 0) < one.step:
                     found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
     for *_, folder in sorted(found, reverse=True):
@@ -248,8 +251,8 @@ def checkpoint_before(
 
 
 def _merits(state: Mapping[str, Any], step: int, every_steps: int) -> tuple[bool, bool]:
-    """Sort keys of a checkpoint: True if its last step was not skipped; True if it was saved at a
-    regular step."""
+    """Return the sort key of a checkpoint: (True if its last step was not skipped, True if it was
+    saved at a regular step)."""
     is_calm = not state.get("skipped")
     was_due = every_steps > 0 and step % every_steps == 0 and state.get("pending") is None
     return is_calm, was_due

@@ -1,14 +1,15 @@
-"""Files of sharded tensors: each process writes its shards, any number of processes reads them.
+"""Files of sharded tensors. Each process writes its shards, and any number of processes can read
+them.
 
     optimizer.shard-00001-of-00004.safetensors
     model.shard-00001-of-00004.safetensors
 
 The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files
-whose metadata has each shard's offsets in its tensor. torch.distributed.checkpoint and its
-consolidation can read them. torch's usual format isn't used, because its index is a pickle.
+whose metadata contains each shard's offsets in its tensor. torch.distributed.checkpoint and its
+consolidation can read them. torch's default format is not used because its index is a pickle.
 
-Weights have the names and shapes of the model's parameters: unlike in a Hugging Face folder,
-experts are stacked, and the vocabulary has padding rows.
+Weights have the names and shapes of the model's parameters. Unlike in a Hugging Face folder,
+experts are stacked and the vocabulary has padding rows.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from firstlight.optim.optimizer import Optimizer
 from firstlight.weights.huggingface import read_config, unloaded_model
 from firstlight.weights.stored import read_header
 
-#: The two kinds of tensors: the beginnings of their files' names.
+#: The two kinds of tensors, named by the prefix of their files.
 WEIGHTS, MOMENTS = "model", "optimizer"
 
 _FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
 
-# torch's keys in the files' metadata.
+# Keys of torch in the files' metadata.
 _PLACES_KEY = "DCP_SHARDING_INFO"
 _OFFSETS_KEY = "saved_offsets"
 _VERSION_KEY = "DCP_VERSION"
 
-#: The dtypes that sharded tensors can have, by safetensors' names.
+#: Supported dtypes of sharded tensors, by their safetensors names.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -60,7 +61,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorShard:
-    """One process' rectangular part of a tensor.
+    """Rectangular part of a tensor that belongs to one process.
 
     Attributes:
         tensor: the elements of the shard, with as many dimensions as the full tensor.
@@ -85,7 +86,7 @@ class StoredShape:
 
 
 def shard_name(kind: str, rank: int, size: int) -> str:
-    """The name of the file of a rank's shards.
+    """Return the name of the file with a rank's shards.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -96,8 +97,8 @@ def shard_name(kind: str, rank: int, size: int) -> str:
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """The names of all files of shards that a checkpoint must have, derived from the names of the
-    files that it has; [] if it is not sharded."""
+    """Return the names of all shard files that a checkpoint must have, derived from the names of
+    its files, or [] if it is not sharded."""
     counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
     return [
         shard_name(kind, rank, size)
@@ -108,15 +109,15 @@ def shard_names(names: Iterable[str]) -> list[str]:
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    """The shards of tensors that this process has to write, so that each element is written once.
+    """Return the shards that this process has to write such that each element is written once.
 
-    If several processes have a copy of a shard (hybrid sharding), one writes it; which one depends
-    on the tensor's name. Tensors that are not sharded must be passed by one process only.
+    If several processes have a copy of a shard (hybrid sharding), one of them writes it, depending
+    on the tensor's name. Tensors that are not sharded must be passed by only one process.
 
     Returns:
-        Shards whose tensors share memory with those given, on their device.
+        Shards whose tensors share memory with `tensors` and are on the same device.
     """
-    # Imported only here, because it takes most of a second.
+    # Imported here because the import takes most of a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
@@ -137,7 +138,8 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """True if this process is the one that writes its shard; other processes may have copies."""
+    """Return True if this process has to write its shard, of which other processes may have
+    copies."""
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
@@ -152,11 +154,11 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
 
 
 def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
-    """Write the file of this process' shards; return it, for its size and SHA-256.
+    """Write the file with this process' shards; return it for its size and SHA-256.
 
     Raises:
         OSError: a file system error.
-        StorageError: a tensor has a dtype or layout that a safetensors file can't hold.
+        StorageError: a tensor has a dtype or layout that the safetensors format does not support.
     """
     places = {name: {_OFFSETS_KEY: list(shard.offsets)} for name, shard in shards.items()}
     metadata = {_PLACES_KEY: json.dumps(places), _VERSION_KEY: "1.0", "format": "pt"}
@@ -166,7 +168,8 @@ def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
 
 
 def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
-    """Shapes and dtypes of the tensors in a folder's shards, which are checked to be complete.
+    """Return the shapes and dtypes of the tensors in a folder's shards, after checking that the
+    shards are complete.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -181,7 +184,9 @@ def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
             boxes.setdefault(name, []).append(box)
             if dtypes.setdefault(name, dtype) != dtype:
                 other = dtypes[name]
-                raise CheckpointError(f"{path} is damaged: '{name}' is {dtype}, elsewhere {other}")
+                raise CheckpointError(
+                    f"{path} is damaged: '{name}' is {dtype} here, but {other} in another file"
+                )
     wholes = {}
     for name, parts in boxes.items():
         shape = _union(parts)
@@ -192,8 +197,8 @@ def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
 
 
 def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place from the shards in a folder. Each process reads what it needs; the
-    processes exchange nothing.
+    """Fill tensors in place from the shards in a folder. Each process reads only what it needs,
+    without communication.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -201,7 +206,8 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
             and dtypes of the files' tensors.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape or dtype, or a file is damaged.
+        CheckpointError: a tensor is missing or has a different shape or dtype, or a file is
+            damaged.
     """
     stored = stored_shapes(folder, kind)
     for name, target in targets.items():
@@ -222,7 +228,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     files = [str(path) for path in _files(folder, kind)]
 
     class Shards(FileSystem):
-        """A file system in which the folder has only the files of one kind."""
+        """File system view in which the folder has only the files of one kind."""
 
         def ls(self, path: Any) -> list[str]:
             return files
@@ -245,11 +251,11 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
 def read_full_tensors(
     folder: Path, kind: str, names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """Read full tensors from the shards in a folder, to the CPU.
+    """Read full tensors from the shards in a folder into CPU memory.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        names: names of the wanted tensors; None is all.
+        names: names of the tensors to read; None reads all.
 
     Raises:
         CheckpointError: a tensor is missing, or a file is damaged.
@@ -264,7 +270,7 @@ def read_full_tensors(
 
 
 def sharded_model(folder: Path, vocab_multiple: int) -> Model:
-    """The full model on the CPU, from a sharded checkpoint.
+    """Load the full model from a sharded checkpoint onto the CPU.
 
     Args:
         folder: the checkpoint's folder.
@@ -281,24 +287,25 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
 
 def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Model:
-    """The model of a config on the meta device, checked against the shards in a folder.
+    """Build the model of a config on the meta device and check it against the shards in a folder.
 
     Raises:
-        ModelError: the config's model has a very different number of tensors than the shards.
-        CheckpointError: a tensor is missing, superfluous or has another shape.
+        ModelError: the number of tensors in the config's model is very different from that in the
+            shards.
+        CheckpointError: a tensor is missing, unexpected or has a different shape.
     """
     stored = stored_shapes(folder, WEIGHTS)
     model = unloaded_model(config, folder, vocab_multiple, tensors=len(stored))
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for name in sorted(expected.keys() ^ stored.keys()):
         raise CheckpointError(
-            f"the weights in {folder} don't fit the model: '{name}' is in only one"
+            f"the weights in {folder} don't match the model: '{name}' is in only one of them"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise CheckpointError(
-                f"{folder}: tensor '{name}' is {list(stored[name].shape)}, the model's "
-                f"{list(shape)}"
+                f"{folder}: tensor '{name}' has shape {list(stored[name].shape)}, but the model "
+                f"expects {list(shape)}"
             )
     return model
 
@@ -312,7 +319,8 @@ def restore_shards(
     other_prefix: str,
     has_moments: bool,
 ) -> dict[str, Tensor]:
-    """Read this process' shards of a checkpoint's weights and moments into model and optimizer.
+    """Load this process' shards of a checkpoint's weights and moments into a model and its
+    optimizer.
 
     Args:
         folder: a sharded checkpoint.
@@ -320,13 +328,13 @@ def restore_shards(
         optimizer: the model's optimizer, changed in place.
         vocab_multiple: the multiple to which the model's vocabulary is padded.
         other_prefix: prefix of the names of the optimizer file's tensors that are not moments.
-        has_moments: True makes a checkpoint without moments an error.
+        has_moments: True raises an error if the checkpoint has no moments.
 
     Returns:
         The tensors that are not moments (random states), by name, on the CPU.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model or optimizer.
+        CheckpointError: the checkpoint is damaged, or belongs to a different model or optimizer.
     """
     fitting_model(model.config, folder, vocab_multiple)
     with optimizer.master_weights(changed=True):
@@ -350,12 +358,12 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return [folder / name for name in shard_names(names) if name.startswith(f"{kind}.")]
 
 
-#: A shard's first indices, and its ends (exclusive), in each dimension of the full tensor.
+#: Start and end (exclusive) of a shard in each dimension of the full tensor.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
-    """Name, box and dtype of each shard in a file."""
+    """Return the name, box and dtype of each shard in a file."""
     try:
         header = read_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
@@ -378,14 +386,15 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
 
 
 def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
-    """The shape of the tensor that boxes fill without gap or overlap; None if they don't."""
+    """Return the shape of the tensor that the boxes fill without gaps or overlaps, or None if they
+    don't."""
     if len({len(begins) for begins, _ in boxes}) != 1:
         return None
     shape = tuple(max(sizes) for sizes in zip(*(ends for _, ends in boxes), strict=True))
     volume = sum(math.prod(e - b for b, e in zip(*box, strict=True)) for box in boxes)
     if volume != math.prod(shape):
         return None
-    # The boxes have as many elements as the full tensor: they fill it unless two overlap.
+    # The boxes have as many elements as the full tensor, so they fill it unless two overlap.
     open_boxes: list[_Box] = []
     for box in sorted(boxes):
         open_boxes = [one for one in open_boxes if not shape or one[1][0] > box[0][0]]

@@ -1,1 +1,1 @@
-"""Conversion of models from and to the formats of other programs."""
+"""Conversion of models to and from the formats of other programs."""

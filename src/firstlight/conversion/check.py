@@ -1,6 +1,6 @@
-"""The check after a conversion: source and result must be the same model.
+"""Verification of a conversion: source and result must be the same model.
 
-Each of three comparisons finds errors that the others miss:
+There are three comparisons, each of which finds errors that the others miss:
 
 - tensors one by one: errors in rows or experts that the prompt does not use;
 - logits on a fixed prompt: wrong settings of the model;
@@ -29,10 +29,10 @@ PROMPT = (
     "The first light of day fell on 12 old houses.\n\n    def dawn(hour):\n"
     "        return hour + 0.5  # früh am Morgen\n"
 )
-#: Number of tokens that are compared; arbitrary ids follow a prompt of fewer tokens.
+#: Number of tokens that are compared; a shorter prompt is filled up with arbitrary ids.
 _PROMPT_TOKENS = 64
 
-#: Conversation that both chat templates render.
+#: Conversation rendered by both chat templates.
 CONVERSATION = [
     {"role": "user", "content": "When does the sun rise?"},
     {"role": "assistant", "content": "At six.\nIn winter, at eight."},
@@ -56,26 +56,27 @@ CONVERSATION = [
 #: with heads of size 2 reach 0.13.
 TOLERANCES = {"f32": 3e-5, "f16": 0.04, "bf16": 0.2, "q8_0": 0.22}
 
-#: Greatest rounding error of a weight in the same formats, as (fraction of its tensor's largest
+#: Largest rounding error of a weight in the same formats, as (fraction of its tensor's largest
 #: absolute value, absolute error of subnormal numbers); the two are added.
 _ROUNDING = {
     "f32": (0.0, 0.0),
     "f16": (2**-11, 2**-25),
     "bf16": (2**-8, 0.0),
     # Half a step is 1/254 of the block's largest number. The block's scale is rounded to f16, and
-    # its error is multiplied by up to 127: 2^-25 of a subnormal scale becomes 2^-18.
+    # its error is multiplied by up to 127, so the error of 2^-25 for a subnormal scale becomes
+    # 2^-18.
     "q8_0": (2**-7, 2**-18),
 }
-#: Rows of a tensor that are compared at a time: their fp32 copies must not need the memory of a
-#: whole tensor.
+#: Number of rows of a tensor that are compared at a time, so that their fp32 copies need less
+#: memory than the full tensor.
 _ROWS = 4096
 
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
-    """Token ids on which source and result are compared, int64 [1, T]; T is 64, or the context if
-    that is shorter.
+    """Return the token ids on which source and result are compared, int64 [1, T]; T is 64, or the
+    context if that is shorter.
 
-    The ids are those of `PROMPT`, followed by a fixed sequence from the whole vocabulary. Without a
+    The ids are those of `PROMPT`, followed by a fixed sequence from the full vocabulary. Without a
     tokenizer, all ids are from that sequence.
     """
     count = min(_PROMPT_TOKENS, context)
@@ -84,15 +85,16 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
         start = [tokenizer.separator_id] if tokenizer.add_bos else []
         # An id beyond the vocabulary has no row in the embedding.
         ids = [i for i in [*start, *tokenizer.encode(PROMPT)] if i < vocab_size]
-    # Quadratic, so that the ids are spread over the vocabulary and do not follow each other.
+    # The formula is quadratic, so that the ids are spread over the vocabulary and are not
+    # consecutive.
     ids += [(7 * i * i + 3 * i + 1) % vocab_size for i in range(count)]
     return torch.tensor([ids[:count]])
 
 
 def check_dtype(config: ModelConfig) -> torch.dtype:
-    """Dtype in which the logits of source and result are computed: fp32, or bf16 if less than 8
-    bytes of memory per parameter are available."""
-    # Two fp32 copies of the weights: the model's, and the tensors read from a GGUF file.
+    """Return the dtype in which the logits of source and result are computed: fp32, or bf16 if less
+    than 8 bytes of memory per parameter are available."""
+    # Two fp32 copies of the weights are needed: the model, and the tensors read from a GGUF file.
     needed = 8 * count_parameters(meta_model(config)).total
     return torch.float32 if needed < psutil.virtual_memory().available else torch.bfloat16
 
@@ -132,8 +134,8 @@ def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
     broken = [name for name, tensor in tensors.items() if not is_finite(tensor)]
     if broken:
         raise ModelError(
-            f"{where} has tensors with NaN or infinity: {first_names(broken)}; such a model says "
-            "nothing, take an earlier checkpoint"
+            f"{where} has tensors with NaN or infinity ({first_names(broken)}): use an earlier "
+            "checkpoint"
         )
 
 
@@ -144,9 +146,10 @@ def require_same_tensors(
 
     Args:
         source, result: tensors by their Hugging Face names.
-        kind: format that the result was rounded to, a key of `TOLERANCES`; "f32" if it was not.
-        shifted: suffix of the names of norm weights w that the result's file stores as 1 + w;
-            "" if it stores none so.
+        kind: format that the result was rounded to, a key of `TOLERANCES`; "f32" if it was not
+            rounded.
+        shifted: name suffix of norm weights w that the result's file stores as 1 + w; "" if there
+            are none.
 
     Raises:
         ModelError: a tensor is missing, or differs by more than rounding; the message names it.
@@ -155,29 +158,29 @@ def require_same_tensors(
     for name in sorted(source.keys() | result.keys()):
         if name not in source or name not in result:
             raise ModelError(
-                f"the converted model is not the source: only one of them has {name}; nothing was "
-                "written"
+                f"the converted model differs from the source: only one of them has {name}; "
+                "nothing was written"
             )
         largest, difference = _distance(source[name], result[name])
         limit = share * largest + smallest
         if shifted and name.endswith(shifted):
-            # fp32 rounds w + 1, and then the difference when the file is read, by up to 2^-24 of
-            # the value each.
+            # fp32 rounds w + 1, and later the difference when the file is read, each by up to 2^-24
+            # of the value.
             limit = max(limit, 2**-23 * (largest + 1))
-        # Not `difference > limit`, which would be False for NaN.
+        # `difference > limit` would be False for NaN.
         if not difference <= limit:
             raise ModelError(
-                f"the converted model is not the source: numbers of {name} differ by up to "
-                f"{difference:.3g}, where rounding gives {limit:.3g}; nothing was written"
+                f"the converted model differs from the source: values of {name} differ by up to "
+                f"{difference:.3g}, but rounding explains only {limit:.3g}; nothing was written"
             )
 
 
 def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
-    """The largest absolute value in `source`, and the greatest absolute difference between `source`
-    and `result`; 0 and infinity if their shapes differ."""
+    """Return the largest absolute value in `source`, and the largest absolute difference between
+    `source` and `result`; 0 and infinity if their shapes differ."""
     if source.shape != result.shape:
         return 0.0, float("inf")
-    # As a tensor: torch's maximum keeps a NaN, Python's may lose it.
+    # Kept as a tensor, because torch's maximum propagates NaN, but Python's may not.
     largest, difference = 0.0, torch.zeros(())
     for a, b in zip(torch.split(source, _ROWS), torch.split(result, _ROWS), strict=True):
         a, b = a.float(), b.float()
@@ -191,20 +194,20 @@ def require_same_logits(
 ) -> tuple[float, float]:
     """Compare the logits of source and result.
 
-    The mean over the vocabulary is subtracted at each position, since softmax ignores it: the
-    logits of OpenAI's GPT-2 lie around -35 or -110, and relative to that any difference would look
-    small.
+    The mean over the vocabulary is subtracted at each position, since softmax ignores it. The
+    logits of OpenAI's GPT-2, for example, are around -35 or -110, relative to which any difference
+    would look small.
 
     Args:
         source, result: logits, [1, T, V].
-        limit: greatest allowed difference, as a fraction of the source's largest logit.
-        is_routed: True if weights were rounded and the model has routers. Rounding sends a few
-            tokens to other experts, where differences of up to 0.9 of the largest logit were
-            measured. Only half of the positions must then be within the limit: at the median
-            position, the measured difference is that of models without experts.
+        limit: largest allowed difference, as a fraction of the source's largest logit.
+        is_routed: True if weights were rounded and the model has routers. Rounding routes a few
+            tokens to different experts, which was measured to cause differences of up to 0.9 of the
+            largest logit. In this case only half of the positions must be within the limit: at the
+            median position, the measured difference is the same as for models without experts.
 
     Returns:
-        The greatest difference at any position, and the largest absolute logit of the source, both
+        The largest difference at any position, and the largest absolute logit of the source, both
         after the subtraction.
 
     Raises:
@@ -217,19 +220,19 @@ def require_same_logits(
     if not judged <= limit * largest:
         where = " at half of all positions" if is_routed else ""
         raise ModelError(
-            f"the converted model is not the source: on a fixed prompt their logits differ{where} "
-            f"by up to {judged:.3g}, where the largest is {largest:.3g} (allowed: {limit:g} of "
-            "it); nothing was written"
+            "the converted model differs from the source: on a fixed prompt, the logits "
+            f"differ{where} by up to {judged:.3g}, and the largest logit is {largest:.3g} "
+            f"(allowed: {limit:g} of it); nothing was written"
         )
     return difference, largest
 
 
 def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) -> list[str]:
-    """Render `CONVERSATION` by the chat templates of source and result, and compare the texts.
+    """Render `CONVERSATION` with the chat templates of source and result, and compare the texts.
 
     Args:
         source: the source's tokenizer.
-        result: the result's tokenizer; None stands for a result without a chat template.
+        result: the result's tokenizer; None means that the result has no chat template.
         what: name of the result, for the message.
 
     Returns:
@@ -242,24 +245,28 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
     found = None if result is None else _rendered(result)
     if found != expected:
         raise ModelError(
-            f"the chat template of {what} renders a conversation as {found!r}, the source's as "
-            f"{expected!r}; nothing was written"
+            f"the chat template of {what} renders a conversation as {found!r}, but that of the "
+            f"source as {expected!r}; nothing was written"
         )
     if source.chat_template is None:
         return []
     try:
         source.apply_chat_template(CONVERSATION, add_generation_prompt=True)
     except FirstlightError as error:
-        return [f"the chat template was taken over, but renders no ordinary conversation: {error}"]
+        return [
+            (f"the chat template was copied, but does not render an ordinary conversation: {error}")
+        ]
     return []
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:
-    """`CONVERSATION` as text, or the text of the template's error; None without a template."""
+    """Render `CONVERSATION`; return the text or the template's error message. None without a
+    template."""
     if tokenizer.chat_template is None:
         return None
     try:
         return tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
     except FirstlightError as error:
-        # The template may be broken, or for other conversations. A conversion only copies it.
+        # The template may be broken or may require other conversations. A conversion only copies
+        # it.
         return str(error)

@@ -1,5 +1,5 @@
-"""`convert`: write a model as a Hugging Face folder, a GGUF file or an Ollama folder, read the
-result back, and refuse it unless it is the same model as the source."""
+"""`convert`: writes a model as a Hugging Face folder, a GGUF file or an Ollama folder, reads the
+result back, and refuses it unless it is the same model as the source."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ from firstlight.weights.stored import (
     save_weights,
 )
 
-#: Number formats that each target can have; "auto" keeps the source's.
+#: Number formats supported by each target; "auto" keeps the source's format.
 _GGUF_FORMATS = ("auto", "f32", "f16", "bf16", "q8_0", *QUANTISED)
 _FORMATS = {
     "hf": ("auto", "f32", "f16", "bf16"),
@@ -89,7 +89,7 @@ _TORCH_DTYPES = {kind.lower(): dtype for kind, dtype in FLOAT_FORMATS.items()}
 
 #: Maximum size of a calibration text in bytes; its first 32,768 tokens are used.
 _MAX_CALIBRATION_BYTES = 10_000_000
-#: File in which Ollama expects template, stop texts and context of a model.
+#: File in which Ollama expects a model's template, stop texts and context length.
 MODELFILE = "Modelfile"
 
 #: Tokenizer files of a model folder, which are copied unchanged.
@@ -104,13 +104,13 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-#: Subfolder in which transformers keeps further chat templates.
+#: Subfolder in which transformers stores additional chat templates.
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion.
+    """Result of a conversion.
 
     Attributes:
         out: the folder that was written.
@@ -119,15 +119,15 @@ class Conversion:
         model_type: the model's family, as in config.json.
         parameters: number of weights that were written.
         dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. A Hugging Face
-            folder can also have "f64", or "mixed" for several dtypes, if its source has.
-        largest_difference: greatest difference between logits of source and result on a fixed
+            folder can also have "f64", or "mixed" for several dtypes, if the source does.
+        largest_difference: largest difference between logits of source and result on a fixed
             prompt, after the mean of each position is subtracted (softmax ignores it).
         largest_logit: largest absolute logit of the source, after the same subtraction.
         has_chat_template: True if source and result have the same chat template, False if neither
-            has one.
+            has a template.
         notes: remarks for the user.
-        perplexity: (source's perplexity, result's perplexity, bits of the file per weight) on a
-            fixed text, if llama.cpp quantised the file; else None.
+        perplexity: (perplexity of the source, perplexity of the result, bits of the file per
+            weight) on a fixed text, if llama.cpp quantised the file; otherwise None.
     """
 
     out: Path
@@ -145,7 +145,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Result:
-    """The written model, read back from its files; `name` is used in messages."""
+    """The written model as read back from its files; `name` is used in messages."""
 
     name: str
     config: Mapping[str, Any]
@@ -165,35 +165,36 @@ def convert(
     calibration: str | Path | None = None,
     best: bool = False,
 ) -> Conversion:
-    """Convert a model, and refuse a result that does not compute the same as the source. After any
-    error, nothing has been written.
+    """Convert a model, and refuse a result that does not compute the same as the source. If an
+    error occurs, nothing is written.
 
     Args:
         source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
             checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's
             GPT-2, Meta's Llama, litgpt or nanochat.
-        out: the folder to write; must be missing or empty, and not inside the source.
+        out: the folder to write, which must be missing or empty and must not be inside the source.
         to: "hf" (a Hugging Face model folder), "gguf" (a file for llama.cpp in the folder) or
             "ollama" (such a file and a Modelfile).
-        dtype: "auto" (the source's), "f32", "f16", "bf16", and for GGUF "q8_0" and the formats of
-            llama.cpp's quantiser, such as "q4_k_m".
+        dtype: "auto" (the source's dtype), "f32", "f16", "bf16", and for GGUF also "q8_0" and the
+            formats of llama.cpp's quantiser, such as "q4_k_m".
         tokenizer: a tokenizer's folder or file, which replaces the source's tokenizer.
-        config: a JSON file with keys of a Hugging Face config.json that another program's files
-            lack.
-        tolerance: greatest allowed difference between logits, as a fraction of the largest logit;
-            None is the format's own limit (`TOLERANCES`). For formats of llama.cpp's quantiser,
-            the greatest allowed relative increase of the perplexity (`PERPLEXITY_LIMITS`).
+        config: a JSON file with keys of a Hugging Face config.json that are missing in another
+            program's files.
+        tolerance: largest allowed difference between logits, as a fraction of the largest logit;
+            None uses the format's limit (`TOLERANCES`). For formats of llama.cpp's quantiser, the
+            largest allowed relative increase of the perplexity (`PERPLEXITY_LIMITS`).
         calibration: a text file for the importance matrix of llama.cpp's quantiser.
-        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+        best: True uses a run folder's checkpoint with the lowest validation loss instead of the
+            newest.
 
     Raises:
         ConfigError: an option is invalid.
-        InputError: `out` holds something, or a file is missing.
+        InputError: `out` is not empty, or a file is missing.
         ModelError, CheckpointError, TokenizerError: the source can't be read or can't be
             expressed in the target format, or the result's tensors, logits, perplexity or chat
             template differ.
-        MissingDependencyError: the package gguf (for GGUF) or llama-cpp-python (for the formats
-            of llama.cpp's quantiser) is not installed.
+        MissingDependencyError: the gguf package (for GGUF) or llama-cpp-python (for the formats of
+            llama.cpp's quantiser) is not installed.
         StorageError: the file system refuses a write.
     """
     dtype, text = _checked_options(to, dtype, tolerance, calibration)
@@ -204,7 +205,9 @@ def convert(
         own_config = config_from_hf(model.config, model.name)
         _require_fit(model, own_config)
         if dtype in QUANTISED and model.tokenizer is None:
-            raise ModelError(f"{dtype} is checked on a text: give a tokenizer with --tokenizer")
+            raise ModelError(
+                f"{dtype} must be verified on a text: specify a tokenizer with --tokenizer"
+            )
         with new_folder(out) as folder:
             return _converted(
                 model, own_config, folder, out, to=to, dtype=dtype, text=text, tolerance=tolerance
@@ -229,7 +232,7 @@ def _converted(
         model, config: the source, and its config.
         folder: temporary folder, which is renamed to `out` at the end.
         to, dtype, tolerance: see `convert`.
-        text: the calibration text; None without one.
+        text: the calibration text; None if there is none.
     """
     quantised = dtype if dtype in QUANTISED else None
     chosen, rounding = _result_dtype(model.tensors, "auto" if quantised else dtype, to)
@@ -240,8 +243,8 @@ def _converted(
     else:
         plain = folder / (f"plain-{file}" if quantised else file)
         result = _write_gguf(model, plain, chosen)
-    # For a quantised file, `tolerance` bounds the perplexity. The plain file that llama.cpp
-    # quantises is not rounded, and has the usual limit of logits.
+    # For a quantised file, `tolerance` limits the perplexity. The intermediate file that llama.cpp
+    # quantises is not rounded, so the usual limit on logits applies.
     limit = None if quantised else tolerance
     difference, largest, more = _compare(model, config, result, rounding, tolerance=limit)
     if quantised:
@@ -279,18 +282,19 @@ def _converted(
 
 
 def _notes(model: Source, to: str) -> list[str]:
-    """Notes on the source, on differences of the target program, and on a missing tokenizer."""
+    """Return notes on the source, on differences of the target program, and on a missing
+    tokenizer."""
     if to == "hf":
         notes = export_notes(model.config, model.tokenizer)
     else:
         notes = gguf_notes(model.config, model.tokenizer, model.generation)
-    missing = "there is no tokenizer: give one with --tokenizer"
+    missing = "there is no tokenizer: specify one with --tokenizer"
     return [*model.notes, *notes, *([missing] if model.tokenizer is None else [])]
 
 
 def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
-    """The dtype of the result ("mixed" for several), and the format that its numbers are rounded to
-    ("f32" if they are not rounded)."""
+    """Return the dtype of the result ("mixed" for several), and the format that its numbers are
+    rounded to ("f32" if they are not rounded)."""
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
     chosen = own if dtype == "auto" else dtype
@@ -313,11 +317,11 @@ def _checked_options(
     dtype = _SHORT_NAMES.get(dtype.lower(), dtype.lower())
     if dtype not in _FORMATS[to]:
         raise ConfigError(
-            f"dtype '{dtype}' is not one of {to}{nearest(dtype, _FORMATS[to])}: "
+            f"{to} does not support dtype '{dtype}'{nearest(dtype, _FORMATS[to])}: "
             f"{', '.join(_FORMATS[to])}"
         )
     if tolerance is not None and not tolerance >= 0:
-        raise ConfigError(f"tolerance {tolerance} is not a share: give a number from 0 up")
+        raise ConfigError(f"tolerance {tolerance} is invalid: use a number of at least 0")
     if to != "hf":
         import_gguf()
     if dtype in QUANTISED:
@@ -325,17 +329,22 @@ def _checked_options(
     if calibration is None:
         return dtype, None
     if dtype not in QUANTISED:
-        raise ConfigError("--calibration is for llama.cpp's formats: --to gguf --dtype q4_k_m")
+        raise ConfigError(
+            "--calibration requires one of llama.cpp's formats, for example --to gguf --dtype "
+            "q4_k_m"
+        )
     content = read_file(Path(calibration).expanduser(), _MAX_CALIBRATION_BYTES)
     return dtype, content.decode("utf-8", "replace")
 
 
 def _free_place(out: str | Path, source: str | Path) -> Path:
-    """The path of `out`, after a check that it is missing or empty, and outside the source."""
+    """Return the path of `out` after checking that it is missing or empty and outside the
+    source."""
     out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
-            f"folder {out} is the source or inside it, which is left as it is: choose another --out"
+            f"folder {out} is the source or is inside it, and the source is never modified: "
+            "choose another --out"
         )
     require_free(out, "choose another --out")
     return out
@@ -346,7 +355,7 @@ def _require_fit(model: Source, config: ModelConfig) -> None:
     if model.tokenizer is not None and model.tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"the tokenizer has {model.tokenizer.vocab_size} tokens, more than the "
-            f"{config.vocab_size} of {model.name}: they don't belong together"
+            f"{config.vocab_size} of {model.name}: use the model's own tokenizer"
         )
     require_finite(model.tensors, model.name)
 
@@ -395,15 +404,15 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
 
 
 def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, str]:
-    """config.json's entries for the tensors' dtype, under the keys of transformers 5 and 4; none if
-    there are several dtypes."""
+    """Return the entries of config.json for the tensors' dtype, under the keys of transformers 5
+    and 4. Empty if there are several dtypes."""
     kinds = {_TORCH_DTYPES[dtype]} if dtype else {tensor.dtype for tensor in tensors.values()}
     names = [str(kind).removeprefix("torch.") for kind in kinds]
     return {"dtype": names[0], "torch_dtype": names[0]} if len(names) == 1 else {}
 
 
 def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
-    """The tensors converted to `dtype` ("f32", "f16" or "bf16"); unchanged if it is None.
+    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"); unchanged if it is None.
 
     Raises:
         ModelError: a number is too large for `dtype`.
@@ -413,7 +422,9 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
     rounded = {name: tensor.to(_TORCH_DTYPES[dtype]) for name, tensor in tensors.items()}
     for name, tensor in rounded.items():
         if not is_finite(tensor):
-            raise ModelError(f"{name} holds a number too large for {dtype}: choose another --dtype")
+            raise ModelError(
+                f"{name} contains a number too large for {dtype}: choose another --dtype"
+            )
     return rounded
 
 
@@ -423,15 +434,15 @@ def _compare(
     """Refuse a result that differs from the source by more than the rounding of `kind`.
 
     Returns:
-        The greatest difference of two logits, the largest logit, and notes.
+        The largest difference of two logits, the largest logit, and notes.
     """
     notes: list[str] = []
     if model.tokenizer is not None:
         found = result.tokenizer
         if found is None or found.fingerprint != model.tokenizer.fingerprint:
-            raise ModelError(f"the tokenizer of {result.name} is not the source's")
+            raise ModelError(f"the tokenizer of {result.name} differs from that of the source")
         notes = require_same_chat(model.tokenizer, found, result.name)
-    # Gemma's norms multiply by 1 + w; GGUF stores that sum, which rounds.
+    # Gemma's norms multiply by 1 + w; GGUF stores the sum, which is rounded.
     is_shifted = config.family.norm_kind == "one_plus"
     require_same_tensors(model.tensors, result.tensors, kind, "norm.weight" if is_shifted else "")
     dtype = check_dtype(config)
@@ -449,13 +460,15 @@ def _compare(
     )
     if difference <= limit * largest:
         return difference, largest, notes
-    note = "rounding sends some tokens to other experts, and their logits differ by more than usual"
+    note = (
+        "rounding routes some tokens to different experts, so their logits differ more than usual"
+    )
     return difference, largest, [*notes, note]
 
 
 T = TypeVar("T")
 
-#: Fewer rows than this beyond the tokenizer's vocabulary are taken for padding, since programs pad
+#: Fewer rows than this beyond the tokenizer's vocabulary are considered padding, since programs pad
 #: to a multiple of 64 or 128.
 _MAX_PADDING = 128
 
@@ -466,7 +479,7 @@ class Source:
 
     Attributes:
         program: the program that wrote the model, or "adapter (PEFT)".
-        name: name of the result, of characters that a file name can have.
+        name: name of the result, consisting of characters that are valid in file names.
         config: content of config.json, with the ids of special tokens of `tokenizer` if that is
             not from the same folder.
         tensors: tensors by their Hugging Face names, memory-mapped where possible.
@@ -474,7 +487,7 @@ class Source:
         folder: Hugging Face folder whose other files are copied to the result; None if there is
             none.
         notes: remarks for the user.
-        generation: content of its generation_config.json, of which `folder` may be None.
+        generation: content of its generation_config.json, which may exist even if `folder` is None.
     """
 
     program: str
@@ -495,18 +508,19 @@ def read_source(
     *,
     best: bool = False,
 ) -> T:
-    """Open the model to convert, and return the result of calling `use` on it. If a training run in
-    progress deletes the checkpoint during that call, `use` is called again on the newest one.
+    """Open the model to convert, and return the result of calling `use` on it. If an active
+    training run deletes the checkpoint during that call, `use` is called again on the newest
+    checkpoint.
 
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
         tokenizer: a tokenizer's folder or file, which replaces the source's tokenizer.
-        config: a JSON file with settings that another program's files lack.
+        config: a JSON file with settings that are missing in another program's files.
         use: function that reads the model's tensors and files, and writes the result.
-        best: take a run's checkpoint with the lowest validation loss, not the newest.
+        best: True uses a run's checkpoint with the lowest validation loss instead of the newest.
 
     Raises:
-        ConfigError: `config` or `best` does not fit this source, or `config` is not an object.
+        ConfigError: the source does not support `config` or `best`, or `config` is not an object.
         InputError: a file is missing, or of an unsupported kind.
         ModelError, CheckpointError, TokenizerError: the source can't be read. Errors of `use` are
             passed on.
@@ -521,7 +535,10 @@ def read_source(
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f"checkpoint {path} does not exist{nearest(path.name, siblings)}")
     if config is not None:
-        raise ConfigError("--config is for other programs' checkpoints: a model folder has its own")
+        raise ConfigError(
+            "--config applies only to other programs' checkpoints: a model folder has its own "
+            "config.json"
+        )
     name = _name_of(source)
     return read_model_folder(
         source, lambda folder: use(_read_folder(folder, name, given)), pickled=True, best=best
@@ -529,8 +546,8 @@ def read_source(
 
 
 def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """The model of a Hugging Face folder or an adapter. The tokenizer `given`, if any, replaces the
-    model's own."""
+    """Read a Hugging Face folder or an adapter. The tokenizer `given`, if any, replaces the model's
+    tokenizer."""
     if is_adapter(folder):
         return _read_adapter(folder, name, given)
     content, tensors = read_folder(folder)
@@ -549,16 +566,16 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
 def _generation(
     content: Mapping[str, Any], ends: Sequence[int], given: Tokenizer | None
 ) -> dict[str, Any]:
-    """The content of a generation_config.json with all end tokens of the model, but without token
-    ids if the tokenizer `given` replaces the model's."""
+    """Return the content of a generation_config.json with all end tokens of the model, but without
+    token ids if the tokenizer `given` replaces the model's."""
     if given is not None:
         return {key: value for key, value in content.items() if not key.endswith("_token_id")}
     return {**content, "eos_token_id": [*ends]} if ends else dict(content)
 
 
 def with_qkv_biases(model: Source) -> Source:
-    """The model; if it is a GPT-2 without biases of queries, keys and values, with biases of zeros,
-    since GPT-2 has these biases in other programs."""
+    """Add zero biases to a GPT-2 without biases for queries, keys and values, since GPT-2 has these
+    biases in other programs. Any other model is returned unchanged."""
     if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model
     tensors = dict(model.tensors)
@@ -566,16 +583,17 @@ def with_qkv_biases(model: Source) -> Source:
         if name.endswith(".attn.c_attn.weight"):
             tensors[name.removesuffix("weight") + "bias"] = weight.new_zeros(weight.shape[1])
     note = (
-        "queries, keys and values have no biases here (qkv_bias: false), and in other programs' "
-        "GPT-2 they have: zeros were written for them, which are trained where the result is"
+        "this model has no biases for queries, keys and values (qkv_bias: false), but GPT-2 in "
+        "other programs does: biases of zero were written, which will be trained if the result "
+        "is trained"
     )
     config = {key: value for key, value in model.config.items() if key != "qkv_bias"}
     return dataclasses.replace(model, config=config, tensors=tensors, notes=(*model.notes, note))
 
 
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """An adapter merged into its base. The base's other files are copied, unless there is another
-    tokenizer (given, or the adapter's) or the adapter unties the head or adds tokens."""
+    """Merge an adapter into its base. The base's other files are copied, unless the tokenizer
+    differs (`given` or the adapter's) or the adapter unties the head or adds tokens."""
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
     content: dict[str, Any] = read_json(base / CONFIG_NAME)
@@ -602,13 +620,13 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json of a model folder as an object, and its tensors by their Hugging Face names.
+    """Read config.json of a model folder as an object, and its tensors by their Hugging Face names.
 
     Tensors are memory-mapped, except those of a sharded checkpoint, which are assembled in memory,
     and experts in MXFP4, which are unpacked. Stacked experts are split into views of each.
 
     Raises:
-        ModelError, CheckpointError: a file is missing or damaged, or the tensors don't fit
+        ModelError, CheckpointError: a file is missing or damaged, or the tensors don't match
             config.json.
     """
     if is_sharded_checkpoint(folder) and not (folder / WEIGHTS_NAME).is_file():
@@ -619,13 +637,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if has_pickled_weights(folder):
         return content, pickled_tensors(folder)
     stored = fitting_tensors(meta_model(config), folder)
-    # MXFP4 weights are written unpacked.
+    # MXFP4 weights are unpacked when written.
     content.pop("quantization_config", None)
     return content, one_by_one(open_tensors(stored), config)
 
 
 def _name_of(source: str | Path) -> str:
-    """A model's name, from its file, folder or run folder, or from its name on the hub."""
+    """Return a model's name, derived from its file, folder or run folder, or from its name on the
+    hub."""
     path = Path(source).expanduser()
     if path.is_file():
         name = path.stem
@@ -645,13 +664,13 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | None) -> Source:
-    """The model in another program's file or folder; arguments as in `read_source`."""
+    """Read a model from another program's file or folder; see `read_source` for the arguments."""
     is_pickled = path.name.startswith("pytorch_model") and path.suffix == ".bin"
     if path.suffix.lower() in (".safetensors", ".json") or is_pickled:
-        raise InputError(f"{path} is one file of a model: name its folder, {path.parent}")
+        raise InputError(f"{path} is only one file of a model: use its folder, {path.parent}")
     if is_gguf(path):
         if config is not None:
-            raise ConfigError(f"{path} has its own config: leave --config out")
+            raise ConfigError(f"{path} has its own config: omit --config")
         model = read_gguf(path)
         own = tokenizer or model.tokenizer()
         return Source(
@@ -686,8 +705,8 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
 
 
 def _tokenizer_beside(folder: Path) -> Tokenizer | None:
-    """The tokenizer in the folder of another program's model, or `tokenizer.model` in its parent
-    folder, where Meta's downloads have it; None if there is none."""
+    """Return the tokenizer in the folder of another program's model, or `tokenizer.model` in its
+    parent folder, as in Meta's downloads. None if there is none."""
     for place in (folder, folder.parent / "tokenizer.model"):
         names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
         if place.is_file() or any((place / name).is_file() for name in names):
@@ -696,15 +715,18 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
-    """The model without the rows of embedding and head that pad its vocabulary beyond the
-    tokenizer's: their ids are not tokens, and must never be predicted. `_MAX_PADDING` rows or more
-    are not taken for padding, and stay with a note."""
+    """Remove the rows of embedding and head that pad the vocabulary beyond that of the tokenizer:
+    their ids are not tokens and must never be predicted. `_MAX_PADDING` rows or more are not
+    considered padding and are kept, with a note."""
     size = model.config["vocab_size"]
     extra = 0 if tokenizer is None else size - tokenizer.vocab_size
     if tokenizer is None or extra <= 0:
         return model
     if extra >= _MAX_PADDING:
-        note = f"{extra} ids of the model stand for no token of the tokenizer: is it the right one?"
+        note = (
+            f"{extra} ids of the model have no token in the tokenizer: check that it is the "
+            "right tokenizer"
+        )
         return dataclasses.replace(model, notes=(*model.notes, note))
     family = FAMILIES[model.config["model_type"]].model
     names = (f"{family.embedding_name}.weight", family.head_file_name)
@@ -712,7 +734,7 @@ def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> Foreig
         name: tensor[: tokenizer.vocab_size] if name in names else tensor
         for name, tensor in model.tensors.items()
     }
-    note = f"{extra} rows that padded the vocabulary were left out"
+    note = f"{extra} padding rows of the vocabulary were removed"
     return dataclasses.replace(
         model,
         config={**model.config, "vocab_size": tokenizer.vocab_size},

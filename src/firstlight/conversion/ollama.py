@@ -1,8 +1,8 @@
 """Modelfiles for Ollama: the chat template in Go's syntax, stop texts and the context length.
 
-Ollama renders conversations with a template of Go's `text/template`, not with the tokenizer's Jinja
-template. The texts around the messages are read from what the tokenizer's template renders, and the
-result is compared with it on further conversations.
+Ollama renders conversations with a template in Go's `text/template` syntax instead of the
+tokenizer's Jinja template. The texts around the messages are extracted from conversations rendered
+by the tokenizer's template, and the resulting template is verified on other conversations.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from firstlight.weights.huggingface import end_ids, generation_config, sampling_
 
 Messages = Sequence[Mapping[str, str]]
 
-#: Maximum context length in tokens that a Modelfile sets, since Ollama allocates the cache for the
-#: whole context when it loads a model.
+#: Maximum context length in tokens for a Modelfile, since Ollama allocates the cache for the full
+#: context when it loads a model.
 _MOST_CONTEXT = 32_768
 
-#: Contents whose places in a rendered conversation are looked up: no template contains them.
+#: Contents that are located in a rendered conversation; no template contains them.
 _SYSTEM = "System-7f3a"
 _FIRST = "First-7f3a"
 _ANSWER = "Answer-7f3a"
 _SECOND = "Second-7f3a"
-#: Roles of a conversation, beginning with its first question.
+#: Roles of a conversation, starting with the first question.
 _TURNS = ("user", "assistant", "user", "assistant", "user")
-#: Conversations by which the template is checked; each is rendered with the start of an answer.
+#: Conversations with which the template is verified; each is rendered with the start of an answer.
 _CONTENTS = (
     "When does the sun rise?",
     "At six.\nIn winter, at eight.",
@@ -43,17 +43,18 @@ _CONTENTS = (
 
 @dataclass(frozen=True)
 class OllamaTemplate:
-    """The texts around the messages of a conversation.
+    """Texts around the messages of a conversation.
 
     Attributes:
         head: text before the first question in a conversation without a system message.
-        system_head: text before the system message, in place of `head`, or with `is_last` after
-            the text before the last question; None if the template has no place for one.
-        system_end: text between the system message and the question after it.
-        user: text before every further question.
+        system_head: text before the system message, which replaces `head` or, with `is_last`,
+            follows the text before the last question; None if the template does not support system
+            messages.
+        system_end: text between the system message and the following question.
+        user: text before every question except the first.
         assistant: text between a question and its answer.
         assistant_end: text after an answer that is followed by a question.
-        prompt: text after the last question, after which the model answers.
+        prompt: text after the last question, which the model continues with its answer.
         is_last: True if the system message is in the last question, as in Mistral's templates.
         stops: texts at which Ollama ends an answer.
     """
@@ -69,7 +70,7 @@ class OllamaTemplate:
     stops: tuple[str, ...]
 
     def render(self, messages: Messages) -> str:
-        """The text that `go` renders."""
+        """Return the text that `go` renders."""
         system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
         has_system = bool(system) and self.system_head is not None
         shown = f"{self.system_head}{system}{self.system_end}"
@@ -86,7 +87,7 @@ class OllamaTemplate:
 
     @property
     def go(self) -> str:
-        """The template in Go's syntax."""
+        """Template in Go's syntax."""
         question = f"{{{{ if lt $i 2 }}}}{self.head}{{{{ else }}}}{self.user}{{{{ end }}}}"
         system = f"{self.system_head}{{{{ $.System }}}}{self.system_end}"
         if self.system_head is not None and self.is_last:
@@ -106,8 +107,8 @@ class OllamaTemplate:
 
 
 def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
-    """The template that renders the same texts as the tokenizer's template, without the token that
-    llama.cpp puts before a text; None if there is none of this form."""
+    """Return the template that renders the same texts as the tokenizer's template, without the
+    token that llama.cpp adds before a text. None if it can't be expressed in this form."""
     try:
         template = _observed(tokenizer)
         for count in (1, 3, 5):
@@ -123,24 +124,25 @@ def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
                     return None
     except (FirstlightError, ValueError):
         return None
-    # These would be actions of the Go template, or end it.
+    # These strings would be actions of the Go template, or end it.
     parts = [part for part in vars(template).values() if isinstance(part, str)]
     is_taken = any(mark in part for mark in ("{{", "}}", '"""') for part in parts)
     return None if is_taken or "{{{" in template.go else template
 
 
 def _rendered(tokenizer: Tokenizer, messages: Messages, *, prompt: bool = True) -> str:
-    """The text of the tokenizer's template, without the token that llama.cpp puts before it."""
+    """Render messages with the tokenizer's template, without the token that llama.cpp adds before
+    the text."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
     return text.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else text
 
 
 def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
-    """The texts around the messages, as the tokenizer's template renders them.
+    """Determine the texts that the tokenizer's template renders around the messages.
 
     Raises:
         FirstlightError: the template refuses a plain conversation.
-        ValueError: a message is missing in the text, or has another place.
+        ValueError: a message is missing in the text or is in another position.
     """
     turns = [
         {"role": role, "content": content}
@@ -148,7 +150,7 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
     ]
     head, prompt = _around(_rendered(tokenizer, turns[:1]), _FIRST)
     _, assistant, joint, _ = _around(_rendered(tokenizer, turns), _FIRST, _ANSWER, _SECOND)
-    # Some templates end the last answer with another token than earlier ones.
+    # Some templates end the last answer with a different token than earlier answers.
     *_, end = _around(_rendered(tokenizer, turns[:2], prompt=False), _FIRST, _ANSWER)
     if not joint.startswith(end):
         shared = (n for n in range(len(joint) + 1) if head.endswith(joint[n:]))
@@ -169,7 +171,7 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
     )
     try:
         text = _rendered(tokenizer, [{"role": "system", "content": _SYSTEM}, *turns])
-    except FirstlightError:  # as Gemma 2's, which has no system messages
+    except FirstlightError:  # For example Gemma 2's template, which has no system messages.
         return template
     if _SYSTEM not in text:
         return template
@@ -182,10 +184,11 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
 
 
 def _around(text: str, *contents: str) -> list[str]:
-    """The texts before, between and after `contents`, each of which is there once, in this order.
+    """Return the texts before, between and after `contents`, each of which must occur exactly once
+    and in this order.
 
     Raises:
-        ValueError: one is not.
+        ValueError: one of `contents` does not.
     """
     parts = []
     for content in contents:
@@ -197,8 +200,8 @@ def _around(text: str, *contents: str) -> list[str]:
 
 
 def _stops(tokenizer: Tokenizer, end: str, user: str) -> tuple[str, ...]:
-    """Texts that end an answer: the special tokens after an answer and before a question, or that
-    beginning itself if it has none."""
+    """Return the texts that end an answer: the special tokens after an answer and before a
+    question, or the entire text before a question if it has no special tokens."""
     found = sorted(
         (place, token)
         for token in tokenizer.special_tokens
@@ -216,7 +219,7 @@ def modelfile(
     context: int,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[str, list[str]]:
-    """The text of the Modelfile for a GGUF file, and notes for the user.
+    """Return the text of the Modelfile for a GGUF file, and notes for the user.
 
     Args:
         file: name of the GGUF file in the same folder.
@@ -228,27 +231,32 @@ def modelfile(
     template = None
     if tokenizer is None or tokenizer.chat_template is None:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
-        notes.append("there is no chat template: the Modelfile's gives the prompt as it is")
+        notes.append("there is no chat template: the Modelfile passes the prompt unchanged")
     else:
         template = ollama_template(tokenizer)
         if template is None:
             notes.append(
-                "the chat template renders more than texts around the messages: the Modelfile has "
-                "no TEMPLATE, write one in Go's syntax (https://docs.ollama.com/template)"
+                "the chat template does more than add texts around the messages: the Modelfile "
+                "has no TEMPLATE, so write one in Go's syntax (https://docs.ollama.com/template)"
             )
         else:
-            # A date in this form is today's only in templates that ask for it, as gpt-oss' does.
+            # Today's date occurs in this form only in templates that request it, such as gpt-oss'.
             go = template.go.replace(date.today().isoformat(), "{{ currentDate }}")
             lines.append(f'TEMPLATE """{go}"""')
             if date.today().strftime("%d %b %Y") in go:
-                notes.append("the chat template shows the date, which stays today's in Ollama")
+                notes.append(
+                    "the chat template contains the current date, which will remain today's "
+                    "date in Ollama"
+                )
             if template.system_head is None:
-                notes.append("the chat template takes no system message: Ollama leaves it out")
+                notes.append(
+                    "the chat template does not support system messages: Ollama omits them"
+                )
     stops = list(template.stops) if template else []
     if tokenizer is not None:
         ends = end_ids(generation_config(tokenizer, generation))
         stops += [text for i in ends if (text := tokenizer.backend.id_to_token(i)) is not None]
-    # A Modelfile's texts are in quotation marks.
+    # Texts in a Modelfile are in quotation marks.
     lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if '"' not in stop]
     for name, value in sampling_settings(generation).items():
         lines.append(f"PARAMETER {name.replace('repetition', 'repeat')} {value}")

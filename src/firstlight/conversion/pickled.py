@@ -1,8 +1,8 @@
-"""Pickled weights: files of `torch.save`, and model folders with `pytorch_model.bin`.
+"""Pickled weights: files written by `torch.save`, and model folders with `pytorch_model.bin`.
 
 This is the only module that reads pickles. It uses torch's unpickler with `weights_only=True`,
-after a check that the pickle's opcodes build nothing but tensors, numbers, strings and containers.
-`weights_only` alone would also call functions that allocate any amount of memory (`bytearray`,
+after checking that the pickle's opcodes build only tensors, numbers, strings and containers.
+`weights_only` alone would also call functions that allocate unlimited memory (`bytearray`,
 `torch.FloatTensor`), and would practically never finish on nested tuples that repeat one tuple many
 times.
 """
@@ -30,22 +30,22 @@ from firstlight.weights.stored import (
     indexed_tensors,
 )
 
-#: First bytes of a file of `torch.save`: of a zip archive, or before PyTorch 1.6 of a pickled magic
-#: number.
+#: First bytes of a file written by `torch.save`: those of a zip archive or, before PyTorch 1.6, of
+#: a pickled magic number.
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 #: Maximum size of the pickle in an archive, in bytes. It has 100 to 200 bytes per tensor; the
-#: tensors' numbers are in other entries. Checking one megabyte of opcodes takes about a second.
+#: tensors' data is in other entries. Checking one megabyte of opcodes takes about a second.
 _MAX_PICKLE_BYTES = 1_500_000
 #: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. The tensors'
-#: numbers follow them.
+#: data follows them.
 _PICKLES_BEFORE_1_6 = 5
-#: Maximum number of elements in a tuple and the tuples nested in it. A tuple that occurs several
-#: times is counted each time, since hashing visits it each time.
+#: Maximum number of elements in a tuple including nested tuples. A tuple that occurs several times
+#: is counted each time, because hashing visits it each time.
 _MOST_TUPLE_PARTS = 10_000
 #: Maximum number of elements in all containers of a file. A container that occurs several times is
-#: counted each time, since comparing visits it each time.
+#: counted each time, because comparison visits it each time.
 _MOST_PARTS = 1_000_000
 #: Names ("module name") that a pickle may refer to.
 _PLAIN = re.compile(
@@ -60,18 +60,18 @@ _KINDS = {dtype: kind for kind, dtype in FLOAT_FORMATS.items()}
 
 
 class _DamagedError(Exception):
-    """A damaged file; `read_pickle` turns it into a ModelError."""
+    """A damaged file; `read_pickle` converts this to a ModelError."""
 
 
 def read_pickle(path: Path) -> Any:
-    """The content of a file of `torch.save`. Its tensors are memory-mapped, except those of a file
-    from before PyTorch 1.6.
+    """Read a file written by `torch.save`. Its tensors are memory-mapped, except in a file from
+    before PyTorch 1.6.
 
     Raises:
-        ModelError: the file can't be read, or holds objects other than weights.
+        ModelError: the file can't be read, or contains objects other than weights.
     """
     if path.is_dir():
-        raise ModelError(f"{path} is a folder: name the checkpoint file in it")
+        raise ModelError(f"{path} is a folder: use the checkpoint file in it")
     try:
         with open(path, "rb") as file:
             start = file.read(len(_BEFORE_1_6))
@@ -88,11 +88,11 @@ def read_pickle(path: Path) -> Any:
         other = next((name for name in _named_in(path, is_zip) if not _PLAIN.fullmatch(name)), None)
         if other is not None:
             raise ModelError(
-                f"{path} holds more than weights ({other.replace(' ', '.'):.80}), and unpickling "
-                "that could run code: where it was made, save the state_dict alone "
-                "(torch.save(model.state_dict(), 'model.pth'))"
+                f"{path} contains more than weights ({other.replace(' ', '.'):.80}), and "
+                "unpickling that could run code: save only the state_dict with the program that "
+                "created it (torch.save(model.state_dict(), 'model.pth'))"
             )
-        # Files from before PyTorch 1.6 can't be mapped.
+        # Files from before PyTorch 1.6 can't be memory-mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         _require_few_parts(content)
         return content
@@ -100,21 +100,22 @@ def read_pickle(path: Path) -> Any:
         raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
     except ModelError:
         raise
-    except Exception as error:  # torch raises about ten classes, Exception itself among them
+    except Exception as error:  # torch raises about ten classes, including Exception itself.
         raise ModelError(
-            f"{path} is damaged, cut short, or not a checkpoint of weights alone: copy it again, "
-            "or save the model's state_dict where it was made"
+            f"{path} is damaged, truncated or not a checkpoint with only weights: copy it again, "
+            "or save the model's state_dict with the program that created it"
         ) from error
 
 
 def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
-    """The names, as "module name", that the pickles in a file of `torch.save` refer to."""
+    """Yield the names, as "module name", to which the pickles in a file written by `torch.save`
+    refer."""
     if not is_zip:
         with open(path, "rb") as file:
             for _ in range(_PICKLES_BEFORE_1_6):
                 yield from _names_of(file)
                 if file.tell() > _MAX_PICKLE_BYTES:
-                    raise _DamagedError("this is no list of weights")
+                    raise _DamagedError("this is not a list of weights")
         return
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -123,24 +124,24 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
         if len(pickles) != 1 or any(entry.compress_type for entry in entries):
             raise zipfile.BadZipFile("torch.save didn't write this archive")
         if pickles[0].file_size > _MAX_PICKLE_BYTES:
-            raise zipfile.BadZipFile("this is no list of weights")
+            raise zipfile.BadZipFile("this is not a list of weights")
         with archive.open(pickles[0]) as file:
             yield from _names_of(file)
 
 
 def _names_of(file: IO[bytes]) -> Iterator[str]:
-    """The names, as "module name", that one pickle refers to.
+    """Yield the names, as "module name", to which one pickle refers.
 
     Raises:
-        _DamagedError: the pickle has tuples of too many elements, or is too long.
+        _DamagedError: the pickle is too long or has tuples with too many elements.
     """
-    # A simulation of the unpickler's stack and memo (`known`). In place of each value they have the
-    # number of elements if it is a tuple (1 + those of its elements), else 1. None is a mark.
+    # Simulate the unpickler's stack and memo (`known`). Each value is represented by its number of
+    # elements if it is a tuple (1 plus those of its elements), and otherwise by 1. None is a mark.
     stack: list[int | None] = []
     known: dict[Any, int | None] = {}
     for opcode, argument, place in pickletools.genops(file):
         if (place or 0) > _MAX_PICKLE_BYTES:
-            raise _DamagedError("this is no list of weights")
+            raise _DamagedError("this is not a list of weights")
         name = opcode.name
         if name in ("GLOBAL", "INST"):
             yield str(argument)
@@ -153,7 +154,7 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
         elif name.startswith("TUPLE"):
             stack.append(1 + sum(taken))
             if 1 + sum(taken) > _MOST_TUPLE_PARTS:
-                raise _DamagedError("a tuple holds others too often")
+                raise _DamagedError("a tuple contains other tuples too often")
         elif name == "DUP":
             stack += 2 * taken
         else:
@@ -162,7 +163,7 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
 
 
 def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
-    """Remove an opcode's operands from the simulated stack; returns their numbers of elements."""
+    """Remove an opcode's operands from the simulated stack; return their numbers of elements."""
     taken: list[int] = []
     for kind in reversed(opcode.stack_before):
         if kind is pickletools.stackslice:
@@ -175,7 +176,7 @@ def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
 
 def _require_few_parts(content: Any) -> None:
     """Refuse content whose containers repeat others so often that comparing or printing it would
-    not end.
+    take forever.
 
     Raises:
         _DamagedError: the containers have more than `_MOST_PARTS` elements.
@@ -191,7 +192,7 @@ def _require_few_parts(content: Any) -> None:
             continue
         count += 1 + len(parts)
         if count > _MOST_PARTS:
-            raise _DamagedError("containers hold others too often")
+            raise _DamagedError("containers contain others too often")
         rest += parts
 
 
@@ -201,26 +202,26 @@ def _os_error(path: Path, error: OSError) -> str:
 
 
 def named_weights(path: Path, content: Any) -> dict[str, Any]:
-    """The state_dict in a checkpoint, without the name prefixes of torch.compile and
+    """Return the state_dict in a checkpoint, without the name prefixes of torch.compile and
     DistributedDataParallel.
 
     Args:
         path: the file, for messages.
-        content: its content: the state_dict, or a mapping that has it as "model" or
-            "model_state_dict".
+        content: the file's content, which is the state_dict or a mapping that contains it as
+            "model" or "model_state_dict".
 
     Raises:
         ModelError: there is no state_dict.
     """
     if not isinstance(content, Mapping):
         raise ModelError(
-            f"{path} holds a {type(content).__name__}, not a state_dict: save "
-            "model.state_dict() where it was made"
+            f"{path} contains a {type(content).__name__}, not a state_dict: save "
+            "model.state_dict() with the program that created it"
         )
     inner = (content.get(key) for key in ("model", "model_state_dict"))
     weights = next((value for value in inner if isinstance(value, Mapping)), content)
     if not weights or not all(isinstance(name, str) for name in weights):
-        raise ModelError(f"{path} holds no tensors by name: it is not a model's state_dict")
+        raise ModelError(f"{path} contains no named tensors: it is not a model's state_dict")
     names = list(weights)
     while wrapper := next((w for w in _WRAPPERS if all(n.startswith(w) for n in names)), ""):
         names = [name.removeprefix(wrapper) for name in names]
@@ -229,7 +230,7 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PickledTensor:
-    """A tensor read from a pickle, with those properties of `StoredTensor` that `require_fit`
+    """A tensor read from a pickle, with the properties of `StoredTensor` that `require_fit`
     uses."""
 
     value: Tensor
@@ -247,12 +248,12 @@ class _PickledTensor:
 
 
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights of a model folder with `pytorch_model.bin`, or with several such files and an
-    index, by their names in model.safetensors. Stacked experts are split into views of each.
+    """Read the weights of a model folder with `pytorch_model.bin`, or with several such files and
+    an index, by their names in model.safetensors. Stacked experts are split into views of each.
 
     Raises:
-        ModelError: a file is missing, damaged or holds more than weights; the index does not
-            match its files; or tensors don't fit config.json (the message names them).
+        ModelError: a file is missing, damaged or contains more than weights; the index does not
+            match its files; or tensors don't match config.json (the message names them).
     """
     stored = {n: _PickledTensor(t) for n, t in _all_tensors(folder).items()}
     config = read_config(folder)
@@ -269,23 +270,25 @@ def _all_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
-    """The state_dict of a `pytorch_model.bin`, each value a whole tensor.
+    """Read the state_dict in a `pytorch_model.bin`, after checking that all tensors are complete.
 
     Raises:
         ModelError: the file can't be read, or is not a state_dict.
     """
     content = read_pickle(path)
     if not isinstance(content, Mapping) or not content:
-        raise ModelError(f"{path} holds a {type(content).__name__}, not a model's state_dict")
+        raise ModelError(f"{path} contains a {type(content).__name__}, not a model's state_dict")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or not is_whole(value):
-            raise ModelError(f"{path}: {name!r:.80} is no plain tensor by name: not a state_dict")
+            raise ModelError(
+                f"{path}: {name!r:.80} is not a plain named tensor, so this is not a state_dict"
+            )
     return dict(content)
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """True if a tensor is dense and its storage has as many bytes as its shape needs. With strides
-    of 0, a storage of a few bytes can have a shape of any size."""
+    """Return True if a tensor is dense and its storage has as many bytes as its shape requires.
+    With strides of 0, a storage of a few bytes can have a shape of any size."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.nbytes <= tensor.untyped_storage().nbytes()

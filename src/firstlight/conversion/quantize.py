@@ -1,10 +1,10 @@
-"""GGUF files in llama.cpp's quantised formats, written by its own quantiser, and the loss of
-accuracy that the quantisation causes.
+"""GGUF files in llama.cpp's quantised formats, written by llama.cpp's quantiser, and measurement of
+the loss of accuracy that the quantisation causes.
 
 llama.cpp quantises an unrounded GGUF file. An importance matrix (the mean square of each input of
-each matrix on a calibration text) tells it which columns matter; it is required for most formats of
-less than three bits. The result runs in llama.cpp, and its perplexity on a fixed text is compared
-with the source's.
+each matrix on a calibration text) specifies which columns matter; it is required for most formats
+with less than three bits. The result runs in llama.cpp, and its perplexity on a fixed text is
+compared with the source's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from firstlight.weights.gguf.tensors import tensor_rules
 from firstlight.weights.huggingface import config_from_hf
 from firstlight.weights.loading import fill
 
-#: Formats of llama.cpp's quantiser -> their numbers in its `enum llama_ftype`.
+#: Formats of llama.cpp's quantiser -> their values in its `enum llama_ftype`.
 QUANTISED = {
     "q4_0": 2,
     "q4_1": 3,
@@ -61,12 +61,13 @@ QUANTISED = {
     "iq1_m": 31,
 }
 
-#: Greatest allowed relative increase of the perplexity, by the number of bits in a format's name.
-#: These bounds are loose: on stories260K, whose width makes every format 4 bits or more, the
+#: Largest allowed relative increase of the perplexity, by the number of bits in a format's name.
+#: These limits are loose: on stories260K, whose width makes every format at least 4 bits, the
 #: perplexity rose by at most 6 %.
 PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
 
-#: Maximum number of tokens on which the perplexity is measured, and tokens of a calibration row.
+#: Maximum number of tokens on which the perplexity is measured, and number of tokens per
+#: calibration row.
 _ROW_TOKENS = 512
 #: Maximum number of rows of a calibration text that are used (32,768 tokens).
 _CALIBRATION_ROWS = 64
@@ -98,7 +99,7 @@ def average(values):
 
 
 def import_llama_cpp() -> Any:
-    """The package llama_cpp.
+    """Import and return the llama_cpp package.
 
     Raises:
         MissingDependencyError: the package is not installed.
@@ -113,7 +114,8 @@ def import_llama_cpp() -> Any:
 
 
 def perplexity_limit(dtype: str) -> float:
-    """Greatest allowed increase of the perplexity for a format, relative to the source's."""
+    """Return the largest allowed increase of the perplexity for a format, relative to the
+    source's."""
     return PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
 
 
@@ -130,14 +132,14 @@ def quantise(
             None quantises without an importance matrix.
 
     Raises:
-        ModelError: llama.cpp fails, for instance if the format needs an importance matrix.
+        ModelError: llama.cpp fails, for example because the format needs an importance matrix.
         MissingDependencyError: llama-cpp-python is not installed.
     """
     library = import_llama_cpp().llama_cpp
     parameters = library.llama_model_quantize_default_params()
     parameters.ftype = QUANTISED[dtype]
     if importance is not None:
-        # The C array ends with an empty entry. `arrays` keeps the numbers alive during the call.
+        # The C array ends with an empty entry. `arrays` keeps the data alive during the call.
         arrays = {name: (ctypes.c_float * len(v))(*v.tolist()) for name, v in importance.items()}
         entries = (library.llama_model_imatrix_data * (len(arrays) + 1))()
         for place, (name, array) in zip(entries, arrays.items(), strict=False):
@@ -149,10 +151,10 @@ def quantise(
     if failed:
         reason = next((line for line in reversed(said) if "failed" in line or "error" in line), "")
         needs = importance is None and any("matrix" in line for line in said)
-        advice = ": give a text with --calibration" if needs else ""
+        advice = ": specify a text with --calibration" if needs else ""
         raise ModelError(
-            f"llama.cpp does not write {dtype} of this model{advice} "
-            f"({' '.join(reason.split())[-200:] or 'it gives no reason'})"
+            f"llama.cpp can't write this model as {dtype}{advice} "
+            f"({' '.join(reason.split())[-200:] or 'no reason was reported'})"
         )
 
 
@@ -177,9 +179,9 @@ def _said(library: Any) -> Iterator[list[str]]:
 def importance_matrix(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer, text: str
 ) -> dict[str, Tensor]:
-    """Mean square of each input of each matrix on a text, fp32 [inputs], by GGUF's names.
+    """Compute the mean square of each input of each matrix on a text, fp32 [inputs], by GGUF name.
 
-    Matrices of experts, embedding and head are left out.
+    Matrices of experts, the embedding and the head are omitted.
 
     Args:
         config: the model's config.json.
@@ -198,7 +200,7 @@ def importance_matrix(
     rows = min(_ROW_TOKENS, own.max_position_embeddings)
     ids = torch.tensor(tokenizer.encode(text))
     if len(ids) < rows:
-        raise ConfigError(f"the calibration text has {len(ids)} tokens: give {rows} or more")
+        raise ConfigError(f"the calibration text has {len(ids)} tokens: use at least {rows}")
     modules = dict(model.named_modules())
     sums: dict[str, Tensor] = {}
     for rule in tensor_rules(supported_model(config)):
@@ -208,14 +210,15 @@ def importance_matrix(
     count = 0
     model.eval()
     for row in torch.split(ids, rows)[:_CALIBRATION_ROWS]:
-        if len(row) == rows:  # the last row may be shorter
+        if len(row) == rows:  # The last row may be shorter.
             model(row[None])
             count += rows
     return {name: total / count for name, total in sums.items()}
 
 
 def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
-    """A forward pre-hook that adds a module's squared inputs, [..., inputs], to `sums[name]`."""
+    """Return a forward pre-hook that adds a module's squared inputs, [..., inputs], to
+    `sums[name]`."""
 
     def add(_: nn.Module, inputs: Sequence[Tensor]) -> None:
         squares = inputs[0].float().square().flatten(0, -2).sum(0)
@@ -225,21 +228,22 @@ def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
 
 
 def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
-    """Token ids of `EVALUATION_TEXT`, int64 [1, T]; T is at most the context and 512."""
+    """Return the token ids of `EVALUATION_TEXT`, int64 [1, T]; T is at most the context and 512."""
     start = [tokenizer.separator_id] if tokenizer.add_bos else []
     ids = [*start, *tokenizer.encode(EVALUATION_TEXT)]
     return torch.tensor([ids[: min(context, _ROW_TOKENS)]])
 
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
-    """Perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V]. The first token is not counted,
-    since nothing predicts it. Infinite if the loss is above 709 nats, where exp overflows in fp64.
+    """Return the perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V]. The first token is
+    not counted, since nothing predicts it. Infinite if the loss is above 709 nats, where exp
+    overflows in fp64.
     """
     return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
 
 
 def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
-    """Logits that llama.cpp computes from a GGUF file, fp32 [1, T, V], for `ids`, int64 [1, T].
+    """Compute logits with llama.cpp from a GGUF file, fp32 [1, T, V], for `ids`, int64 [1, T].
 
     Raises:
         ModelError: llama.cpp can't open the file or compute the logits.
@@ -277,13 +281,13 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantisationLoss:
-    """The loss of accuracy of a quantised file.
+    """Loss of accuracy of a quantised file.
 
     Attributes:
-        source: perplexity on `EVALUATION_TEXT` under the source's own logits.
-        result: the same under the result's logits in llama.cpp.
+        source: perplexity on `EVALUATION_TEXT` under the source's logits.
+        result: perplexity under the result's logits in llama.cpp.
         bits: size of the file in bits, divided by the number of weights.
-        difference: greatest difference between logits of source and result, after the mean of each
+        difference: largest difference between logits of source and result, after the mean of each
             position is subtracted.
         largest: largest absolute logit of the source, after the same subtraction.
     """
@@ -314,7 +318,7 @@ def quantise_source(
         dtype: one of `QUANTISED`.
         config, tensors, tokenizer: the source of the conversion.
         text: calibration text for the importance matrix; None quantises without one.
-        limit: greatest allowed relative increase of the perplexity; None is the format's own limit
+        limit: largest allowed relative increase of the perplexity; None uses the format's limit
             (`PERPLEXITY_LIMITS`).
 
     Raises:
@@ -335,8 +339,8 @@ def quantise_source(
     if math.isinf(after) or not after <= before * (1 + limit):
         raise ModelError(
             f"{dtype} raises the perplexity on a fixed text from {before:.4g} to {after:.4g}, by "
-            f"more than the {limit:.0%} allowed: choose a format of more bits, give a text with "
-            "--calibration, or allow more with --tolerance; nothing was written"
+            f"more than the allowed {limit:.0%}: choose a format with more bits, specify a text "
+            "with --calibration, or allow more with --tolerance; nothing was written"
         )
     expected, found = (x - x.mean(-1, keepdim=True) for x in (expected, found))
     weights = sum(tensor.numel() for tensor in tensors.values())

@@ -1,1 +1,1 @@
-"""Training data: sources of text, preparation of token shards, packing of rows, and the loader."""
+"""Training data: text sources, preparation of token shards, packing of rows, and the loader."""

@@ -1,7 +1,8 @@
-"""Preparation of conversations as token shards: read, check, render, encode, hold out, write.
+"""Preparation of conversations as token shards: reading, checking, rendering, encoding, splitting
+and writing.
 
-The result depends only on the records, the tokenizer with its chat template, and the options.
-`tokenizer/chat_labels.py` makes the loss mask.
+The result depends only on the records, the tokenizer with its chat template, and the options. The
+loss mask is computed in `tokenizer/chat_labels.py`.
 """
 
 from __future__ import annotations
@@ -63,27 +64,28 @@ from firstlight.tokenizer.chat_labels import (
 )
 from firstlight.tokenizer.messages import LOST, normalize_message, template_options
 
-#: Tokens of a shard. Fewer than in a shard of text, because the loss mask is held in memory.
+#: Number of tokens per shard. It is smaller than for text because the loss mask is kept in memory.
 _SHARD_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options for turning records into examples.
+    """Options for converting records to examples.
 
     Attributes:
         kind: kind of the records: "chat", or "preference" for two answers to a prompt (see
-            `conversations`), which become two examples, the chosen one first.
-        form: form of the records; "auto" detects the form of each record from its keys.
-        train_on: labels: "assistant" for the assistant's tokens (answers, tool calls, reasoning)
-            and the ends of its turns, "last" for those of its last message, "answers" for the same
-            as "assistant" without the reasoning, "all" for every token but the first of an example.
+            `conversations`), which become two examples with the chosen answer first.
+        form: format of the records; "auto" detects the format of each record from its keys.
+        train_on: tokens to use as labels: "assistant" for the assistant's tokens (answers, tool
+            calls, reasoning) and the ends of its turns, "last" for those of its last message only,
+            "answers" for "assistant" without the reasoning, "all" for every token except the first
+            of an example.
         on_bad: treatment of a record that is not a conversation, or of which the chat template
-            leaves something out: "refuse" raises an error, "skip" leaves the record out, "keep"
-            trains on what the template keeps, and refuses only what is not a conversation.
-        val_fraction: share of the examples that is held out for validation. An example is held out
-            whenever validation has less than its share so far. All examples of one question go to
-            the same split (see `Conversation.question`).
+            omits something: "refuse" raises an error, "skip" drops the record, "keep" trains on the
+            part that the template keeps and refuses only records that are not conversations.
+        val_fraction: fraction of the examples that is held out for validation. An example is held
+            out whenever validation has less than this fraction so far. All examples with the same
+            question go to the same split (see `Conversation.question`).
     """
 
     kind: Literal["chat", "preference"] = "chat"
@@ -104,25 +106,26 @@ def prepare_chat(
     overwrite: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write conversations as token shards into the folder `out`; return the folder's manifest.
+    """Write conversations as token shards to the folder `out`; return its manifest.
 
     Args:
         inputs: files of records, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]". In folders, files
-            named after splits are those splits: see `find_splits`.
-        tokenizer: a tokenizer, or a folder or file that holds one.
+            named after splits are assigned to those splits; see `find_splits`.
+        tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
-        val_inputs: inputs for validation; if there are any, nothing of `inputs` is held out, and
-            conversations with their questions are left out of training.
-        template: chat template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None is
-            the tokenizer's own.
+        val_inputs: inputs for validation. If there are any, nothing in `inputs` is held out, and
+            conversations with the same questions are excluded from training.
+        template: chat template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None uses
+            the tokenizer's template.
         options: see `ChatOptions`.
-        overwrite: replace `out` if it is a prepared folder.
+        overwrite: True replaces `out` if it is a prepared folder.
         progress: show a progress bar on stderr.
 
     Raises:
-        InputError: an input is missing or unreadable, or no conversation is found.
-        DataError: a record is not a conversation, or loses something, and `on_bad` refuses it.
-        TokenizerError: tokenizer or template can't be used, or don't fit each other.
+        InputError: an input is missing or unreadable, or contains no conversation.
+        DataError: a record is not a conversation, or the template omits part of it, and `on_bad`
+            refuses it.
+        TokenizerError: the tokenizer or template can't be used, or they are incompatible.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
         StorageError: the disk is full or not writable; nothing is left behind.
@@ -188,18 +191,18 @@ class _ChatPreparation:
         }
         with self._writer.open(), ExitStack() as stack:
             logs = {split: stack.enter_context(OutputFile(path)) for split, path in places.items()}
-            # Validation first, so that training does not get its questions.
+            # Validation comes first, so that its questions can be excluded from training.
             for given, found in (("val", sources.val), ("train", sources.train)):
                 records = stack.enter_context(closing(read_records(found)))
                 for record, conversations, chats in self._encoded(records):
                     question = conversations[0].question
                     split = self._split_of(question, given)
                     if split == "val" and given == "train" and self._own_val:
-                        problem = f"'{question[:40]}' is asked in the validation data"
+                        problem = f"'{question[:40]}' also occurs in the validation data"
                         self._writer.reject(record, BadRecordError("held_out", problem))
                         continue
                     self._count(conversations)
-                    # Escaped, because a file's name may hold a newline.
+                    # Escaped, because a file name may contain a newline.
                     place = json.dumps(record.place)[1:-1] + "\n"
                     for chat in chats:
                         self._write(split, chat)
@@ -220,7 +223,7 @@ class _ChatPreparation:
     def _encoded(
         self, records: Iterable[Record]
     ) -> Iterator[tuple[Record, list[Conversation], list[LabelledChat]]]:
-        """Each record that is taken, with its conversations and their examples."""
+        """Yield each accepted record with its conversations and their examples."""
         for record in records:
             try:
                 conversations = self._conversations(record)
@@ -229,14 +232,14 @@ class _ChatPreparation:
                 yield record, conversations, examples
             except BadRecordError as error:
                 if self._options.on_bad != "skip":
-                    advice = "on_bad skip leaves such records out"
+                    advice = "on_bad skip drops such records"
                     if error.reason in LOST:
-                        advice += ", keep trains on the rest; another template may write it"
+                        advice += ", keep trains on the rest; another template may include it"
                     raise DataError(f"{record.place}: {error} ({advice})") from error
                 self._writer.reject(record, error)
 
     def _conversations(self, record: Record) -> list[Conversation]:
-        """The conversation of a record, or the two of a pair."""
+        """Return the conversation of a record, or both conversations of a pair."""
         if record.error is not None:
             raise record.error
         if self._options.kind == "preference":
@@ -245,7 +248,8 @@ class _ChatPreparation:
         return [self._with_tools(to_conversation(record.value, self._options.form), record)]
 
     def _with_tools(self, conversation: Conversation, record: Record) -> Conversation:
-        """A record's conversation with its tools, and with tool calls in one spelling.
+        """Add a record's tools to its conversation and convert its tool calls to transformers'
+        format.
 
         Raises:
             BadRecordError: tools or calls are not valid.
@@ -263,11 +267,13 @@ class _ChatPreparation:
     def _examples(self, conversations: Sequence[Conversation]) -> list[LabelledChat]:
         examples = [self._example(conversation) for conversation in conversations]
         if len(examples) == 2 and examples[0].ids == examples[1].ids:
-            raise BadRecordError("no_pair", "the chat template makes both answers the same")
+            raise BadRecordError(
+                "no_pair", ("both answers are the same once rendered by the chat template")
+            )
         return examples
 
     def _count(self, conversations: Sequence[Conversation]) -> None:
-        """Count a record that equals an earlier one, and one with control tokens in its texts."""
+        """Count duplicate records and records with control tokens in their texts."""
         messages = [one.messages for one in conversations]
         content = [messages, dict(conversations[0].options)]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()[:16]
@@ -277,18 +283,16 @@ class _ChatPreparation:
         self._with_control_tokens += any(map(control_tokens, texts))
 
     def _count_lost(self, record: Record, examples: Sequence[LabelledChat]) -> None:
-        """Count a record of which the template leaves something out.
+        """Count a record of which the template omits something.
 
         Raises:
-            BadRecordError: such records are not kept, or nothing of it is learned.
+            BadRecordError: such records are not kept, or the record has no labels left.
         """
         lost = dict(one for example in examples for one in example.lost)
         if lost and self._options.on_bad != "keep":
             raise BadRecordError(*next(iter(lost.items())))
         if not all(any(example.loss_mask[1:]) for example in examples):
-            raise BadRecordError(
-                "not_learned", "no token of it is the assistant's in what the template makes of it"
-            )
+            raise BadRecordError("not_learned", "the rendered text has no tokens of the assistant")
         for reason, detail in lost.items():
             first = {"records": 0, "first": f"{record.place}: {detail}"}
             self._lost.setdefault(reason, first)["records"] += 1
@@ -305,11 +309,11 @@ class _ChatPreparation:
             raise BadRecordError("template", str(error)) from error
 
     def _split_of(self, question: str, given: str) -> str:
-        """The split of a record's examples: the same for all records with the same question.
+        """Return the split of a record's examples: the same for all records with the same question.
 
         Args:
             question: see `Conversation.question`.
-            given: the split whose inputs have the record.
+            given: the split whose inputs contain the record.
         """
         if not self._own_val and not self._fraction:
             return "train"
@@ -321,9 +325,9 @@ class _ChatPreparation:
 
     def _write(self, split: str, chat: LabelledChat) -> None:
         loss_mask = np.array(chat.loss_mask)
-        loss_mask[0] = False  # no token comes before the first, from which it could be predicted
-        # Bits per byte divide by the bytes of text. An example whose only label is an end token has
-        # none, so at least one byte is counted.
+        loss_mask[0] = False  # The first token can't be predicted because no token precedes it.
+        # Bits per byte are computed by dividing by the bytes of text. An example whose only label
+        # is an end token has no text, so at least one byte is counted.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn
@@ -332,20 +336,22 @@ class _ChatPreparation:
 
     def _require_examples(self) -> None:
         if not self._documents("train"):
-            found = "the inputs hold no records"
+            found = "the inputs contain no records"
             if self._writer.rejected:
                 found = f"{self._writer.rejections(REASONS)}; first: {self._writer.first_rejected}"
             if LOST.keys() & self._writer.rejected.keys():
                 found += " (on_bad keep trains on the rest of such records)"
             raise InputError(f"there is no conversation to train on: {found}")
         if self._own_val and not self._documents("val"):
-            raise InputError("there is no conversation to validate on: its inputs hold none")
+            raise InputError(
+                "there is no conversation to validate on: the validation inputs contain none"
+            )
 
     def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Complete the folder; return its manifest.
+        """Finish the folder; return its manifest.
 
         Args:
-            unread: files of the inputs that were not read.
+            unread: files in the inputs that were not read.
         """
         template = self._tokenizer.chat_template or ""
         pairs = self._options.kind == "preference"
@@ -368,7 +374,7 @@ class _ChatPreparation:
         )
 
 
-#: Version of cached folders: increase it when the same input must give a different folder.
+#: Version of cached folders. Increase it when the result for the same input changes.
 _VERSION = 2
 
 
@@ -384,24 +390,23 @@ def cached_chat(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """The cached folder of the prepared conversations, which are prepared first if they are not in
-    the cache. Several processes may call this at the same time: one of them prepares, the others
-    wait.
+    """Return the cache folder with the prepared conversations, preparing them first if necessary.
+    If several processes call this at the same time, one of them prepares and the others wait.
 
     Args:
         files: the `inputs` of `prepare_chat`.
         val_files: the `val_inputs` of `prepare_chat`.
         tokenizer, template, options: see `prepare_chat`.
-        tell: called with each message for the user.
-        where: the tokenizer's folder, for messages.
-        verify: compare a cached folder with the SHA-256 in its manifest.
+        tell: function that is called with each message for the user.
+        where: the tokenizer's folder, for error messages.
+        verify: True verifies a cached folder against the SHA-256 in its manifest.
         progress: show a progress bar on stderr.
 
     Raises:
         InputError, DataError, TokenizerError, MissingDependencyError: see `prepare_chat`.
         StorageError: the cache can't be written.
     """
-    # Before the key is computed, because the template is part of the key.
+    # Set the template before computing the key, because it is part of the key.
     tokenizer = with_chat_template(tokenizer, template, where)
     sources = find_splits(files, val_files)
     if sources.note:
@@ -413,7 +418,8 @@ def cached_chat(
         with held(lock, "preparing the same conversations", progress):
             if not _is_whole(folder, verify):
                 tell(f"preparing the conversations of {', '.join(map(str, files))}")
-                if folder.exists():  # incomplete or damaged, since it is not whole
+                # An existing folder that did not pass the check is incomplete or damaged.
+                if folder.exists():
                     remove_folder(folder)
                 prepare_chat(
                     files,
@@ -440,7 +446,8 @@ def _key(sources: Splits, tokenizer: Tokenizer, options: ChatOptions) -> str:
 
 
 def _fingerprint(source: DataSource) -> str:
-    """Fingerprint of a source's current content: SHA-256 of a file, commit hash of a dataset."""
+    """Return a fingerprint of a source's current content: the SHA-256 of a file or the commit hash
+    of a dataset."""
     if source.path is not None:
         try:
             return sha256_of(source.path)
@@ -452,11 +459,12 @@ def _fingerprint(source: DataSource) -> str:
     hub = optional("huggingface_hub", f"reading {source.name}")
     try:
         return str(hub.HfApi().dataset_info(source.dataset.partition(":")[0]).sha)
-    # Unknown names, networks and servers: each library raises errors of its own.
+    # Each library raises different errors for unknown names and for problems with the network or
+    # server.
     except Exception as error:
         raise InputError(
-            f"dataset {source.name} can't be asked for: {first_line(error)}; without a connection, "
-            "train on a folder that `firstlight prepare --kind chat` made of it (data.dir)"
+            f"dataset {source.name} is not available: {first_line(error)}; without a connection, "
+            "train on a folder (data.dir) prepared with `firstlight prepare --kind chat`"
         ) from error
 
 

@@ -1,5 +1,5 @@
-"""Cleaning of texts while they are read: `split_documents` ends documents at separators such as
-<|endoftext|>, and `cleaned` replaces CRLF line ends and leaves out Project Gutenberg's header and
+"""Cleaning of texts while they are read: `split_documents` splits documents at separators such as
+<|endoftext|>, and `cleaned` replaces CRLF line endings and removes Project Gutenberg's header and
 licence, and the numbers and times of subtitles.
 """
 
@@ -13,24 +13,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-#: The spellings with which programs mark the beginning or the end of a document in a text file.
+#: Strings with which programs mark the beginning or end of a document in a text file.
 _SEPARATOR = re.compile(
     rb"<(?i:\|(?:end|start|begin)_?of_?text\||\|[be]o[sd]\||/?s|[be]o[sd]"
     rb"|\xef\xbd\x9c(?:begin|end)\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c)>",
 )
-#: Bytes on each side of a separator by which it is told from a mention of it. A separator is at
-#: most half as long.
+#: Number of bytes on each side of a separator used to distinguish it from a mention of it. A
+#: separator is at most half as long.
 _CONTEXT = 64
-#: The end of a text directly before a separator: a letter, a digit, punctuation or a closing quote.
-#: A quote is an opening one, as in source code, after a space, a bracket, an operator or the prefix
-#: of a string literal.
+#: End of a text directly before a separator: a letter, a digit, punctuation or a closing quote. A
+#: quote is an opening quote, as in source code, if it follows a space, a bracket, an operator or
+#: the prefix of a string literal.
 _TEXT_BEFORE = re.compile(
     rb"(?:[\w\x80-\xff.!?;)\]*_~]|(?<![\s(\[{=,:;+])(?<!\b[bfru])[\"'])\Z", re.IGNORECASE
 )
-#: The end of a sentence and spaces before a separator.
+#: End of a sentence, and spaces, before a separator.
 _SENTENCE_END = re.compile(rb"(?:[.!?]|\xe2\x80\xa6|\xe3\x80\x82)[\"')\]*_\x80-\xff]*[ \t]*\Z")
-#: The beginning of a text after a separator: a letter or digit after any opening quotes; after
-#: spaces, it is not a small letter.
+#: Beginning of a text after a separator: a letter or digit after any opening quotes; after spaces,
+#: it must not be a lower-case letter.
 _CAPITAL_AFTER = re.compile(rb"[ \t]*[\"'(\[*_#-]*[A-Z0-9\x80-\xff]")
 _TEXT_AFTER = re.compile(rb"[\"'(\[*_#-]*[\w\x80-\xff]")
 _LINE_START, _LINE_END = re.compile(rb"\n[ \t]*\Z"), re.compile(rb"[ \t\r]*(?:\n|\Z)")
@@ -55,39 +55,39 @@ _MARKS = re.compile(
     r")",
     re.IGNORECASE | re.MULTILINE,
 )
-#: The paragraph of credits after the start line, in books released before 2020.
+#: Paragraph of credits after the start line, in books released before 2020.
 _CREDITS = re.compile(
     r"\s*(?:This )?(?:e-?(?:text|book) )?(?:was )?(?:produced|prepared|transcribed) (?:by|from)\b"
     r"(?:[^\n]|\n(?![ \t\r]*\n)){0,2000}",
     re.IGNORECASE,
 )
 
-#: Words of which a text with one of these marks has at least one.
+#: A text with one of these marks contains at least one of these words.
 _OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
-#: The beginning of a .vtt file, and what is before each subtitle: blank lines, its number or name
-#: (SubRip, WebVTT), and its line of times.
+#: Beginning of a .vtt file, and the lines before each subtitle: blank lines, its number or name
+#: (SubRip, WebVTT) and its times.
 _TIMES = re.compile(
     r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
     r"|(?:\A|(?<!\n)\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
 )
-#: Keys of the changes other than separators, see `DocumentPart` and `cleaned`.
+#: Keys of changes other than separators; see `DocumentPart` and `cleaned`.
 CRLF = "crlf"
 GUTENBERG = "gutenberg"
 SUBTITLES = "subtitles"
-#: Beginning of the key of a separator that is left in the text.
+#: Prefix of the key for a separator that is kept in the text.
 _KEPT = "kept "
-#: Beginning of the key of a control token of chats that is left in the text.
+#: Prefix of the key for a chat control token that is kept in the text.
 CHAT = "chat "
 
 
 class DocumentPart(NamedTuple):
-    """A document of a text.
+    """A document in a text.
 
     Attributes:
         line: line of the text in which the document begins, counted from 1.
-        content: the document in UTF-8, maybe invalid; None if it is too long.
-        changes: the separator beside the document, and "kept SEPARATOR" for each spelling inside it
-            that does not separate documents.
+        content: the document in UTF-8, possibly invalid; None if it is too long.
+        changes: the separator next to the document, and "kept SEPARATOR" for each separator string
+            inside it that does not separate documents.
     """
 
     line: int
@@ -102,17 +102,18 @@ def split_documents(
     is_code: bool = False,
     is_whole: bool = False,
 ) -> Iterator[DocumentPart]:
-    """The documents of a text, which end at separators; the whole text without any.
+    """Split a text into documents at separators; without separators, the text is one document.
 
-    A separator is alone on its line, or between the end of a text and the beginning of another. One
-    that is quoted, or mentioned within a sentence, is part of the text. White space around
-    separators is left out, and so are documents of nothing else, unless there is no other.
+    A separator is alone on its line, or between the end of one text and the beginning of another. A
+    separator that is quoted or mentioned within a sentence is part of the text. White space around
+    separators is removed, and documents that consist of nothing else are dropped, unless there are
+    no others.
 
     Args:
-        blocks: the text in UTF-8, in parts of any size.
+        blocks: the text in UTF-8, in blocks of any size.
         largest: number of bytes above which a document is too long.
-        is_code: the text is source code, where only a separator alone on its line is one.
-        is_whole: the text is one document, whatever is in it.
+        is_code: True for source code, in which a separator must be alone on its line.
+        is_whole: True treats the text as one document and ignores separators.
     """
     document = _Document(largest)
     rest = b""
@@ -127,10 +128,10 @@ def split_documents(
             place = mark.end()
             start = max(begin, mark.start() - _CONTEXT)
             before, after = text[start : mark.start()], text[place : place + _CONTEXT]
-            # At the beginning of a document, a separator is at the beginning of a line.
+            # The beginning of a document counts as the beginning of a line.
             before = before if start > begin or document.size else b"\n" + before
             if not _separates(mark[0], before, after, is_code=is_code):
-                # <s> is frequent in code, with other meanings.
+                # <s> is common in code, with other meanings.
                 if not is_code or _is_long(mark[0]):
                     document.kept[f"{_KEPT}{mark[0].decode()}"] = None
                 continue
@@ -142,7 +143,7 @@ def split_documents(
             document.add(text[begin:])
             yield from document.end("", even_empty=is_first)
             return
-        # A separator may begin in this block and end in the next one, or need more context.
+        # A separator may extend into the next block, or need more context.
         place = max(place, len(text) - _CONTEXT // 2 if mark is None else mark.start())
         end = max(begin, place - _CONTEXT)
         document.add(text[begin:end])
@@ -153,8 +154,8 @@ class _Document:
     """The document that is being read.
 
     Attributes:
-        size: bytes of the document so far.
-        kept: keys of the spellings in it that are not separators.
+        size: number of bytes of the document so far.
+        kept: keys of the separator strings in the document that do not separate documents.
     """
 
     def __init__(self, largest: float) -> None:
@@ -169,12 +170,13 @@ class _Document:
         self.size += len(part)
         self._newlines += part.count(b"\n")
         if self.size > self._largest:
-            self._parts.clear()  # of a document that is too long, nothing is kept in memory
+            self._parts.clear()  # Do not keep a document in memory that is too long.
         else:
             self._parts.append(part)
 
     def end(self, separator: str, *, even_empty: bool = False) -> Iterator[DocumentPart]:
-        """The document, if it is not empty or with `even_empty`. The next one begins.
+        """Finish the document and begin the next one. Yield the document unless it is empty; with
+        `even_empty`, always yield it.
 
         Args:
             separator: the separator after the document; "" at the end of the text.
@@ -197,11 +199,11 @@ class _Document:
 
 
 def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bool:
-    """True if a spelling separates documents.
+    """Return True if an occurrence of a separator string separates documents.
 
     Args:
-        mark: the spelling.
-        before, after: the text beside it, up to `_CONTEXT` bytes.
+        mark: the separator string.
+        before, after: text on each side, up to `_CONTEXT` bytes.
         is_code: see `split_documents`.
     """
     begins_line = _LINE_START.search(before) is not None
@@ -223,16 +225,16 @@ def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bo
 
 
 def _is_long(mark: bytes) -> bool:
-    """True for a spelling such as <|endoftext|>, which no text has for another reason."""
+    """Return True for a string such as <|endoftext|>, which has no other use in texts."""
     return mark[1:2] in (b"|", b"\xef")
 
 
 def cleaned(
     text: str, *, is_code: bool = False, is_subtitles: bool = False
 ) -> tuple[str, tuple[str, ...]]:
-    """The text with LF in place of CRLF and, unless it is code, without Project Gutenberg's header
-    and licence, and the keys of these changes. Subtitles are without their numbers and times. "" if
-    there is no text beside what is left out."""
+    """Clean a text: replace CRLF with LF and, unless it is code, remove Project Gutenberg's header
+    and licence. The numbers and times of subtitles are also removed. Return the text, which is ""
+    if nothing remains, and the keys of the changes."""
     changes: tuple[str, ...] = ()
     if "\r\n" in text:
         text, changes = text.replace("\r\n", "\n"), (CRLF,)
@@ -247,10 +249,10 @@ def cleaned(
 
 
 def without_gutenberg(text: str) -> str:
-    """The text without Project Gutenberg's header, credits and licence (see `_MARKS`).
+    """Return the text without Project Gutenberg's header, credits and licence (see `_MARKS`).
 
-    Of a file with several books, every book is kept. A text in which no line begins with such a
-    mark is returned unchanged; "" is returned if there is no text between the marks.
+    All books in a file with several books are kept. A text in which no line begins with such a mark
+    is returned unchanged; the result is "" if there is no text between the marks.
     """
     books: list[str] = []
     begin = 0
@@ -258,14 +260,14 @@ def without_gutenberg(text: str) -> str:
     is_marked = False
     for mark in _MARKS.finditer(text):
         if mark["print"] is not None and not text[mark.end() :].strip():
-            continue  # a few books have the small print after the text
+            continue  # A few books have the small print after the text.
         if mark["end"] is not None:
             if is_inside:
                 books.append(text[begin : mark.start()])
             is_inside = False
         else:
             if is_inside and is_marked and mark["print"] is None:
-                books.append(text[begin : mark.start()])  # a book without a line at its end
+                books.append(text[begin : mark.start()])  # A book without an end line.
             begin, is_inside = mark.end(), True
         is_marked = True
     if not is_marked:
@@ -278,7 +280,7 @@ def without_gutenberg(text: str) -> str:
 
 
 def is_separator(change: str) -> bool:
-    """True if the key of a change is the spelling of a separator."""
+    """Return True if the key of a change is the spelling of a separator."""
     return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith((_KEPT, CHAT))
 
 
@@ -291,7 +293,7 @@ class ChangeCounts:
         self._last: dict[str, str] = {}
 
     def add(self, origin: str, changes: Iterable[str]) -> None:
-        """Count the changes of a document. Documents of a file come one after the other.
+        """Count the changes to a document. All documents of a file must be added consecutively.
 
         Args:
             origin: name of the document's file.
@@ -304,19 +306,19 @@ class ChangeCounts:
                 self._last[change] = origin
 
     def record(self) -> dict[str, dict[str, int]]:
-        """Numbers of documents and files for each change, as a JSON object."""
+        """Return the numbers of documents and files for each change, as a JSON object."""
         counts = self._documents.items()
         return {key: {"documents": n, "files": self._files[key]} for key, n in sorted(counts)}
 
     def names(self) -> dict[str, str]:
-        """Name of the file for each change that only one file had."""
+        """Return the file name for each change that occurred in only one file."""
         return {key: name for key, name in self._last.items() if self._files[key] == 1}
 
 
 def change_lines(
     record: Mapping[str, Mapping[str, int]], names: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[str]:
-    """A message for the user about each kind of change.
+    """Yield a user message for each kind of change.
 
     Args:
         record, names: see `ChangeCounts`.
@@ -327,19 +329,19 @@ def change_lines(
         where = names.get(change) or f"{files:,} file{'s' if files != 1 else ''}"
         within = "" if documents == files else f" in {number}"
         if change == CRLF:
-            yield f"{where}: CRLF line ends became LF{within} (--as-is keeps them)"
+            yield f"{where}: CRLF line endings replaced with LF{within} (--as-is keeps them)"
         elif change == GUTENBERG:
             what = "Project Gutenberg's header and licence"
-            yield f"{where}: {what} left out{within} (--as-is keeps them)"
+            yield f"{where}: {what} removed{within} (--as-is keeps them)"
         elif change == SUBTITLES:
-            yield f"{where}: numbers and times of subtitles left out{within} (--as-is keeps them)"
+            yield f"{where}: numbers and times of subtitles removed{within} (--as-is keeps them)"
         elif change.startswith(_KEPT):
             mark = change.removeprefix(_KEPT)
-            yield f"{where}: {mark} that is not between documents is learned as characters{within}"
+            yield f"{where}: {mark} that is not between documents is treated as plain text{within}"
         elif change.startswith(CHAT):
             yield (
-                f"warning: {where}: {change.removeprefix(CHAT)} is learned as characters{within}; "
-                "a file of nothing but chats is read as conversations (prepare: --kind chat)"
+                f"warning: {where}: {change.removeprefix(CHAT)} is treated as plain "
+                f"text{within}; use --kind chat (prepare) for a file that contains only chats"
             )
         else:
-            yield f"{where}: {number}, separated by {change} (--as-is makes it text)"
+            yield f"{where}: {number}, separated by {change} (--as-is treats it as text)"

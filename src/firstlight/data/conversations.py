@@ -1,6 +1,6 @@
 """Records of conversations and of preference pairs, checked and converted to messages.
 
-The form of each record is detected from its fields, whose names are in `kinds`:
+The format of each record is detected from its fields, whose names are in `kinds`:
 
     alpaca      a question and its answer, as texts or messages: {"instruction", "output"},
                 {"prompt", "completion"}, {"question", "answer"} and the like, optionally with
@@ -12,15 +12,15 @@ The form of each record is detected from its fields, whose names are in `kinds`:
     written     {"text": "<|im_start|>user\\n..."}: a conversation that is already written out with
                 the control tokens of a chat template (see `_MARKUP`)
 
-A conversation has one answer or more. Its messages are in any order: the chat template decides
-which orders it renders. A blank system message is ignored; "system" beside a list of messages is
-put before them, unless they have the same system message.
+A conversation has at least one answer. Its messages may be in any order that the chat template
+accepts. A blank system message is ignored. A "system" field next to a list of messages is inserted
+before them, unless they already contain the same system message.
 
-Records of preference data hold two answers to one prompt, the preferred and the rejected one, as
-texts or messages. The prompt is a question with its optional fields as above, or a list of
-messages. Without a prompt, or with one that both answers repeat, the answers are whole
-conversations (messages, or a text with "Human:" and "Assistant:" before its turns), whose common
-beginning is the prompt. Only the messages after the prompt are learned.
+Records of preference data contain two answers to the same prompt, a preferred and a rejected one,
+as texts or messages. The prompt is a question with its optional fields as above, or a list of
+messages. If there is no prompt, or if both answers repeat it, the answers are full conversations
+(messages, or a text with "Human:" and "Assistant:" before its turns) whose common beginning is the
+prompt. Only the messages after the prompt are trained on.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ from firstlight.tokenizer.messages import (
 ChatForm = Literal["auto", "alpaca", "messages", "sharegpt"]
 
 PAIRS_ARE_SELF_DESCRIBING = (
-    "of preference pairs the answers are learned, and each record's form is told by its keys: "
-    "leave train_on and format out"
+    "train_on and format do not apply to preference pairs, which train on the answers and "
+    "detect the format from the keys: omit train_on and format"
 )
 
-#: Most characters of a conversation, all its messages together: more than the longest context
-#: holds, fewer than a chat template may render.
+#: Maximum number of characters in all messages of a conversation: more than fit into the longest
+#: context, but fewer than a chat template may render.
 MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
     "bad_utf8": "not valid UTF-8",
     "bad_utf16": "not valid UTF-16 or UTF-32",
-    "binary": "no text but another kind of file",
+    "binary": "another kind of file, not text",
     "broken_json": "not valid JSON",
     "broken_row": "not a valid row of a table",
-    "too_long": "more text than any model reads at once",
-    "unknown_form": "of no known form",
+    "too_long": "more text than fits into any model's context",
+    "unknown_form": "of unknown format",
     "wrong_type": "an entry of the wrong type",
-    "unknown_role": "a role that is not known",
+    "unknown_role": "an unknown role",
     "empty": "nothing said",
     "no_assistant": "no answer",
-    "template": "the chat template does not take it",
+    "template": "refused by the chat template",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
-    "held_out": "a question of the validation data",
-    **{key: f"{text} that the chat template leaves out" for key, text in LOST.items()},
+    "held_out": "a question that is also in the validation data",
+    **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
 }
 
-#: Names of the roles in records, in lower case. Tools keep the name that a record gives them.
+#: Names of the roles in records, in lower case. Tools keep the name in the record.
 _ROLE_NAMES = {
     "system": "system developer",
     "user": "user human prompter customer question",
@@ -92,11 +92,11 @@ _ROLE_NAMES = {
 _TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
 _ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 _ROLES |= {name: name for name in _TOOL_NAMES}
-#: Roles of messages that are learned, and keys of a message that may stand in place of its content.
+#: Roles whose messages are trained on, and keys of a message that may replace its content.
 _ANSWERING = ("assistant", *CALLING_ROLES)
 _BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
-#: Keys of a message that hold its role and its content; the first that it has is taken.
+#: Possible keys for a message's role and for its content; the first existing key is used.
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
 
 
@@ -105,7 +105,7 @@ class BadRecordError(FirstlightError):
 
     Args:
         reason: a key of `REASONS`, or of `records.REASONS` for a text.
-        detail: the message: what is wrong with the record.
+        detail: description of the problem, used as the message.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -115,12 +115,12 @@ class BadRecordError(FirstlightError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation to learn from.
+    """A conversation to train on.
 
     Attributes:
-        messages: objects with `role`, `content` and further keys that the chat template may use.
-        masked: indices of the assistant's messages that are outside the loss.
-        options: further variables of the chat template, such as `tools`.
+        messages: objects with `role`, `content` and additional keys that the chat template may use.
+        masked: indices of the assistant's messages that are excluded from the loss.
+        options: additional variables of the chat template, such as `tools`.
     """
 
     messages: list[dict[str, Any]]
@@ -129,8 +129,8 @@ class Conversation:
 
     @property
     def question(self) -> str:
-        """The text up to the first answer to a user, without system messages, by which questions
-        are compared: letter case and white space do not matter."""
+        """Normalised text up to the first answer to a user, without system messages. It is used to
+        compare questions, ignoring letter case and white space."""
         is_asked = False
         words: list[str] = []
         for message in self.messages:
@@ -147,7 +147,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
 
     Args:
         record: the record's JSON value.
-        form: form of the record; "auto" detects it from the keys.
+        form: format of the record; "auto" detects it from the keys.
 
     Raises:
         BadRecordError: the record is not a valid conversation.
@@ -172,10 +172,10 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
 
 
 def _learned_fields(record: object) -> dict[str, Any]:
-    """The fields of a record; a list is one of messages.
+    """Return the fields of a record; a list is treated as a list of messages.
 
     Raises:
-        BadRecordError: the record is not an object, or marked as one that is not learned.
+        BadRecordError: the record is not an object, or is marked as excluded from training.
     """
     if is_messages(record):
         record = {"messages": record}
@@ -191,8 +191,8 @@ def _learned_fields(record: object) -> dict[str, Any]:
 
 
 def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """The fields of a record that are neither null nor NaN, by their names and by their names in
-    lower case. Those beside the messages within a field are the record's, too."""
+    """Return the fields of a record that are neither null nor NaN, both by name and by lower-case
+    name. If the messages are inside an object, its other fields are included."""
     inner = [one for one in record.values() if isinstance(one, Mapping) and "messages" in one]
     beside = {key: one[key] for one in inner for key in one if key != "messages"}
     items = (beside | dict(record)).items()
@@ -201,12 +201,12 @@ def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The first of the names that a record has, or else the first name."""
+    """Return the first name that the record has, or else the first name in `names`."""
     return next((name for name in names if name in fields), names[0])
 
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
-    """The error about a record of no known form, or of another kind."""
+    """Return the error for a record with an unknown format or of another kind."""
     names = ", ".join(map(str, list(record)[:8])) or "none"
     problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
@@ -219,7 +219,7 @@ def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
 
 
 def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages after the record's system message, if they don't have it themselves."""
+    """Prepend the record's system message to the messages, unless they already contain it."""
     name = _first(fields, SYSTEM_FIELDS)
     text = _content(fields.get(name, ""), f"`{name}`")
     has_it = any(one["role"] == "system" and one["content"] == text for one in messages)
@@ -227,18 +227,18 @@ def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> l
 
 
 def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a question and its answer."""
+    """Return the messages of a question and its answer."""
     answer = _side(fields, _first(fields, ANSWER_FIELDS), "assistant")
     return [*_question(fields), *answer[:-1], answer[-1] | _thoughts(fields)]
 
 
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The reasoning that a record has beside its answer."""
+    """Return the reasoning that a record has in addition to its answer."""
     return {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
 
 
 def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a record before its answer."""
+    """Return the messages of a record before its answer."""
     name = _first(fields, QUESTION_FIELDS)
     messages: list[dict[str, Any]] = []
     history = parsed_json(fields.get("history")) or ()
@@ -261,12 +261,13 @@ def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any]]:
-    """The messages of a record's field: a list of messages, one message, or a text of a role."""
+    """Convert a record's field to messages: it is a list of messages, one message, or a text with
+    the given role."""
     value = _listed(fields.get(name))
     if isinstance(value, str):
         if (markup := _markup_of(value) or _transcript_of(value)) is not None:
             return _from_written(value, markup)
-        if role == "assistant":  # completions begin with the space after their prompt
+        if role == "assistant":  # Completions begin with the space after their prompt.
             value = re.sub(r"\A (?=\S)", "", _without_end(value))
         return [_message(role, value)]
     if isinstance(value, Mapping):
@@ -281,8 +282,8 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """The list of messages in a text, as tables have it: in JSON, or as Python writes it; any other
-    value unchanged."""
+    """Parse a list of messages that a table contains as text, in JSON or as a Python literal. Any
+    other value is returned unchanged."""
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{\s*['\"]\w+['\"]\s*:", value):
         return value
     found = parsed_json(value)
@@ -290,7 +291,7 @@ def _listed(value: Any) -> Any:
 
 
 def is_messages(value: object) -> bool:
-    """True for a list of objects with roles."""
+    """Return True for a list of objects with roles."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -301,12 +302,13 @@ def is_messages(value: object) -> bool:
 
 
 def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]]:
-    """The messages of a list of objects: each a message, or a question and its answer.
+    """Convert a list of objects to messages. Each object is a message, or a question with its
+    answer.
 
     Args:
         entries: the list.
-        name: the list's name between backticks, for messages.
-        start: number of the first entry, for messages.
+        name: the list's name in backticks, for error messages.
+        start: number of the first entry, for error messages.
 
     Raises:
         BadRecordError: the list or a message is not valid.
@@ -340,7 +342,7 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
 
 
 def _role(name: str, where: str) -> str:
-    """The role with a name that a record may use."""
+    """Return the role for a name in a record."""
     if (role := _ROLES.get(field_name(name))) is None:
         known = ", ".join(_ROLES)
         raise BadRecordError("unknown_role", f"{where} has the role '{name[:40]}' (known: {known})")
@@ -369,7 +371,7 @@ def _wrong_type(where: str, value: object, wanted: str) -> BadRecordError:
 
 
 def _kind(value: object) -> str:
-    """The JSON type of a value with its article, for messages."""
+    """Return the JSON type of a value with its article, for error messages."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
     if value is None:
         return "null"
@@ -378,11 +380,11 @@ def _kind(value: object) -> str:
 
 
 def _checked(messages: list[dict[str, Any]]) -> Conversation:
-    """The conversation of messages, without blank system messages.
+    """Validate messages and return them as a conversation, without blank system messages.
 
     Raises:
-        BadRecordError: the answer is missing, a message is blank, too long or not plain JSON,
-            or nothing is learned.
+        BadRecordError: the answer is missing, a message is blank, too long or not plain JSON, or
+            there is nothing to train on.
     """
     messages = [one for one in messages if one["role"] != "system" or one["content"].strip()]
     if not messages:
@@ -395,11 +397,11 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
     try:
         json.dumps(messages, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRecordError("bad_utf8", "a message holds half of a surrogate pair") from None
+        raise BadRecordError("bad_utf8", "a message contains half of a surrogate pair") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRecordError("wrong_type", f"a message is not JSON: {error}") from None
     if not any(message["role"] in _ANSWERING for message in messages):
-        raise BadRecordError("no_assistant", "there is no assistant's message to learn")
+        raise BadRecordError("no_assistant", "there is no assistant message to train on")
     for number, message in enumerate(messages, start=1):
         role = message["role"]
         is_said = message["content"].strip() or any(message.get(key) for key in _BESIDE_CONTENT)
@@ -408,14 +410,14 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
     return _with_weights(messages)
 
 
-#: Keys of a message, or of a record, that say whether it is learned, in data of OpenAI, axolotl and
-#: ms-swift.
+#: Keys of a message or record that specify whether it is trained on, in data for OpenAI, axolotl
+#: and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """The conversation of messages without the keys `_LEARNED`: an answer is masked if one of them
-    is 0 or false."""
+    """Return a conversation whose messages lack the keys `_LEARNED`. An answer is masked if one of
+    these keys is 0 or false."""
     masked = set()
     for index, message in enumerate(messages):
         for key in _LEARNED:
@@ -434,16 +436,16 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
     )
 
 
-# Conversations that are written out as text
+# Conversations written as plain text
 
 
 class _Markup(NamedTuple):
-    """The control tokens of a family of chat templates.
+    """Control tokens of a family of chat templates.
 
     Attributes:
-        head: pattern of the beginning of a turn, with its role as the group.
-        end: pattern of the end of a turn.
-        roles: the roles by heads that do not name them.
+        head: pattern for the beginning of a turn, with the role as its group.
+        end: pattern for the end of a turn.
+        roles: roles of heads that do not contain the role's name.
     """
 
     head: str
@@ -453,7 +455,7 @@ class _Markup(NamedTuple):
 
 _LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
 _ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
-#: The control tokens by the beginning of a conversation.
+#: Beginning of a conversation -> control tokens.
 _MARKUP = {
     "<|im_start|>": _Markup(r"<\|im_start\|>[ \t]*(\w+)[ \t]*(?:\n|\Z)", r"<\|im_end\|>"),
     "<|start_header_id|>": _Markup(
@@ -473,26 +475,26 @@ _MARKUP = {
     ),
 }
 _TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
-#: The tokens at the beginning and the end of a text, which the tokenizer writes by itself.
+#: Tokens at the beginning and end of a text that the tokenizer adds itself.
 _EDGES = re.compile(
     "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
-#: Control tokens of all known chat templates, and parts of which each has one.
+#: Control tokens of all known chat templates, and substrings of which each token contains one.
 _CONTROL_TOKEN = re.compile(
     r"<\|[a-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
     r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
 )
 _CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]")
-#: Tokens at the end of an answer that a chat template writes by itself.
+#: Tokens at the end of an answer that a chat template adds itself.
 _END = re.compile(
     rf"(?:\s*(?:{_EDGES.pattern}|<\|(?:im_end|eot_id|eom_id|end)\|>|<end_of_turn>))+\s*\Z"
 )
 
 
 def control_tokens(text: str) -> list[str]:
-    """The control tokens of chat templates in a text, where they are only characters."""
-    # Few parts are looked for in each text, because each search takes as long as reading it.
+    """Return the control tokens of chat templates that occur in a text as plain characters."""
+    # Only a few substrings are searched, because each search takes as long as reading the text.
     if not any(part in text for part in _CONTROL_PARTS):
         return []
     found = dict.fromkeys(_CONTROL_TOKEN.findall(text))
@@ -500,12 +502,12 @@ def control_tokens(text: str) -> list[str]:
 
 
 def is_written(text: object) -> bool:
-    """True if a text begins as a chat template begins a conversation."""
+    """Return True if a text begins like a conversation rendered by a chat template."""
     return isinstance(text, str) and _markup_of(text) is not None
 
 
 def _markup_of(text: str) -> _Markup | None:
-    """The control tokens with which a text begins."""
+    """Return the control tokens with which a text begins."""
     begin = text[:200].lstrip()
     while edge := _EDGES.match(begin):
         begin = begin[edge.end() :].lstrip()
@@ -513,22 +515,23 @@ def _markup_of(text: str) -> _Markup | None:
 
 
 def _without_end(text: str) -> str:
-    """A text without the end tokens at its end."""
-    # Only the end is searched, since the search may take the square of its length.
+    """Remove end tokens from the end of a text."""
+    # Only the end is searched, since the search can take quadratic time.
     return text[:-200] + _END.sub("", text[-200:])
 
 
 def _transcript_of(text: str) -> _Markup | None:
-    """The marks of a text with "Human:" and "Assistant:" before its turns."""
+    """Return the markup of a text with "Human:" and "Assistant:" before its turns, or None for any
+    other text."""
     is_transcript = re.match(r"\s*Human:", text) and "\n\nAssistant:" in text
     return _TRANSCRIPT if is_transcript else None
 
 
 def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
-    """The messages of a conversation that is written out as one text.
+    """Parse the messages of a conversation that is written as one text.
 
     Raises:
-        BadRecordError: a part of the text is in no turn, or a role is not known.
+        BadRecordError: part of the text is outside all turns, or a role is unknown.
     """
     before, *turns = re.split(markup.head, text)
     messages: list[dict[str, Any]] = []
@@ -552,7 +555,7 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations with the same prompt; only the messages after the prompt are learned."""
+    """Two conversations with the same prompt. Only the messages after the prompt are trained on."""
 
     chosen: Conversation
     rejected: Conversation
@@ -576,7 +579,7 @@ def to_pair(record: object) -> Pair:
         )
     both = []
     for name, answer in zip(names, answers, strict=True):
-        # Whole conversations repeat the prompt.
+        # Full conversations repeat the prompt.
         said = (
             {one["content"].strip() for one in answer} if answer[0]["role"] != "assistant" else ()
         )
@@ -592,7 +595,7 @@ def to_pair(record: object) -> Pair:
     if start in (0, *map(len, both)) or any(one[start]["role"] not in _ANSWERING for one in both):
         raise BadRecordError(
             "no_pair",
-            f"`{names[0]}` and `{names[1]}` must continue one prompt, each with an answer",
+            f"`{names[0]}` and `{names[1]}` must each continue the same prompt with an answer",
         )
     prompt_answers = (i for i in range(start) if both[0][i]["role"] in _ANSWERING)
     masked = frozenset(prompt_answers)
@@ -600,7 +603,8 @@ def to_pair(record: object) -> Pair:
 
 
 def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages before both answers; only a system message if the record has no prompt."""
+    """Return the messages before both answers, which is at most a system message if the record has
+    no prompt."""
     name = _first(fields, [name for name in QUESTION_FIELDS if name in fields] or MESSAGE_FIELDS)
     if name not in fields:
         return _with_system(fields, [])

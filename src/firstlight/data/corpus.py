@@ -1,18 +1,18 @@
-"""`Corpus`: a split of prepared data, as training, evaluation and planning use it. Its classes:
+"""`Corpus`: a split of prepared data, used by training, evaluation and planning. Its classes:
 
     text                `TokenDataset`; rows that begin with documents: `packing.AlignedDataset`
     conversations       `packing.ExampleDataset`
     preference pairs    `packing.PreferenceDataset`
     a mix of corpora    `MixedDataset`
 
-`shards` describes the files of a prepared folder; its `CorpusWriter` writes those of all kinds.
+`shards` describes the files of a prepared folder; its `CorpusWriter` writes all kinds of them.
 
-A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens
-i*T+1 ... i*T+T, each from the token before it. So every token but the very first is predicted
-exactly once, and the last row may be shorter. (Conversations are packed into rows: see `packing`.)
+A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens i*T+1
+... i*T+T, each from the token before it. Every token except the very first is therefore predicted
+exactly once, and the last row may be shorter. (Conversations are packed into rows; see `packing`.)
 
-With document masking, the tokens of a row are numbered by document, and a token is predicted from
-its own document only. What this means depends on the tokens around a document's text:
+With document masking, the tokens of a row are numbered by document, and a token is predicted only
+from tokens of the same document. The details depend on the tokens around a document's text:
 
     bos text eos | bos text eos     The eos is the last label of a document. The label after it,
                                     the next document's bos, is masked.
@@ -50,39 +50,41 @@ from firstlight.data.shards import (
 )
 from firstlight.errors import ConfigError, DataError
 
-#: Arrays of one row of a batch, [seq_len]: token ids or labels; number of each position's document.
+#: Arrays for one row of a batch, [seq_len]: token ids or labels, and the document number of each
+#: position.
 RowIds = npt.NDArray[np.int64]
 DocumentIds = npt.NDArray[np.int32]
-#: Kind of the data in a prepared folder (the values of `data.kind`), or "mix".
+#: Kind of data in a prepared folder (a value of `data.kind`), or "mix".
 Kind = Literal["text", "chat", "preference", "mix"]
 
 
 def num_rows(num_tokens: int, seq_len: int) -> int:
-    """Number of rows of `seq_len` positions in a stream of `num_tokens` tokens."""
+    """Return the number of rows of `seq_len` positions in a stream of `num_tokens` tokens."""
     return -(-max(num_tokens - 1, 0) // seq_len)
 
 
 def row_span(row: int, seq_len: int) -> slice:
-    """The span of a row's tokens in the stream: `seq_len` inputs and the last label after them. It
-    may reach beyond the end of the stream."""
+    """Return the range of a row's tokens in the stream: `seq_len` inputs and the last label after
+    them. It may extend beyond the end of the stream."""
     return slice(row * seq_len, row * seq_len + seq_len + 1)
 
 
 def separate_documents(
     starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Number the documents of a row's inputs, and find labels in another document than their input.
+    """Number the documents of a row's inputs, and find labels that belong to a different document
+    than their input.
 
     Args:
         starts: positions of documents' first tokens among the row's num_inputs + 1 tokens,
             ascending, int64 [documents].
         num_inputs: number of inputs of the row.
-        eos_opens: the token before a document's first token, an eos, is the first input of the
-            document.
+        eos_opens: True if the token before a document's first token, an eos, is the first input of
+            the document.
 
     Returns:
-        (number of each input's document, counted from 0 within the row, int32 [num_inputs];
-        positions of the labels to mask, int64 [masked labels])
+        (document number of each input, counted from 0 within the row, int32 [num_inputs]; positions
+        of the labels to mask, int64 [masked labels])
     """
     inner = starts[starts > 0]
     masked = inner[:0] if eos_opens else inner - 1
@@ -93,12 +95,12 @@ def separate_documents(
 
 
 def shuffled_index(position: int, length: int, seed: int, epoch: int) -> int:
-    """Element `position` of a random permutation of `range(length)`, in O(1) memory.
+    """Return element `position` of a random permutation of `range(length)`, in O(1) memory.
 
-    Each (seed, epoch) gives another permutation. A 4-round Feistel network permutes all numbers of
-    the smallest even bit width that holds every index. It is applied repeatedly until the result
-    is below `length` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002).
+    Each (seed, epoch) gives a different permutation. A 4-round Feistel network permutes all numbers
+    of the smallest even bit width that can represent every index. It is applied repeatedly until
+    the result is below `length` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002).
     """
     assert 0 <= position < length
     half_bits = max((length - 1).bit_length() + 1, 2) // 2
@@ -120,8 +122,8 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """The finalizer of splitmix64 (Steele et al. 2014) on 64 bits: every bit of the result depends
-    on every bit of `value`."""
+    """Apply the 64-bit finalizer of splitmix64 (Steele et al. 2014): every bit of the result
+    depends on every bit of `value`."""
     value &= 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -130,10 +132,10 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One corpus of a mix, or a corpus alone.
+    """One corpus of a mix, or a single corpus.
 
     Attributes:
-        name: name in the corpus's metrics; "" for a corpus alone.
+        name: name in the corpus's metrics; "" for a single corpus.
         dataset: the split.
         weight: number of the corpus's rows in a period of the mix (see `Turns`).
     """
@@ -148,12 +150,12 @@ class Corpus(Protocol):
 
     Attributes:
         kind: the kind of the data.
-        has_examples: some rows are packed conversations, which need document masking.
+        has_examples: True if some rows are packed conversations, which need document masking.
         folder: the prepared folder, with the tokenizer.
         split: "train" or "val".
         manifest: the folder's manifest; for a mix, the manifests of all corpora with their weights.
-        vocab_size: number of ids of the tokenizer.
-        num_tokens: number of tokens of the split.
+        vocab_size: vocabulary size of the tokenizer.
+        num_tokens: number of tokens in the split.
     """
 
     kind: Kind = "text"
@@ -171,68 +173,73 @@ class Corpus(Protocol):
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """Bits for each byte of the text after gzip -9, a baseline for a model's bits per byte;
-        None if not recorded."""
+        """Bits per byte of the text after gzip -9, a baseline for a model's bits per byte; None if
+        not recorded."""
         return None
 
     def num_rows(self, seq_len: int) -> int:
-        """Number of rows of an epoch; a DataError if a conversation doesn't fit into a row."""
+        """Return the number of rows in an epoch. Raises a DataError if a conversation doesn't fit
+        into a row."""
         ...
 
     def require_row(self, seq_len: int) -> None:
-        """Raise a DataError if the text is shorter than a row, or a conversation longer."""
+        """Raise a DataError if the text is shorter than a row, or a conversation is longer."""
         ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
-        """(split, number of the row in it) of the row that comes after `position` other rows in the
-        order of a run with this seed, counted over all epochs."""
+        """Return (split, index of the row in it) for the row at `position` in the order of a run
+        with this seed, counted over all epochs."""
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """Share of the rows' positions that have a label: 1 for text as a stream; prompts and
-        padding have no label."""
+        """Return the fraction of the rows' positions that have a label: 1 for text as a stream;
+        prompts and padding have no labels."""
         return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """Lines of output about a split's rows: how full they are, and what is left out."""
+        """Return lines of output about a split's rows: how full they are, and which examples are
+        dropped or cut."""
         return iter(())
 
     def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
-        """Lines of output about the first `rows` rows of a mix: the share of each corpus."""
+        """Return lines of output about the share of each corpus in the first `rows` rows of a
+        mix."""
         return iter(())
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
-        """Entries for the run log, a dict for each corpus of conversations."""
+        """Return entries for the run log, one dict per corpus of conversations."""
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Settings that, together with the manifest, identify the data of a run, by name."""
+        """Return, by name, the settings that identify the data of a run together with the
+        manifest."""
         return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """Epochs of each corpus in the first `rows_seen` rows of a mix, by the corpus's name."""
+        """Return the number of epochs of each corpus in the first `rows_seen` rows of a mix, by
+        corpus name."""
         return {}
 
 
 class TokenDataset(Corpus):
-    """One split of prepared text, which can be sliced like one long array of token ids. Each block
-    of a shard is checked when it is read: a shard that changes while it is in use is an error (see
-    `shards`).
+    """One split of prepared text, which can be sliced like a long array of token ids. Each block of
+    a shard is checked when it is read, so a shard that changes while it is in use causes an error
+    (see `shards`).
 
     Args:
         folder: a folder that `prepare` wrote.
         split: "train" or "val".
-        verify: first compare every shard with the sha256 in the manifest, and all ids with the
-            vocabulary, which takes about a second for each GB. Sizes, headers and document offsets
+        verify: True first checks every shard against the sha256 in the manifest and all ids against
+            the vocabulary, which takes about a second per GB. Sizes, headers and document offsets
             are always checked, and so is each id when it is read.
 
     Raises:
-        DataError: the folder is not a prepared corpus, lacks the split, or is damaged; or it holds
-            conversations, for which there is `packing.ExampleDataset`.
+        DataError: the folder is not a prepared corpus, lacks the split, is damaged, or contains
+            conversations (use `packing.ExampleDataset`).
 
     Attributes:
-        text_bytes: UTF-8 bytes of the split's text.
-        gzip_bytes: bytes of the text after gzip -9; None if not recorded.
+        text_bytes: number of UTF-8 bytes in the split's text.
+        gzip_bytes: size of the text in bytes after gzip -9; None if not recorded.
     """
 
     #: Version of the folders that this class reads.
@@ -244,7 +251,7 @@ class TokenDataset(Corpus):
         if self.manifest["version"] != self.version:
             kinds = {VERSION: "text", LABELLED_VERSION: "conversations"}
             raise DataError(
-                f"{folder} holds {kinds[self.manifest['version']]}, not {kinds[self.version]}"
+                f"{folder} contains {kinds[self.manifest['version']]}, not {kinds[self.version]}"
             )
         entry = self.manifest["splits"].get(split)
         if entry is None:
@@ -259,7 +266,7 @@ class TokenDataset(Corpus):
         self.vocab_size = self.manifest["vocab_size"]
         names = [shard["file"] for shard in entry["shards"]]
         if len(set(names)) != len(names):
-            raise DataError(f"{folder}: the manifest names a shard of '{split}' twice: {ADVICE}")
+            raise DataError(f"{folder}: the manifest lists a shard of '{split}' twice: {ADVICE}")
         self._shards = [
             open_shard(self.folder, shard, self.version, self.vocab_size, verify=verify)
             for shard in entry["shards"]
@@ -268,14 +275,15 @@ class TokenDataset(Corpus):
         self.num_tokens = self._starts[-1]
         documents = sum(shard.num_documents for shard in self._shards)
         if (self.num_tokens, documents) != (entry["tokens"], entry["documents"]):
-            raise DataError(f"{folder}: the shards of '{split}' don't add up to its manifest")
+            raise DataError(f"{folder}: the shards of '{split}' don't match its manifest")
 
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
-        """Token ids `start:stop`, int64 [stop - start] (fewer at the end, as for any slice).
+        """Return the token ids `start:stop`, int64 [stop - start] (fewer at the end, as for any
+        slice).
 
         Raises:
-            DataError: a shard was changed or truncated since it was opened, or holds an id beyond
-                the vocabulary.
+            DataError: a shard was changed or truncated since it was opened, or contains an id
+                beyond the vocabulary.
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
@@ -292,8 +300,9 @@ class TokenDataset(Corpus):
         return result
 
     def document_starts(self, span: slice) -> npt.NDArray[np.int64]:
-        """Positions at which documents begin among the tokens `start:stop`, counted from `start`,
-        ascending, int64 [documents]. An empty document has the same position as the next one.
+        """Return the positions at which documents begin among the tokens `start:stop`, counted from
+        `start`, ascending, int64 [documents]. An empty document has the same position as the next
+        one.
 
         Raises:
             DataError: a shard was changed or truncated since it was opened.
@@ -311,7 +320,7 @@ class TokenDataset(Corpus):
 
     @functools.cached_property
     def documents_begin_with_bos(self) -> bool:
-        """True if documents begin with a bos, as the first token of the split shows."""
+        """True if documents begin with a bos token, judging by the first token of the split."""
         first = self[0:1].tolist()
         return bool(first == [self.manifest.get("bos_token_id")])
 
@@ -348,13 +357,13 @@ class TokenDataset(Corpus):
     def fill_row(
         self, row: int, input_ids: RowIds, labels: RowIds, document_ids: DocumentIds | None
     ) -> None:
-        """Write a row into the arrays of a batch.
+        """Write a row to the arrays of a batch.
 
         Args:
-            row: number of the row.
+            row: index of the row.
             input_ids: inputs of the row, int64 [seq_len]; the end of a short row is not written.
             labels: labels of the row, int64 [seq_len]; positions without a label are not written.
-            document_ids: number of each position's document, int32 [seq_len], written at every
+            document_ids: document number of each position, int32 [seq_len], written at every
                 position; None without document masking.
         """
         span = row_span(row, len(input_ids))
@@ -372,52 +381,54 @@ class TokenDataset(Corpus):
         labels[:length][loss_mask] = tokens[1:][loss_mask]
 
     def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64] | None:
-        """`loader.Batch.references` of the given rows, fp64 [rows, documents]; None for data other
-        than preference pairs."""
+        """Return `loader.Batch.references` of the given rows, fp64 [rows, documents]; None for data
+        other than preference pairs."""
         return None
 
     def predicts_first(self, first_id: int | None) -> bool:
-        """True if the very first token of the split is predicted from `first_id`. A leading bos is
-        not predicted, because it has no text; nor is the first token of a conversation."""
+        """Return True if the very first token of the split is predicted from `first_id`. A leading
+        bos is not predicted, because it has no text; nor is the first token of a conversation."""
         return first_id is not None and int(self[0:1][0]) != first_id
 
     def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
-        """The factor that turns a loss in nats per token into bits per byte of the text."""
+        """Return the factor that converts a loss in nats per token to bits per byte of the text."""
         predicted = self._num_predicted(document_masking=document_masking, first_id=first_id)
         return predicted / self.text_bytes / math.log(2)
 
     def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
-        """Number of tokens that are predicted in an epoch."""
+        """Return the number of tokens that are predicted in an epoch."""
         if document_masking and self.documents_begin_with_bos:
             return self.num_tokens - self.num_documents
         return self.num_tokens - (not self.predicts_first(first_id))
 
 
-# A mix of several corpora: each corpus gives rows in exact proportion to its weight
+# Mixes of several corpora. Each corpus contributes rows in exact proportion to its weight.
 #
-# The corpus of a row is a pure function of the row's position in the run. The weights are taken as
-# exact fractions (0.7 is 7/10) and scaled to the smallest whole numbers in the same ratio. Their
-# sum is the period: weights 7 and 3 repeat every ten rows.
+# The corpus of a row is a pure function of the row's position in the run. The weights are
+# interpreted as exact fractions (0.7 is 7/10) and scaled to the smallest integers in the same
+# ratio. Their sum is the period: weights 7 and 3 repeat every ten rows.
 #
-# Positions, and the rows j of each corpus, are counted from 0 within a period. A corpus with the
-# share w of the rows may give its row j from position j / w (rounded down) on, and must give it
-# before position (j + 1) / w (rounded up). At each position, the row with the earliest deadline is
-# drawn. All deadlines are then met (Baruah et al., "Proportionate progress", 1996), so after any n
-# rows a corpus has given more than n * w - 1 and fewer than n * w + 1 of them.
+# Positions, and the rows j of each corpus, are counted from 0 within a period. A corpus with a
+# fraction w of the rows may provide its row j at position j / w (rounded down) at the earliest, and
+# must provide it before position (j + 1) / w (rounded up). At each position, the row with the
+# earliest deadline is drawn. All deadlines are then met (Baruah et al., "Proportionate progress",
+# 1996), so after any n rows a corpus has provided more than n * w - 1 and fewer than n * w + 1 of
+# them.
 #
-# In a mix, a corpus gives its rows in the same order as alone: shuffled anew in each of its epochs.
+# In a mix, a corpus provides its rows in the same order as it would alone: reshuffled in each of
+# its epochs.
 
-#: Longest period in rows: the corpus of each row of a period is computed and held in memory.
+#: Maximum period in rows. The corpus of each row in a period is computed and kept in memory.
 MAX_PERIOD = 1_000_000
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the same ratio as the weights, whose decimal notation is taken
-    as exact: [0.7, 0.3] gives [7, 3].
+    """Return the smallest integers in the same ratio as the weights, whose decimal notation is
+    taken as exact: [0.7, 0.3] gives [7, 3].
 
     Raises:
-        ConfigError: there is no weight, a weight is not finite and above 0, or the whole numbers
-            add up to more than `MAX_PERIOD`.
+        ConfigError: there are no weights, a weight is not finite and above 0, or the integers add
+            up to more than `MAX_PERIOD`.
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"the weights of a mix must be above 0, not {list(weights)}")
@@ -426,27 +437,27 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
         math.gcd(*(share.numerator for share in exact)),
         math.lcm(*(share.denominator for share in exact)),
     )
-    # `unit` is the greatest common divisor of the fractions, which are in their lowest terms.
+    # `unit` is the greatest common divisor of the fractions, which are in lowest terms.
     whole = [int(share / unit) for share in exact]
     if sum(whole) > MAX_PERIOD:
         total = sum(exact)
         rounded = [max(round(1000 * share / total), 1) for share in exact]
         raise ConfigError(
-            f"the weights of a mix, {', '.join(map(repr, weights))}, repeat only after "
-            f"{sum(whole):,} rows, more than {MAX_PERIOD:,}: round them, for instance to "
-            f"{', '.join(map(str, rounded))}"
+            f"the weights of a mix ({', '.join(map(repr, weights))}) repeat only after "
+            f"{sum(whole):,} rows, more than the limit of {MAX_PERIOD:,}: round them, for "
+            f"example to {', '.join(map(str, rounded))}"
         )
     return whole
 
 
 class Turns:
-    """Maps the position of a row in the run to the corpus that gives the row.
+    """Maps the position of a row in the run to the corpus that provides it.
 
     Args:
-        parts: rows of each corpus in a period, from `whole_weights`.
+        parts: number of rows of each corpus in a period, from `whole_weights`.
 
     Attributes:
-        period: rows of a period.
+        period: number of rows in a period.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
@@ -455,15 +466,15 @@ class Turns:
         self._positions = [np.flatnonzero(self._corpus == i) for i in range(len(self.parts))]
 
     def at(self, position: int) -> tuple[int, int]:
-        """(index of the corpus that gives the row at `position`, number of rows that this corpus
-        has given before)."""
+        """Return (index of the corpus that provides the row at `position`, number of rows that this
+        corpus has provided before)."""
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
         before = int(np.searchsorted(self._positions[corpus], within))
         return corpus, periods * self.parts[corpus] + before
 
     def counts(self, position: int) -> list[int]:
-        """Number of rows of each corpus among the first `position` rows."""
+        """Return the number of rows of each corpus among the first `position` rows."""
         periods, within = divmod(position, self.period)
         return [
             periods * part + int(np.searchsorted(positions, within))
@@ -472,10 +483,10 @@ class Turns:
 
 
 def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Index of the corpus of each row of one period, uint32 [period]; see above.
+    """Return the index of the corpus of each row of one period, uint32 [period]; see above.
 
-    `waiting` has (first position at which its next row may be drawn, corpus), `ready` has
-    (deadline of its next row, corpus).
+    `waiting` contains (earliest position of the corpus's next row, corpus), `ready` contains
+    (deadline of the corpus's next row, corpus).
     """
     period = sum(parts)
     corpora = np.empty(period, dtype=np.uint32)
@@ -496,22 +507,22 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class MixedDataset(Corpus):
-    """The same split of several corpora, whose rows are drawn by weight.
+    """The same split of several corpora, from which rows are drawn by weight.
 
-    An epoch has as many rows as all corpora together. If the weights are in the ratio of the
-    corpora's sizes, each corpus is seen once in an epoch; otherwise a corpus with a larger weight
-    is seen more than once, and a corpus with a smaller weight in part.
+    An epoch has as many rows as all corpora together. If the weights are proportional to the
+    corpora's sizes, each corpus is seen once per epoch; otherwise, a corpus with a larger weight is
+    seen more than once, and a corpus with a smaller weight only in part.
 
     Args:
         parts: the corpora.
 
     Attributes:
-        turns: the corpus of each row.
+        turns: assignment of rows to corpora.
         has_examples: True if at least one corpus consists of conversations.
         folder: folder of the first corpus of conversations, or of the first corpus if there are no
             conversations. The tokenizer is read from it; all corpora have the same tokenizer.
         manifest: manifests of all corpora, with their weights.
-        num_tokens: tokens of all corpora together.
+        num_tokens: total number of tokens in all corpora.
 
     Raises:
         DataError: a corpus is in the mix twice, or tokenizers or chat templates differ.
@@ -529,7 +540,7 @@ class MixedDataset(Corpus):
             _require_same_tokenizer(first, dataset)
             if dataset.manifest in [other.manifest for other in datasets[:number]]:
                 raise DataError(
-                    f"{dataset.folder} is in the mix twice: name it once, with the sum of the "
+                    f"{dataset.folder} is in the mix twice: list it once, with the sum of the "
                     "weights"
                 )
         chats = [one for one in datasets if one.has_examples]
@@ -579,7 +590,7 @@ class MixedDataset(Corpus):
         return [record for one in self.parts for record in one.dataset.records(seq_len)]
 
     def identity(self) -> dict[str, Any]:
-        # The weights, as people write a ratio: "7:3".
+        # The weights, written as a ratio: "7:3".
         ratio = {"mix": ":".join(str(one.weight) for one in self.parts)}
         return ratio | {key: v for one in self.parts for key, v in one.dataset.identity().items()}
 

@@ -1,13 +1,13 @@
-"""Encoding of the pieces of documents, in order: in this process, in several others on this machine
+"""Encoding of pieces of documents, in order: in this process, in several processes on this machine
 (`encode_in_order`), or on a Ray cluster (`ray_encoder`).
 
 A process that is killed is replaced, and its batch is encoded again.
 
 The process that calls `prepare` reads the documents and writes the shards; a Ray cluster does the
-encoding, which is nearly all of the work. So files need to be visible on one machine only, and
-failures of other machines can't change the written files: if a process or node is killed, Ray
-encodes its blocks again, even blocks whose ids were ready and are lost with the node. Each node
-needs firstlight with its extra `ray`, and the same release of `tokenizers`.
+encoding, which is nearly all of the work. Files therefore need to be visible on only one machine,
+and failures of other machines can't change the written files: if a process or node is killed, Ray
+encodes its blocks again, including blocks whose ids were ready and were lost with the node. Each
+node needs firstlight with the extra `ray`, and the same version of `tokenizers`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from firstlight.tokenizer import Tokenizer
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document that is to be encoded.
+    """A piece of a document to encode.
 
     Attributes:
-        text: the piece's text.
+        text: text of the piece.
         split: "train" or "val".
         first: True if the document's text in the split begins with this piece.
         last: True if the document's text in the split ends with this piece.
-        document: the document's number, counted from 1.
+        document: number of the document, counted from 1.
     """
 
     text: str
@@ -56,31 +56,32 @@ class TextPiece(NamedTuple):
     document: int
 
 
-#: Each piece with its tokens, in the order of the pieces.
+#: Generator of each piece with its tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: The function of an engine that encodes pieces; all engines give the same tokens.
+#: Function of an engine that encodes pieces; all engines give the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
-#: Characters of a batch, about: a process is given one batch at a time.
+#: Approximate number of characters in a batch; a process gets one batch at a time.
 _BATCH_CHARACTERS = 1 << 20
-#: Number of attempts at a batch: after as many killed processes, the batch fails.
+#: Maximum number of attempts per batch: after this many killed processes, the batch fails.
 _ATTEMPTS = 3
-#: Characters of a block that a task of a Ray cluster encodes, about: half a second or more of work.
+#: Approximate number of characters in a block for one task on a Ray cluster: at least half a second
+#: of work.
 _BLOCK_CHARACTERS = 1 << 22
-#: Blocks that are sent to a Ray cluster ahead of the ids that are written: this number for each
-#: processor, but not more than `_MAX_BLOCKS` (a gigabyte of text).
+#: Number of blocks that are sent to a Ray cluster ahead of writing, per processor, and the maximum
+#: in all (a gigabyte of text).
 _BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 256
-#: Timeout for connecting to the address of a Ray cluster.
+#: Timeout for connecting to the address of a Ray cluster, in seconds.
 _SECONDS_TO_CONNECT = 10.0
 _PURPOSE = "preparing with engine ray"
 _NO_CLIENT = (
-    "preparing does not run through a Ray Client (ray://): prepare on a machine of the cluster, "
-    "with --ray-address auto, or have it run there with `ray job submit`"
+    "preparing through a Ray Client (ray://) is not supported: run prepare on a machine of the "
+    "cluster with --ray-address auto, or submit it with `ray job submit`"
 )
 
 
 def batches(pieces: Iterable[TextPiece], characters: int) -> Iterator[list[TextPiece]]:
-    """The pieces in their order, in lists of at least `characters` characters (the last list may
+    """Group the pieces, in order, into lists of at least `characters` characters (the last list may
     have fewer)."""
     batch: list[TextPiece] = []
     size = 0
@@ -100,20 +101,20 @@ def encode_in_order(
     workers: int,
     max_tokens: int | None = None,
 ) -> Encoded:
-    """Each piece with its tokens, in the order of the pieces, with any number of processes.
+    """Yield each piece with its tokens, in the order of the pieces, with any number of processes.
 
     Args:
         pieces: the pieces; they are read ahead of the encoding by a bounded number of batches.
         tokenizer: the tokenizer.
         workers: number of processes; 1 encodes in this process.
-        max_tokens: number of tokens that are needed. If there are few, batches are smaller, so that
-            less text is read ahead. None is no limit.
+        max_tokens: number of tokens that are needed. If it is small, batches are smaller, so that
+            less text is read ahead. None means no limit.
 
     Raises:
         DataError: the tokenizer gives ids beyond its vocabulary, or processes are killed
             repeatedly.
     """
-    # A text rarely has more tokens than characters, so one batch of this size may be enough.
+    # A text rarely has more tokens than characters, so one batch of this size should be enough.
     characters = min(_BATCH_CHARACTERS, max_tokens or _BATCH_CHARACTERS)
     if workers == 1:
         for batch in batches(pieces, characters):
@@ -133,49 +134,50 @@ def encode_in_order(
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
-    """The token ids of each text, in the dtype of the shards (`token_dtype`), in one thread.
+    """Encode each text in one thread; return token ids in the dtype of the shards (`token_dtype`).
 
     Raises:
         DataError: an id is beyond the tokenizer's vocabulary.
     """
-    # With one text in each call the library uses one thread: the processes already use all cores.
+    # With one text per call, the library uses one thread; the processes already use all cores.
     ids = (np.array(tokenizer.encode_batch([text])[0], np.int64) for text in texts)
     return [_fitting(array, tokenizer.vocab_size) for array in ids]
 
 
 def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
-    """The ids in the dtype of the shards, which could silently truncate ids beyond the vocabulary.
+    """Convert ids to the dtype of the shards, after checking that none is beyond the vocabulary and
+    would silently be truncated.
 
     Raises:
         DataError: there is such an id.
     """
     if len(ids) and int(ids.max()) >= vocab_size:
         raise DataError(
-            f"the tokenizer gives id {ids.max()}, beyond its own vocabulary of {vocab_size} "
-            "tokens: its files are damaged; load it from where it came from again"
+            f"the tokenizer produced id {ids.max()}, beyond its vocabulary of {vocab_size} "
+            "tokens: its files are damaged; download or copy it again"
         )
     return ids.astype(token_dtype(vocab_size))
 
 
 class _Worker:
-    """A process that encodes, and this process's end of the pipe to it.
+    """Encoding process, and this process' end of the pipe to it.
 
-    The tokenizer is sent through this pipe, not as an argument of the process. `spawn` writes the
-    arguments to a pipe whose reading end this process holds, too. Arguments longer than the pipe's
-    buffer would therefore block forever if the new process is killed.
+    The tokenizer is sent through this pipe and not as an argument of the process. `spawn` writes
+    the arguments to a pipe whose reading end is also open in this process, so arguments longer than
+    the pipe's buffer would block forever if the new process is killed.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._end, there = context.Pipe()
         self._process = context.Process(target=_work, args=(there,), daemon=True)
-        # This process closes its copy of the other end, so that the pipe ends when the child does.
+        # Close this process' copy of the other end, so that the pipe is closed when the child ends.
         with there:
             self._process.start()
         self._unsent: list[str] = [tokenizer_json]
 
     def encode(self, texts: list[str]) -> list[TokenArray]:
-        """The tokens of each text.
+        """Return the tokens of each text.
 
         Raises:
             EOFError, OSError: the process has ended.
@@ -202,7 +204,7 @@ class _Processes:
     """Processes that encode batches, and the queue of submitted batches, oldest first.
 
     For each process, one thread of this process sends batches and receives tokens. No two processes
-    share a pipe or a lock. So if a process is killed at any moment, even while it starts, only its
+    share a pipe or a lock, so if a process is killed at any moment, even while it starts, only its
     batch is lost, and a new process encodes that batch again.
     """
 
@@ -219,12 +221,12 @@ class _Processes:
         return len(self._waiting)
 
     def submit(self, batch: list[TextPiece]) -> None:
-        """Add a batch to the queue, for the next free process."""
+        """Add a batch to the queue."""
         texts = [piece.text for piece in batch]
         self._waiting.append((batch, self._threads.submit(self._encode, texts)))
 
     def oldest(self) -> Iterator[tuple[TextPiece, TokenArray]]:
-        """Wait for the oldest batch, and remove it: each of its pieces with its tokens.
+        """Wait for the oldest batch, remove it, and yield each of its pieces with its tokens.
 
         Raises:
             DataError: processes are killed repeatedly, or can't start; or see `encode`.
@@ -241,7 +243,7 @@ class _Processes:
         self._threads.shutdown(cancel_futures=True)
 
     def _encode(self, texts: list[str]) -> list[TokenArray]:
-        """The tokens of each text, from this thread's process or, if it is killed, a new one."""
+        """Encode each text in this thread's process or, if that is killed, in a new one."""
         code = 0
         for attempt in range(1, _ATTEMPTS + 1):
             worker = self._own_worker()
@@ -249,18 +251,19 @@ class _Processes:
                 return worker.encode(texts)
             except (EOFError, OSError):
                 self._of_thread.worker = None
-                # A process that exits by itself, without a signal, would exit again.
+                # A process that exits without a signal would exit again.
                 code = worker.end()
                 if self._stopped or code >= 0 or attempt == _ATTEMPTS:
                     break
-                say("a tokenizing process was killed: its documents are encoded again")
+                say("a tokenizing process was killed: encoding its documents again")
         if code >= 0:
             raise DataError(
                 f"a tokenizing process ended with exit code {code}: call prepare under "
                 "`if __name__ == '__main__':` in a script, or use --workers 1 to see the error"
             )
         raise DataError(
-            "a tokenizing process was killed, most likely for want of memory: use fewer --workers"
+            "a tokenizing process was killed, most likely because memory ran out: use fewer "
+            "--workers"
         )
 
     def _own_worker(self) -> _Worker:
@@ -269,7 +272,7 @@ class _Processes:
             worker = self._of_thread.worker = _Worker(self._tokenizer_json)
             with self._lock:
                 self._workers.add(worker)
-                # `stop` may have been called while this process started.
+                # `stop` may have been called while this process was starting.
                 if self._stopped:
                     worker.end()
         return worker
@@ -278,7 +281,7 @@ class _Processes:
 def _work(end: Connection) -> None:
     """Body of a process: encode batches until the pipe is closed."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # The terminal sends Ctrl-C's SIGINT to every process; only the parent may react to it.
+    # The terminal sends SIGINT to every process on Ctrl-C; only the parent may react to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         tokenizer = _tokenizer_from_json(end.recv())
@@ -288,28 +291,30 @@ def _work(end: Connection) -> None:
 
 
 def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArray] | DataError]:
-    """(True, tokens of each text), or (False, the error to raise in the parent process)."""
+    """Encode texts; return (True, tokens of each text) or (False, the error to raise in the parent
+    process)."""
     try:
         return True, encode(texts, tokenizer)
     except DataError as error:
         return False, error
     # BaseException, because a panic of the tokenizers library is not an Exception. The error is
-    # replaced, because some errors can't be pickled.
+    # replaced because some errors can't be pickled.
     except BaseException as error:  # noqa: BLE001
         return False, DataError(
-            f"the tokenizer failed ({type(error).__name__}: {error}): its files are damaged?"
+            f"the tokenizer failed ({type(error).__name__}: {error}): its files may be damaged"
         )
 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer_from_json(content: str) -> Tokenizer:
-    """A tokenizer for encoding texts, from `Tokenizer.backend.to_str()`: without bos, eos and chat
-    template."""
+    """Return a tokenizer for encoding texts, from `Tokenizer.backend.to_str()`: without bos, eos
+    and chat template."""
     return Tokenizer(tokenizers.Tokenizer.from_str(content))
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent ends: a parent killed by SIGKILL can't stop its workers."""
+    """End this process when its parent ends, because a parent killed by SIGKILL can't stop its
+    workers."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -321,7 +326,7 @@ def _exit_with_parent() -> None:
 
 @contextlib.contextmanager
 def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
-    """Connect to a Ray cluster until the end of the block; the value is the function that encodes.
+    """Connect to a Ray cluster until the end of the block; yield the encoding function.
 
     Args:
         tokenizer: the tokenizer.
@@ -344,8 +349,8 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         if address is not None:
             raise ConfigError(
-                "this process is connected to a ray cluster already: leave ray_address out to "
-                "use it, or call ray.shutdown() first"
+                "this process is already connected to a ray cluster: omit ray_address to use "
+                "it, or call ray.shutdown() first"
             )
         if ray.util.client.ray.is_connected():
             raise ConfigError(_NO_CLIENT)
@@ -368,23 +373,23 @@ def _connect(ray: Any, address: str | None) -> None:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
                 raise ValueError("it is not auto, local or HOST:PORT")
-            # A quick check, because Ray would wait minutes for an address without a cluster.
+            # Check this first, because Ray would wait minutes for an address without a cluster.
             place = (host.strip("[]"), int(port))
             socket.create_connection(place, timeout=_SECONDS_TO_CONNECT).close()
         with _signal_handlers_kept():
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    # Ray raises a cluster's problems as errors of many unrelated classes.
+    # Ray reports problems of a cluster with errors of many unrelated classes.
     except Exception as error:
         raise ConfigError(
-            f"no ray cluster can be used at '{address or 'local'}' ({_reason(error)}): start "
-            "one with `ray start --head`, or have one for this run with --ray-address local"
+            f"the ray cluster at '{address or 'local'}' can't be used ({_reason(error)}): start "
+            "one with `ray start --head`, or use --ray-address local to start one for this run"
         ) from error
 
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """Restore the SIGTERM handler that `ray.init` replaces: Ray's handler would end the process at
-    any moment, without a chance to clean up."""
+    any point without cleanup."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -410,10 +415,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) -> Encoded:
-    """Each piece with its tokens, in the order of the pieces."""
+    """Yield each piece with its tokens, in the order of the pieces."""
     reference = ray.put(tokenizer.backend.to_str())
     task = ray.remote(_encode_block)
-    #: The blocks that are being encoded, each with the reference to its result.
+    #: Blocks that are being encoded, each with the reference to its result.
     waiting: deque[tuple[list[TextPiece], Any]] = deque()
     try:
         for block in batches(pieces, _BLOCK_CHARACTERS):
@@ -426,23 +431,23 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
         while waiting:
             yield from _oldest(waiting, ray)
     finally:
-        # `ray.cancel` can crash this process. Without it, the blocks that still run end with the
-        # connection.
+        # `ray.cancel` can crash this process, so blocks that are still running are left to end with
+        # the connection.
         waiting.clear()
 
 
 def _oldest(
     waiting: deque[tuple[list[TextPiece], Any]], ray: Any
 ) -> Iterator[tuple[TextPiece, TokenArray]]:
-    """Wait for the oldest block, and remove it: each of its pieces with its tokens."""
+    """Wait for the oldest block, remove it, and yield each of its pieces with its tokens."""
     block, reference = waiting[0]
     try:
         is_good, result = ray.get(reference)
-    # The cluster, and tasks on nodes that lack a package, fail with errors of many classes.
+    # The cluster and tasks on nodes that lack a package fail with errors of many classes.
     except Exception as error:
         raise DataError(
-            f"the ray cluster failed ({_reason(error)}): see that its nodes run, and have "
-            "firstlight[ray] and memory for one more process on each processor"
+            f"the ray cluster failed ({_reason(error)}): check that its nodes are running and "
+            "have firstlight[ray] and enough memory for one more process per processor"
         ) from error
     if not is_good:
         raise result
@@ -453,24 +458,25 @@ def _oldest(
 def _encode_block(
     texts: list[str], tokenizer_json: str, release: str
 ) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode a block on a node: see `_answer`.
+    """Encode a block on a node; see `_answer`.
 
     Args:
         texts: the block.
         tokenizer_json: the result of `Tokenizer.backend.to_str()`.
-        release: the required release of `tokenizers`.
+        release: the required version of `tokenizers`.
     """
     if tokenizers.__version__ != release:
         return False, DataError(
-            f"node {platform.node()} has tokenizers {tokenizers.__version__}, this machine "
-            f"{release}, which may split texts otherwise: install the same release on all nodes"
+            f"node {platform.node()} has tokenizers {tokenizers.__version__}, but this machine "
+            f"has {release}, which may split texts differently: install the same version on all "
+            "nodes"
         )
     return _answer(texts, _tokenizer_from_json(tokenizer_json))
 
 
 def _reason(error: Exception) -> str:
-    """One line with the cause of an error. Ray's errors are tracebacks of another process, in which
-    the original exception comes first."""
+    """Return the cause of an error as one line. Ray's errors are tracebacks from another process,
+    in which the original exception comes first."""
     first = str(error).partition("The above exception was the direct cause")[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

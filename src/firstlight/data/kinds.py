@@ -1,5 +1,5 @@
-"""Kinds of files that are not plain text, detected by their first bytes or by their ending, each
-with the command that extracts its text.
+"""File types other than plain text, detected by their first bytes or their suffix, each with a
+command that extracts its text.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-#: First bytes of a file from which its kind is detected.
+#: Number of bytes at the beginning of a file from which its type is detected.
 HEAD_BYTES = 1 << 16
 
-#: Control characters that texts don't have: those below 0x20 except 0x08 to 0x0D (backspace to
+#: Control characters that do not occur in texts: those below 0x20 except 0x08 to 0x0D (backspace to
 #: carriage return) and 0x1B (escape).
 _CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
-#: A file is binary if at least this number and at least this share of its first bytes are control
-#: characters. In compressed data, a tenth of the bytes are; a text may have a few.
+#: A file is binary if at least this number and at least this fraction of its first bytes are
+#: control characters. In compressed data, a tenth of the bytes are control characters; a text may
+#: have a few.
 _LEAST_CONTROLS, _LEAST_CONTROL_SHARE = 8, 0.02
 
 
 class FileKind(NamedTuple):
-    """A kind of file.
+    """A file type.
 
     Attributes:
-        name: name of the kind with its article, for messages.
-        remedy: advice on how to get a text file, with the placeholders {file} (the file), {text} (a
-            text file beside it), {lines} (a JSONL file) and {folder} (a folder beside it).
-        endings: endings of such files.
-        first_bytes: pattern of the first bytes of such files; b"" if the bytes don't show the kind.
+        name: name of the type with its article, for messages.
+        remedy: advice on how to extract the text, with the placeholders {file} (the file), {text}
+            (a text file in the same folder), {lines} (a JSONL file) and {folder} (a folder next to
+            the file).
+        endings: suffixes of such files.
+        first_bytes: pattern of the first bytes of such files; b"" if the type can't be detected
+            from them.
     """
 
     name: str
@@ -39,31 +42,32 @@ class FileKind(NamedTuple):
     first_bytes: bytes = b""
 
     def advice(self, path: Path) -> str:
-        """The remedy for the file `path`, with paths quoted for a shell."""
+        """Return the remedy for the file `path`, with paths quoted for a shell."""
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
-        # The command must not write over the file that it reads.
+        # The command must not overwrite the file that it reads.
         text = stem.with_name(f"{stem.name}.plain.txt") if text == path else text
         names = {"file": path, "text": text, "folder": stem}
         names["lines"] = stem.with_name(f"{stem.name}.jsonl")
         return self.remedy.format(**{key: shlex.quote(str(name)) for key, name in names.items()})
 
 
-_TEXT_BY = "make text of it with "
+_TEXT_BY = "extract its text with "
 _PANDOC = f"{_TEXT_BY}pandoc -f %s {{file}} -t plain -o {{text}}"
 _SHEET = "save it as CSV in a spreadsheet program, and name the column of the text with --text-key"
-_SLIDES = "save it as PDF, and make text of that with pdftotext"
-_UNPACKED_BY = "unpack it with %s, and name that folder"
+_SLIDES = "save it as PDF, and extract the text from that with pdftotext"
+_UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: First bytes of a ZIP file with an OpenDocument of some kind, and with a folder of some name.
+#: Templates for the first bytes of a ZIP file that contains an OpenDocument of some type, or a
+#: folder of some name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 
 _PDF = FileKind("a PDF document", f"{_TEXT_BY}pdftotext {{file}} {{text}}", ".pdf", rb"%PDF-")
 _BINARY = FileKind("a binary file", "leave it out")
-#: The kind of text files with any ending that is not of another kind.
+#: Type of text files with any suffix that does not belong to another type.
 OTHER_TEXT = FileKind("text", "")
-#: Kinds of files; a file is of the first one whose pattern matches.
+#: File types; the first type whose pattern matches is used.
 _KINDS = (
     _PDF,
     FileKind("a notebook", f"{_TEXT_BY}jupyter nbconvert --to markdown {{file}}", ".ipynb"),
@@ -99,13 +103,13 @@ _KINDS = (
     FileKind(_COMPRESSED, _PIPED_BY % "xz", ".xz", rb"\xfd7zXZ\x00"),
     FileKind(
         "an image",
-        "leave it out, or have its letters read by tesseract {file} {folder}",
+        "exclude it, or extract its text with tesseract {file} {folder}",
         ".png .jpg .jpeg .gif .webp .tif .tiff .bmp .heic .ico",
         rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|.{8}WEBP|II\*\x00|MM\x00\*",
     ),
     FileKind(
         "a recording",
-        "leave it out, or write down first what is spoken in it",
+        "exclude it, or transcribe it first",
         ".mp3 .wav .ogg .flac .m4a .mp4 .mkv .avi .mov .webm",
         rb".{8}WAVE|ID3|OggS|fLaC|.{4}ftyp",
     ),
@@ -116,7 +120,7 @@ _KINDS = (
         ".sqlite .sqlite3",
         rb"SQLite format 3\x00",
     ),
-    FileKind("a Parquet table", "let its name end in .parquet", "", rb"PAR1"),
+    FileKind("a Parquet table", "rename it to end in .parquet", "", rb"PAR1"),
     FileKind("an Arrow table", "write it with datasets' to_parquet", ".arrow", rb"ARROW1"),
     FileKind(
         "a file of numbers",
@@ -126,21 +130,21 @@ _KINDS = (
     ),
     FileKind("a program", "leave it out", ".exe .dll .so .o .pyc .class", rb"\x7fELF|MZ"),
 )
-_LINES = FileKind("JSON with one record a line", "let its name end in .jsonl")
+_LINES = FileKind("JSON with one record per line", "rename it to end in .jsonl")
 _JSON = FileKind(
-    "JSON, of which texts are read one a line",
-    "make a file of lines with jq -c '.[]' {file} > OUT.jsonl",
+    "JSON, which must have one text per line",
+    "convert it to JSON Lines with jq -c '.[]' {file} > OUT.jsonl",
 )
 _BY_ENDING = {ending: kind for kind in _KINDS for ending in kind.endings.split()}
 
-#: End of a jq program: conversations whose roles take turns and that end with an answer.
+#: End of a jq program that keeps conversations with alternating roles, up to the last answer.
 _UNTIL_ANSWER = (
     """ | .messages |= (reduce .[] as $m ([]; if .[-1].role == $m.role then """
     """.[-1].content += "\\n" + $m.content else . + [$m] end) | """
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
     """{file} > {lines}, and name that file"""
 )
-#: (pattern in the first bytes, kind) of the chats that other programs export as JSON.
+#: (pattern in the first bytes, type) of the chats that other programs export as JSON.
 _EXPORTS = (
     (
         rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
@@ -177,12 +181,12 @@ _EXPORTS = (
 _KEYS = re.compile(rb'"([A-Za-z_]{4,20})"\s*:')
 _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 
-#: Fields of records by meaning. Upper case, and spaces or hyphens in place of underscores, do not
-#: matter. The first of several fields of one meaning is taken.
+#: Fields of records by meaning. Upper case, and spaces or hyphens instead of underscores, do not
+#: matter. If there are several fields with the same meaning, the first is used.
 MESSAGE_FIELDS = ("messages", "conversations", "conversation")
 QUESTION_FIELDS = tuple("instruction prompt question query problem input user human".split())
 ANSWER_FIELDS = tuple("output completion response solution answer assistant".split())
-#: Fields whose text comes after that of a question, in the same message.
+#: Fields whose text follows that of a question in the same message.
 CONTEXT_FIELDS = ("input", "context")
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
 #: (preferred answer, rejected answer)
@@ -195,18 +199,19 @@ PAIR_FIELDS = (
 
 #: Advice on how to train on records of each kind.
 START_FROM = {
-    "chat": "to teach a model to answer with them, start from one: firstlight train FILE "
+    "chat": "to train a model on them, start from an existing model: firstlight train FILE "
     "--init-from MODEL",
-    "preference": "a model that answers already learns from them with a recipe: firstlight train "
+    "preference": "to train a chat model on them, use a recipe: firstlight train "
     "recipes/tour-dpo.yaml --init-from MODEL --data.files FILE",
 }
 
 
 def kind_by_bytes(head: bytes) -> FileKind | None:
-    """The kind of a file by the signature in its first bytes; None if it has no known one."""
+    """Return the type of a file from the signature in its first bytes, or None if it has no known
+    signature."""
     if head.startswith(b"%PDF-"):
         return _PDF
-    # A text may begin with the letters of a signature; it has no control characters.
+    # A text may begin with the letters of a signature, but it has no control characters.
     if not _control_characters(head):
         return None
     kinds = (kind for kind in _KINDS if kind.first_bytes)
@@ -214,7 +219,7 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
 
 
 def is_binary(head: bytes) -> bool:
-    """True if the first bytes of a file have more control characters than a text has."""
+    """Return True if the first bytes of a file have more control characters than a text has."""
     controls = _control_characters(head)
     return controls >= _LEAST_CONTROLS and controls >= _LEAST_CONTROL_SHARE * len(head)
 
@@ -224,22 +229,23 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """The message about a file that is not text, although its ending is that of a text."""
+    """Return the message about a file that is not text although it has the suffix of a text
+    file."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
 def kind_by_ending(ending: str) -> FileKind | None:
-    """The kind of files with an ending such as .tar.gz; None if the ending is unknown."""
+    """Return the type of files with a suffix such as .tar.gz, or None if the suffix is unknown."""
     return _BY_ENDING.get(ending) or _BY_ENDING.get(f".{ending.rpartition('.')[2]}")
 
 
 def kind_of(path: Path, ending: str) -> FileKind:
-    """The kind of a file whose ending is not supported.
+    """Return the type of a file whose suffix is not supported.
 
     Raises:
         OSError: the file can't be read.
     """
-    # The ending comes first, because the first bytes of a .tar.gz are those of any .gz.
+    # The suffix is checked first, because the first bytes of a .tar.gz are those of any .gz.
     if (known := kind_by_ending(ending)) is not None:
         return known
     with open(path, "rb") as file:
@@ -253,8 +259,8 @@ def kind_of(path: Path, ending: str) -> FileKind:
 
 
 def exported_chats(head: bytes) -> FileKind | None:
-    """The kind of a JSON file that another program exported its chats to, by its first bytes; None
-    if it is not known to be one."""
+    """Return the type of a JSON file to which another program exported chats, judging by its first
+    bytes. None if it is not recognised."""
     return next((kind for sign, kind in _EXPORTS if re.search(sign, head)), None)
 
 
@@ -270,20 +276,20 @@ def _json_kind(head: bytes) -> FileKind:
 
 
 def field_name(field: object) -> str:
-    """The name of a record's field in lower case, with underscores."""
+    """Return the name of a record's field in lower case, with underscores."""
     return re.sub(r"[\s-]+", "_", str(field).strip().lower())
 
 
 def conversation_kind(
     fields: Collection[str], text_key: str = "text"
 ) -> Literal["chat", "preference"] | None:
-    """The value of `prepare --kind` that reads records with these fields; None for texts.
+    """Return the value of `prepare --kind` for records with these fields, or None for texts.
 
     Args:
         fields: names of the fields.
-        text_key: the field of a text. A question and its answer beside it do not make a
-            conversation, except Alpaca's; beside a field with another name than "text", no fields
-            do.
+        text_key: name of the text field. If a record has it, a question and an answer do not make
+            the record a conversation, except in Alpaca's format. If the text field has a name other
+            than "text", no other fields do.
     """
     names = {field_name(field) for field in fields}
     if text_key in fields and text_key != "text":
@@ -297,11 +303,12 @@ def conversation_kind(
 
 
 def conversation_text(fields: Collection[str]) -> str | None:
-    """The message about records with these fields in place of texts; None if they may be texts."""
+    """Return the message about records that are conversations instead of texts, or None if they may
+    be texts."""
     if (kind := conversation_kind(fields)) is None:
         return None
     names = ", ".join(list(fields)[:8])
     return (
         f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads "
-        f"files that hold nothing else; {START_FROM[kind]}"
+        f"files that contain nothing else; {START_FROM[kind]}"
     )

@@ -1,11 +1,11 @@
-"""The `data` section of a recipe, and the loader of training batches. The order of the rows is a
+"""The `data` section of a recipe, and the loader for training batches. The order of the rows is a
 pure function of the seed and the position.
 
-The loader's whole state is one number: the rows read by all ranks together. So resuming is exact at
-any step of any epoch, with any number of ranks, and costs no time.
+The loader's entire state is one number: the total rows read by all ranks. Resuming is therefore
+exact at any step of any epoch, with any number of ranks, and takes no time.
 
-Threads read ahead, not processes: numpy's copies and searches and the reads from the disk release
-Python's global interpreter lock, and no batch has to be sent from one process to another.
+Threads are used to read ahead instead of processes: numpy's copies and searches and reads from disk
+release Python's global interpreter lock, and no batch has to be sent between processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from firstlight.data.packing import LongPolicy, RowAlignment
 from firstlight.hardware.device import single_threaded_pool
 from firstlight.section import Section
 
-#: Label of a position without a prediction: `ignore_index` of PyTorch's cross entropy.
+#: Label of a position without a prediction; the default `ignore_index` of PyTorch's cross entropy.
 IGNORE_INDEX = -100
 
 
@@ -40,12 +40,12 @@ class Batch:
         input_ids: token ids, int64 [B, T].
         labels: int64 [B, T]; `labels[b, t]` is the token after `input_ids[b, t]`, or -100.
         num_valid: number of labels that are not -100.
-        document_ids: number of each input token's document, counted from 0 within its row,
-            int32 [B, T]; None without document masking.
-        references: log-probability of each document's answer (preference pairs) under the
-            reference model (the model before training), fp64 [B, D], where D is the largest number
-            of documents in a row. 0: not known; NaN: the row has no such document. Documents
-            2 i and 2 i + 1 are a pair. None for other data.
+        document_ids: document number of each input token, counted from 0 within its row, int32 [B,
+            T]; None without document masking.
+        references: log-probability of each document's answer (preference pairs) under the reference
+            model (the model before training), fp64 [B, D], where D is the maximum number of
+            documents in a row. 0 means unknown; NaN means that the row has no such document.
+            Documents 2 i and 2 i + 1 are a pair. None for other data.
     """
 
     input_ids: Tensor
@@ -56,7 +56,7 @@ class Batch:
 
     @property
     def num_terms(self) -> int:
-        """Number of terms of the loss: valid labels, or preference pairs."""
+        """Number of terms in the loss: valid labels, or preference pairs."""
         if self.references is None:
             return self.num_valid
         return int(self.references.isfinite().sum()) // 2
@@ -69,11 +69,12 @@ class Batch:
         return self.input_ids, self.labels, self.document_ids, *further
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on `device`; the copy from pinned memory to a GPU is asynchronous."""
+        """Return a copy on `device`. Copying from pinned memory to a GPU is asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def uncounted(self) -> Batch:
-        """A batch of the same tokens that adds nothing to the loss: no labels and no pairs."""
+        """Return a batch with the same tokens but without labels or pairs, which does not
+        contribute to the loss."""
         references = self.references
         return replace(
             self,
@@ -83,7 +84,8 @@ class Batch:
         )
 
     def split(self, rows: int) -> list[Batch]:
-        """The batch as micro-batches of `rows` rows, in their order; B is a multiple of `rows`."""
+        """Split the batch into micro-batches of `rows` rows, in order; B must be a multiple of
+        `rows`."""
         count = len(self.input_ids)
         assert count % rows == 0
         return [self] if count == rows else [self._part(i, rows) for i in range(0, count, rows)]
@@ -93,7 +95,7 @@ class Batch:
         return replace(part, num_valid=int((part.labels != IGNORE_INDEX).sum()))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory."""
+        """Return a copy of the batch in page-locked memory."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -114,18 +116,18 @@ def rows_to_batch(
     *,
     document_masking: bool = False,
 ) -> Batch:
-    """The given rows of a split as one batch.
+    """Combine rows of a split into one batch.
 
-    A short row is padded with `fill_id` and labels of -100; the padding is a document of its own.
-    Rows of conversations need document masking.
+    A short row is padded with `fill_id` and labels of -100; the padding is a separate document.
+    Rows of conversations require document masking.
 
     Args:
         dataset: the split.
-        rows: numbers of the rows.
-        seq_len: positions of a row.
-        fill_id: token id of the padding; any id of the vocabulary.
-        document_masking: number the documents, and predict each token from its own document
-            only (see `corpus`).
+        rows: indices of the rows.
+        seq_len: number of positions per row.
+        fill_id: token id for padding; any id in the vocabulary.
+        document_masking: True numbers the documents, and predicts each token only from its own
+            document (see `corpus`).
     """
     places = [(dataset, row) for row in rows]
     return _batch_of(places, seq_len, fill_id, document_masking=document_masking)
@@ -134,11 +136,12 @@ def rows_to_batch(
 def _batch_of(
     rows: list[tuple[TokenDataset, int]], seq_len: int, fill_id: int, *, document_masking: bool
 ) -> Batch:
-    """As `rows_to_batch`, but each row, (split, number of the row), may be of another split."""
+    """Combine rows into one batch, like `rows_to_batch`. Each row is (split, index of the row) and
+    may belong to a different split."""
     document_ids = np.empty((len(rows), seq_len), dtype=np.int32) if document_masking else None
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
-    # The first split can answer for all rows: preference pairs are never mixed.
+    # The first split has the references for all rows, because preference pairs are never mixed.
     references = rows[0][0].references_of([row for _, row in rows], seq_len)
     for i, (dataset, row) in enumerate(rows):
         documents = None if document_ids is None else document_ids[i]
@@ -153,32 +156,33 @@ def _batch_of(
 
 
 class TokenLoader:
-    """Endless shuffled batches over the rows of a split, or of a mix of several corpora. The order
+    """Infinite iterator over shuffled batches of rows from a split or a mix of corpora. The order
     of the rows differs in each epoch.
 
-    A batch may begin in one epoch and end in the next. Threads read the following batches during
-    the computation on the current one. The batches do not depend on the number of threads, nor on
-    the number of batches read ahead. With several ranks, the next `micro_batch_size` x `world_size`
-    rows are a global batch, of which each rank gets consecutive rows, in the order of the ranks.
-    The loader is a context manager, which ends the threads.
+    A batch may begin in one epoch and end in the next. Threads read the next batches during the
+    computation on the current batch. The batches do not depend on the number of threads or of
+    batches read ahead. With several ranks, the next `micro_batch_size` x `world_size` rows are a
+    global batch, of which each rank gets consecutive rows, in the order of the ranks. The loader is
+    a context manager that ends the threads on exit.
 
     Args:
         dataset: the split, or a mix.
         seq_len: positions of a row.
         micro_batch_size: rows of a batch.
         seed: seed of the order of the rows.
-        rows_seen: rows that all ranks have read before: "rows_seen" of any rank's `state_dict()`.
-        document_masking: number the documents, and predict each token from its own document only.
+        rows_seen: number of rows that all ranks have read before, which is "rows_seen" in any
+            rank's `state_dict()`.
+        document_masking: True numbers the documents, and predicts each token only from its own
+            document.
         rank: index of this rank's part of each global batch.
         world_size: number of parts of a global batch.
-        workers: threads that read ahead. More than one helps if the disk is slow. 0: the calling
-            thread reads each batch when it is requested.
-        prefetch: batches that are read ahead.
+        workers: number of threads that read ahead. More than one helps if the disk is slow. With 0,
+            the calling thread reads each batch when it is requested.
+        prefetch: number of batches that are read ahead.
         pin_memory: return page-locked tensors, for asynchronous copies to a GPU.
 
     Raises:
-        DataError: the split, or a split of the mix, is shorter than one row, or has examples that
-            don't fit into a row.
+        DataError: a split is shorter than one row, or has examples that don't fit into a row.
     """
 
     def __init__(
@@ -221,9 +225,9 @@ class TokenLoader:
             self._readers.shutdown(cancel_futures=True)
 
     def next_batch(self) -> Batch:
-        """This rank's `micro_batch_size` rows of the next global batch.
+        """Return this rank's `micro_batch_size` rows of the next global batch.
 
-        An error of a reading thread is raised here, and again by every later call.
+        An error in a reading thread is raised here, and again by every later call.
         """
         if self._readers is None:
             batch = self._read(self.rows_seen)
@@ -235,8 +239,8 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """{"rows_seen": rows read by all ranks together}, the same on every rank. Batches that were
-        read ahead but not returned do not count."""
+        """Return {"rows_seen": rows read by all ranks together}, the same on every rank. Batches
+        that were read ahead but not returned do not count."""
         return {"rows_seen": self.rows_seen}
 
     def _read_ahead(self) -> None:
@@ -245,7 +249,7 @@ class TokenLoader:
             self._ahead.append(self._readers.submit(self._read, first))
 
     def _read(self, global_first: int) -> Batch:
-        """This rank's part of the global batch that begins at position `global_first`."""
+        """Read this rank's part of the global batch that begins at position `global_first`."""
         first = global_first + self.rank * self.micro_batch_size
         rows = [
             self.dataset.row_at(count, self.seq_len, self.seed)
@@ -256,18 +260,18 @@ class TokenLoader:
 
 
 class MixedCorpus(Section):
-    """One corpus of `data.mix`."""
+    """One corpus in `data.mix`."""
 
     dir: str = Field(min_length=1)
     """a folder that `firstlight prepare` wrote, or its URL."""
     weight: float = Field(gt=0)
-    """number of rows of this corpus, relative to the weights of the other corpora."""
+    """number of rows from this corpus relative to the weights of the other corpora."""
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
-    """name in the metrics val/loss/NAME and epoch/NAME; null is the last part of `dir`."""
+    """name in the metrics val/loss/NAME and epoch/NAME; null uses the last part of `dir`."""
 
     @property
     def label(self) -> str:
-        """The corpus's name, by default the last part of `dir`."""
+        """Name of the corpus, by default the last part of `dir`."""
         return self.name or self.dir.rstrip("/").rpartition("/")[2] or self.dir
 
 
@@ -275,61 +279,61 @@ class DataConfig(Section):
     """The `data` section. Exactly one of `dir`, `mix` and `files` must be set."""
 
     kind: Literal["text", "chat", "preference"] | None = None
-    """kind of the data: text for plain text, chat for conversations, preference for pairs of
-    answers; null is the kind of `dir`."""
+    """kind of data: text for plain text, chat for conversations, preference for pairs of answers;
+    null uses the kind of `dir`."""
     dir: str | None = Field(min_length=1)
     """a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
-    https://), from which it is fetched into a cache."""
+    https://), which is downloaded into a cache."""
     mix: list[MixedCorpus] | None = Field(None, min_length=1)
     """several prepared folders with the same tokenizer: a list of {dir, weight, name}. Each corpus
-    gives rows in exact proportion to its weight, in a shuffled order of its own, as often as
-    needed. An epoch has as many rows as all corpora together. val/loss is the mean of the corpora's
-    losses, weighted by `weight`; the loss of each corpus is also a metric."""
+    contributes rows in exact proportion to its weight, in its own shuffled order, and is repeated
+    as often as needed. An epoch has as many rows as all corpora together. val/loss is the mean of
+    the corpora's losses, weighted by `weight`; the loss of each corpus is also a metric."""
     files: list[str] | None = Field(None, min_length=1)
-    """conversations, or preference pairs with kind preference, that are prepared when the run
+    """conversations, or preference pairs with kind preference, which are prepared when the run
     starts and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
     hf:NAME[:CONFIG[:SPLIT]]."""
     val_files: list[str] | None = Field(None, min_length=1)
     """files of conversations to validate on; null holds out `val_fraction` of `files`."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """share of `files` that is held out for validation; 0 is no validation."""
+    """fraction of `files` that is held out for validation; 0 disables validation."""
     format: ChatForm = "auto"
     """format of the records of `files`: alpaca, messages or sharegpt; auto detects the format of
     each record from its keys."""
     template: str | None = Field(None, min_length=1)
-    """the chat template of `files`: chatml, llama2, llama3, alpaca or a .jinja file; null is the
-    tokenizer's own. It is saved with the model."""
+    """the chat template of `files`: chatml, llama2, llama3, alpaca or a .jinja file; null uses the
+    tokenizer's template. It is saved with the model."""
     tokenizer: str | None = Field(None, min_length=1)
-    """tokenizer for `files`, a folder or file; null is the tokenizer of --init-from."""
+    """tokenizer for `files`, a folder or file; null uses the tokenizer of --init-from."""
     train_on: Literal["assistant", "last", "answers", "all"] = "assistant"
-    """labels of `files`: assistant for the assistant's tokens (answers, tool calls, reasoning) and
-    the ends of its turns, last for those of its last message, answers for the same as assistant
-    without the reasoning, all for all tokens."""
+    """tokens of `files` to train on: assistant for the assistant's tokens (answers, tool calls,
+    reasoning) and the ends of its turns, last for those of its last message, answers for the same
+    as assistant without the reasoning, all for all tokens."""
     on_bad: Literal["refuse", "skip", "keep"] = "refuse"
-    """treatment of a record of `files` that is not a conversation, or of which the chat template
-    leaves something out: refuse to start, skip the record, or keep what the template keeps."""
+    """treatment of a record in `files` that is not a conversation, or of which the chat template
+    omits something: refuse to start, skip the record, or keep the part that the template keeps."""
     long: LongPolicy = "refuse"
     """treatment of conversations longer than a row: refuse to start, drop them, or cut off their
     ends."""
     seq_len: int | None = Field(None, gt=0)
-    """tokens of a training row; null is the model's max_position_embeddings."""
+    """number of tokens per training row; null uses the model's max_position_embeddings."""
     verify: bool = True
-    """comparison of the shards with the sha256 in their manifest before the first step."""
+    """whether to verify the shards against the sha256 in their manifest before the first step."""
     document_masking: bool = False
-    """attention within documents: a token attends to its own document only, and positions start at
-    0 in each document. Always true for conversations."""
+    """attention only within documents: a token attends only to its own document, and positions
+    start at 0 in each document. Always true for conversations."""
     row_alignment: RowAlignment = "stream"
-    """rows of text to train on: "stream" concatenates all documents and cuts the stream into rows,
-    which may begin inside a document; "document" packs whole documents into rows that begin with a
-    document, and cuts only documents longer than a row. Conversations are always packed; text for
-    validation is always cut from the stream."""
+    """how text is divided into training rows: "stream" concatenates all documents and splits the
+    stream into rows, which may begin inside a document; "document" packs whole documents into rows
+    that begin with a document, and splits only documents longer than a row. Conversations are
+    always packed; text for validation is always split from the stream."""
     workers: int = Field(1, ge=0, le=64)
-    """threads that read rows ahead; the order of the rows does not depend on their number. 0 reads
+    """number of threads that read rows ahead; it does not affect the order of the rows. 0 reads
     rows when a step needs them."""
     prefetch: int = Field(2, ge=1, le=1024)
-    """micro-batches that are read ahead; never fewer than those of one step."""
+    """number of micro-batches that are read ahead, at least as many as in one step."""
     pin_memory: bool | None = None
-    """page-locked memory for batches, so that copies to a GPU overlap with computation; null is
+    """page-locked memory for batches, so that copies to a GPU overlap with computation; null means
     true with a CUDA GPU."""
 
     @model_validator(mode="before")
@@ -337,7 +341,7 @@ class DataConfig(Section):
     def _without_dir(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        # A single file may be written without a list.
+        # A single file may be specified without a list.
         values = {
             name: [value] if name in ("files", "val_files") and isinstance(value, str) else value
             for name, value in values.items()
@@ -353,13 +357,13 @@ class DataConfig(Section):
     def _one_of_two(self) -> Self:
         if sum(place is not None for place in (self.dir, self.mix, self.files)) != 1:
             raise ValueError(
-                "give either dir, a prepared folder, or mix, several with weights, or files, "
-                "conversations with kind chat"
+                "set exactly one of dir (a prepared folder), mix (several folders with weights) "
+                "and files (conversations, with kind chat)"
             )
         if self.files is not None and self.kind not in ("chat", "preference"):
             raise ValueError(
-                "files are conversations: add kind chat, or kind preference for pairs (text is "
-                "prepared before)"
+                "files must contain conversations: set kind to chat, or to preference for pairs "
+                "(prepare text with `firstlight prepare`)"
             )
         if self.kind == "preference":
             self._require_for_pairs()
@@ -369,27 +373,32 @@ class DataConfig(Section):
         changed = [n for n in given if getattr(self, n) != type(self).model_fields[n].default]
         if self.files is None and changed:
             raise ValueError(
-                f"{', '.join(changed)}: only of files; a prepared folder is as it was prepared"
+                f"{', '.join(changed)}: applies only to files, not to prepared folders: omit it"
             )
         if self.val_files is not None and "val_fraction" in changed and self.val_fraction:
-            raise ValueError("give either val_files or val_fraction")
+            raise ValueError("val_files and val_fraction exclude each other: set only one of them")
         if self.mix is not None:
             whole_weights([corpus.weight for corpus in self.mix])
         labels = [corpus.label for corpus in self.mix or ()]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:
-            raise ValueError(f"two corpora of mix are called '{twice}': give each a name")
+            raise ValueError(
+                f"two corpora in mix are called '{twice}': set a different name for each"
+            )
         return self
 
     def _require_for_pairs(self) -> None:
         if self.mix is not None:
-            raise ValueError("preference pairs can't be mixed: give dir or files")
+            raise ValueError("preference pairs can't be mixed: use dir or files")
         if self.long == "cut":
-            raise ValueError("long cut is not for preference pairs: choose refuse or drop")
+            raise ValueError("long cut does not support preference pairs: set it to refuse or drop")
         if self.train_on != "assistant" or self.format != "auto":
             raise ValueError(PAIRS_ARE_SELF_DESCRIBING)
 
 
-#: Keys of `data` that apply to `files` only.
+#: Keys of `data` that apply only to `files`.
 _OF_FILES = ("val_files", "val_fraction", "format", "template", "tokenizer", "train_on", "on_bad")
-NO_MASKING = "document_masking can't be off with conversations: examples never see each other"
+NO_MASKING = (
+    "document_masking can't be disabled for conversations, because examples never attend to "
+    "each other"
+)

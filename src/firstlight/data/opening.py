@@ -1,9 +1,9 @@
 """Opening of text files: decompression and decoding.
 
 UTF-8, and UTF-16 and UTF-32 with a byte-order mark (BOM), are read; the BOM is never part of the
-text. A file in any other encoding is refused with the command that converts it, because a wrong
-guess would change a text without notice. The command names the encoding if it can be detected
-(`likely_encoding`).
+text. A file in any other encoding is refused with a message that includes a conversion command,
+because a wrong guess would silently change the text. The command names the encoding if it can be
+detected (`likely_encoding`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ from firstlight.errors import MissingDependencyError
 if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
 
-#: A file may unpack to the larger of this number of bytes and this multiple of its own size. Text
-#: has 3 to 10 times its compressed bytes, log files up to 50 times.
+#: A file may unpack to at most the larger of this number of bytes and this multiple of its size.
+#: Text is 3 to 10 times as large as its compressed form, log files up to 50 times.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
-#: Bytes that a line counts in addition to its own: each line may be a document, which takes time.
+#: Number of bytes added to each line's size in the limit, because each line may be a document,
+#: which takes time.
 _LINE_BYTES = 16
-#: Bytes of a decompressed file that are read at a time.
+#: Number of bytes of a decompressed file that are read at a time.
 _PIECE_BYTES = 1 << 17
-#: Bytes of a .zst file that are unpacked at a time. Few, because 3 bytes can unpack to 128 KiB.
+#: Number of bytes of a .zst file that are unpacked at a time. It is small because 3 bytes can
+#: unpack to 128 KiB.
 _ZST_PIECE_BYTES = 1 << 11
-#: One document may have the larger of this number of bytes and this multiple of its file's size.
+#: A document may have at most the larger of this number of bytes and this multiple of its file's
+#: size.
 _LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES = 1 << 26, 10
-#: Bytes that are read of a file at a time.
+#: Number of bytes of a file that are read at a time.
 _BLOCK_BYTES = 1 << 20
-#: Byte-order marks. UTF-32's come first, because that of little-endian UTF-32 begins with UTF-16's.
+#: Byte-order marks. Those of UTF-32 come first, because the little-endian mark of UTF-32 begins
+#: with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -49,7 +53,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: (command that decompresses, command that compresses) for each ending of a compressed file.
+#: Suffix of a compressed file -> (decompression command, compression command).
 _PROGRAMS = {
     ".gz": ("gzip -dc", "gzip"),
     ".bz2": ("bzip2 -dc", "bzip2"),
@@ -59,7 +63,7 @@ _PROGRAMS = {
 
 
 class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document, not an error
-    """A file, or a part of a file, is not text in a supported encoding.
+    """A file or part of a file is not text in a supported encoding.
 
     Attributes:
         reason: a key of `records.REASONS`.
@@ -72,7 +76,7 @@ class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document
 
 
 def head_of(path: Path) -> bytes:
-    """The first `HEAD_BYTES` bytes of a file, decompressed.
+    """Return the first `HEAD_BYTES` bytes of a file, decompressed.
 
     Raises:
         OSError, EOFError: the file can't be read or decompressed.
@@ -82,8 +86,8 @@ def head_of(path: Path) -> bytes:
 
 
 def encoding_of(head: bytes, path: Path) -> str:
-    """Python's name of a file's encoding, from its first bytes: utf-8-sig (UTF-8 with or without a
-    BOM), utf-16 or utf-32. The bytes after the BOM are not checked.
+    """Return Python's name for a file's encoding, judging by its first bytes: utf-8-sig (UTF-8 with
+    or without a BOM), utf-16 or utf-32. The bytes after the BOM are not checked.
 
     Raises:
         EncodingProblem: the content is not text, or is UTF-16 or UTF-32 without a BOM.
@@ -94,7 +98,7 @@ def encoding_of(head: bytes, path: Path) -> str:
         return marked
     if (kind := kind_by_bytes(head)) is not None:
         raise EncodingProblem("binary", binary_file(path, kind))
-    # UTF-16 and UTF-32 have many zeros, or other bytes that texts in UTF-8 don't have.
+    # UTF-16 and UTF-32 have many zeros or other bytes that do not occur in UTF-8 texts.
     looks_binary = is_binary(head)
     if looks_binary or 4 * head.count(0) > len(head):
         matches = _matches(head[: len(head) // 4 * 4], _WIDE) or _matches(head, _WIDE)
@@ -106,37 +110,39 @@ def encoding_of(head: bytes, path: Path) -> str:
     return "utf-8-sig"
 
 
-#: Python's names of the encodings that are looked for: those of 16 and 32 bits, those of other
-#: alphabets than the Latin one, and those of the Latin one.
+#: Python's names for the encodings to detect: 16-bit and 32-bit encodings, encodings for non-Latin
+#: alphabets, and encodings for the Latin alphabet.
 _WIDE = ("utf_32_le", "utf_32_be", "utf_16_le", "utf_16_be")
 _NOT_LATIN = tuple(
     "cp932 euc_jp gb18030 big5 cp949 cp1251 koi8_r koi8_u cp866 iso8859_5 cp1253 iso8859_7 "
     "cp1255 iso8859_8 cp1256 iso8859_6 cp874".split()
 )
 _LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 cp775 mac_roman iso8859_2".split())
-#: Fewest bytes outside ASCII by which an encoding is told, and by how much other encodings must be
-#: worse in charset-normalizer's measure of disorder.
+#: Minimum number of non-ASCII bytes for detecting an encoding, and the margin by which other
+#: encodings must be worse in charset-normalizer's measure of disorder.
 _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
-#: Bytes of ASCII before the first other byte of a file that are looked at, too.
+#: Number of ASCII bytes before the first non-ASCII byte of a file that are also examined.
 _CONTEXT_BYTES = 1000
-#: Bytes in Windows-1252 of the non-ASCII characters of German, French, Spanish, Portuguese,
-#: Italian, Dutch and Scandinavian texts. Letters whose byte is another letter in Windows-1250 or
-#: Windows-1254 are left out.
+#: Windows-1252 bytes of the non-ASCII characters in German, French, Spanish, Portuguese, Italian,
+#: Dutch and Scandinavian texts. Letters whose byte is a different letter in Windows-1250 or
+#: Windows-1254 are excluded.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
         "cp1252"
     )
 )
-#: The declaration of a Python file's encoding (PEP 263), in its first or second line.
+#: Declaration of a Python file's encoding (PEP 263), in its first or second line.
 _DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 
 @functools.lru_cache(maxsize=8)
 def likely_encoding(path: Path) -> str | None:
-    """iconv's name of the encoding of a text file that is not valid UTF-8; None if it is uncertain.
+    """Return iconv's name for the encoding of a text file that is not valid UTF-8, or None if it is
+    uncertain.
 
-    Detected are the encoding that a Python file declares, UTF-8 with a few invalid bytes, the usual
-    encodings of other alphabets than the Latin one, and Windows-1252 (which includes ISO-8859-1).
+    The following can be detected: the encoding that a Python file declares, UTF-8 with a few
+    invalid bytes, common encodings for non-Latin alphabets, and Windows-1252 (which includes
+    ISO-8859-1).
     """
     with open_compressed(path) as file:
         head = content = file.read(HEAD_BYTES)
@@ -149,7 +155,7 @@ def likely_encoding(path: Path) -> str | None:
     text = content.decode("utf-8", "replace")
     if sum(character > "\x7f" for character in text) > 3 * text.count("\ufffd"):
         return "UTF-8"
-    # Without the last line, which may be cut inside a character.
+    # Drop the last line, which may be cut inside a character.
     content = content[: content.rfind(b"\n") + 1] or content
     high = [byte for byte in content if byte > 0x7F]
     matches = _matches(content, (*_NOT_LATIN, *_LATIN)) if len(high) >= _LEAST_BYTES else []
@@ -161,7 +167,7 @@ def likely_encoding(path: Path) -> str | None:
 
 
 def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]:
-    """The encodings in which a content is text, best first."""
+    """Return the encodings in which the content is text, best match first."""
     from charset_normalizer import from_bytes
 
     found = from_bytes(
@@ -171,13 +177,13 @@ def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]
 
 
 def _iconv_name(encoding: str) -> str:
-    """iconv's name of an encoding, from Python's: UTF-16LE from utf_16_le."""
+    """Convert Python's name of an encoding to iconv's: utf_16_le becomes UTF-16LE."""
     return re.sub("_([LB]E)$", r"\1", encoding.upper()).replace("_", "-")
 
 
 def _known(name: str) -> str | None:
-    """Python's name of a declared encoding; None if the encoding is unknown, or is UTF or ASCII,
-    which can't be true of a text that is not valid UTF-8."""
+    """Return Python's name for a declared encoding. None if the encoding is unknown, or if it is
+    UTF or ASCII, which is impossible for a text that is not valid UTF-8."""
     try:
         found = codecs.lookup(name).name
     except LookupError:
@@ -186,30 +192,30 @@ def _known(name: str) -> str | None:
 
 
 def _western(content: bytes, high: Sequence[int]) -> str | None:
-    """Windows-1252, detected from single accented letters among unaccented letters: for French and
-    German, charset-normalizer prefers Windows-1250.
+    """Detect Windows-1252 from single accented letters among unaccented letters, because
+    charset-normalizer prefers Windows-1250 for French and German.
 
     Args:
         content: the text.
-        high: its bytes outside ASCII.
+        high: its non-ASCII bytes.
     """
     letters = len(re.findall(rb"[A-Za-z]", content))
     is_alone = len(high) < letters / 2 + 1 and not re.search(rb"[\x80-\xff]{4}", content)
-    # Inside a word, these bytes are letters in MS-DOS code pages and in Mac OS Roman.
+    # Inside a word, these bytes are letters of MS-DOS code pages or Mac OS Roman.
     is_inside = re.search(rb"[a-z][\x80-\x91\x93-\x9b\x9d-\x9f][a-z]", content)
     return "WINDOWS-1252" if is_alone and not is_inside and set(high) <= _WESTERN else None
 
 
 def decoded_utf8(content: bytes, path: Path) -> str:
-    """The text of a document in UTF-8.
+    """Decode a document in UTF-8.
 
     Args:
         content: the document.
-        path: the file that it is from, for the message.
+        path: the document's file, for the message.
 
     Raises:
-        EncodingProblem: the document is not UTF-8; the message names the first invalid byte, and
-            the line is counted from the document's first one.
+        EncodingProblem: the document is not UTF-8. The message names the first invalid byte; the
+            line is counted from the document's first line.
     """
     try:
         return content.decode("utf-8")
@@ -220,15 +226,16 @@ def decoded_utf8(content: bytes, path: Path) -> str:
 
 
 def largest_document(path: Path) -> int:
-    """Largest size in bytes of one document of a file, unpacked: 64 MiB, or ten times the file's
-    size if that is more. A document of an uncompressed file can't be larger."""
+    """Return the maximum size in bytes of an unpacked document in a file: 64 MiB, or ten times the
+    file's size if that is more. A document in an uncompressed file can't be larger."""
     return max(_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES * path.stat().st_size)
 
 
 def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
-    """All bytes of a file. If the file is longer than `most_bytes`, only its beginning is returned,
-    which is longer than `most_bytes`, too, so that the caller sees the excess."""
-    # In blocks, because one read of `most_bytes` would allocate that much for the shortest file.
+    """Return all bytes of a file. If the file is longer than `most_bytes`, only its beginning is
+    returned; it is also longer than `most_bytes`, so that the caller can detect the excess."""
+    # Read in blocks, because a single read of `most_bytes` would allocate that much even for the
+    # shortest file.
     content = io.BytesIO()
     while content.tell() <= most_bytes and (block := file.read(_BLOCK_BYTES)):
         content.write(block)
@@ -236,13 +243,13 @@ def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
 
 
 def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
-    """The bytes of a file in blocks of any size; with a limit, the complete lines in its first
-    `most_bytes` bytes. If the first line is longer, its first `most_bytes` bytes are returned,
-    without an incomplete character at their end.
+    """Yield the bytes of a file in blocks of any size. With a limit, only the complete lines in the
+    first `most_bytes` bytes are yielded. If the first line is longer, its first `most_bytes` bytes
+    are yielded, without an incomplete character at the end.
 
     Args:
         stream: the file from its beginning, as `utf8_stream` returns it.
-        most_bytes: the limit in bytes; None is no limit.
+        most_bytes: the limit in bytes; None means no limit.
     """
     if most_bytes is None:
         yield from iter(lambda: stream.read(_BLOCK_BYTES), b"")
@@ -260,8 +267,8 @@ def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
     if not stream.read(1):
         yield rest
     elif is_first:
-        # The last character, which may be incomplete, begins at the last byte that is not one of
-        # UTF-8's continuation bytes (0x80 to 0xBF).
+        # The last character, which may be incomplete, begins at the last byte that is not a UTF-8
+        # continuation byte (0x80 to 0xBF).
         end = len(rest) - 1
         while end > 0 and 0x80 <= rest[end] < 0xC0:
             end -= 1
@@ -269,10 +276,11 @@ def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
 
 
 def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
-    """The bytes of a file's text in UTF-8, without its BOM.
+    """Return a stream of a file's text in UTF-8, without a BOM.
 
-    A UTF-8 file is not checked, because the callers reject single lines of it. At invalid UTF-16 or
-    UTF-32, reading raises EncodingProblem after the text before the invalid bytes.
+    A UTF-8 file is not checked, because the callers reject individual lines of it. If UTF-16 or
+    UTF-32 is invalid, the text before the invalid bytes is returned first, and then reading raises
+    EncodingProblem.
 
     Args:
         file: the file from its beginning, as `open_compressed` returns it.
@@ -290,7 +298,7 @@ def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
-    """The text of a UTF-16 or UTF-32 file with a BOM, in chunks of UTF-8 without a BOM."""
+    """Yield the text of a UTF-16 or UTF-32 file with a BOM, in chunks of UTF-8 without a BOM."""
     first = file.read(4 if encoding == "utf-32" else 2)
     codec = f"{encoding}-{'le' if first.startswith(codecs.BOM_UTF16_LE) else 'be'}"
     decoder = codecs.getincrementaldecoder(codec)()
@@ -301,7 +309,7 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
         try:
             text = decoder.decode(read, final=not read)
         except UnicodeDecodeError as error:
-            # The text before the invalid bytes is valid and passed on.
+            # The text before the invalid bytes is valid and is returned.
             text = error.object[: error.start].decode(codec)
             yield text.encode("utf-8")
             where = f"from byte {place - waiting + error.start:,} on"
@@ -314,15 +322,14 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
 
 
 def bad_byte(byte: int, path: Path) -> str:
-    """The message about a byte of a file that is not UTF-8, with the command that converts the
-    file."""
+    """Return a message about a byte that is not UTF-8, with the command that converts the file."""
     return f"byte 0x{byte:02x} is not UTF-8{_advice(path, likely_encoding(path))}"
 
 
 def _advice(path: Path, encoding: str | None) -> str:
-    """The command that converts a file to UTF-8, as the end of a message."""
+    """Return the end of a message, with the command that converts a file to UTF-8."""
     name = encoding or "ENCODING"
-    # "-c" drops the invalid bytes of a file that is UTF-8 otherwise.
+    # "-c" drops the invalid bytes of a file that is otherwise UTF-8.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
     read, write = shlex.quote(str(path)), shlex.quote(str(_converted(path)))
     iconv = f"iconv {options} -t utf-8"
@@ -332,12 +339,12 @@ def _advice(path: Path, encoding: str | None) -> str:
     else:
         command = f"{programs[0]} {read} | {iconv} | {programs[1]} > {write}"
     if encoding is None:
-        command += ", with its encoding for ENCODING: GB18030, BIG5, EUC-KR, ISO-8859-2, ..."
+        command += ", where ENCODING is its encoding: GB18030, BIG5, EUC-KR, ISO-8859-2, ..."
     return f": convert it with {command}"
 
 
 def _converted(path: Path) -> Path:
-    """a.txt.gz -> a.utf-8.txt.gz."""
+    """Return the path for the converted file: a.txt.gz becomes a.utf-8.txt.gz."""
     stem, dot, endings = path.name.partition(".")
     return path.with_name(f"{stem}.utf-8{dot}{endings}")
 
@@ -349,9 +356,9 @@ def open_compressed(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressed according to its ending (.gz, .bz2, .xz, .zst).
 
     Raises:
-        OSError: the file can't be opened; or, from a later read, it is damaged, or unpacks to far
-            more than text does (see `require_unpacked_size`).
-        EOFError: from a later read, the file is truncated.
+        OSError: the file can't be opened. A later read raises it if the file is damaged, or unpacks
+            to far more than text does (see `require_unpacked_size`).
+        EOFError: raised by a later read if the file is truncated.
         MissingDependencyError: the package for .zst is not installed.
     """
     suffix = path.suffix.lower()
@@ -367,7 +374,7 @@ def open_compressed(path: Path) -> IO[bytes]:
 
 
 class _ChunkFile(io.RawIOBase):
-    """A file whose content is an iterator of chunks of bytes; closing it closes `source`, too."""
+    """File whose content comes from an iterator of byte chunks. Closing it also closes `source`."""
 
     def __init__(self, chunks: Iterator[bytes], source: IO[bytes] | None = None) -> None:
         self._chunks, self._source = chunks, source
@@ -394,7 +401,7 @@ class _ChunkFile(io.RawIOBase):
 
 
 def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """`chunks`, the decompressed content of the file at `path`, limited by
+    """Yield `chunks`, the decompressed content of the file at `path`, enforcing
     `require_unpacked_size`."""
     total = 0
     try:
@@ -411,7 +418,7 @@ def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
 
     Args:
         path: the compressed file.
-        unpacked_bytes: bytes that the file unpacks to, or has unpacked to so far.
+        unpacked_bytes: number of bytes that the file unpacks to, or has unpacked to so far.
 
     Raises:
         OSError: `unpacked_bytes` is more than 50 MB and more than 100 times the file's size.
@@ -420,15 +427,15 @@ def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
         return
     if unpacked_bytes > _MOST_UNPACKED_TIMES * path.stat().st_size:
         raise OSError(
-            f"it unpacks to more than {_MOST_UNPACKED_TIMES} times its size, as text doesn't: "
-            "unpack it yourself if it is text"
+            f"it unpacks to more than {_MOST_UNPACKED_TIMES} times its size, which is unusual "
+            "for text: unpack it yourself if it is text"
         )
 
 
 def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
-    """The decompressed content of a .zst file, in chunks.
+    """Decompress a .zst file in chunks.
 
-    The library's own reader takes a truncated file for a complete one.
+    The library's reader treats a truncated file as complete.
 
     Raises:
         OSError: the file is damaged.
@@ -451,7 +458,8 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
         raise EOFError("the compressed file is cut short")
 
 
-#: Bytes that are compressed at a time: xz takes a fifth of a second for these of a genome.
+#: Number of bytes that are compressed at a time; xz takes a fifth of a second for this much of a
+#: genome.
 _COMPRESSED_BYTES = 1 << 16
 
 
@@ -462,19 +470,20 @@ class Compressor(Protocol):
 
 
 def compress(compressor: Compressor, data: bytes) -> int:
-    """Compress data in small parts, because a signal is handled only between two calls of zlib or
-    lzma; return the number of compressed bytes, without those that `compressor` still holds."""
+    """Compress data in small blocks, because signals are handled only between calls of zlib or
+    lzma. Return the number of compressed bytes, excluding those that `compressor` still buffers."""
     starts = range(0, len(data), _COMPRESSED_BYTES)
     return sum(len(compressor.compress(data[at : at + _COMPRESSED_BYTES])) for at in starts)
 
 
 def optional(package: str, purpose: str, extra: str = "data") -> Any:
-    """Import an optional package.
+    """Import and return an optional package.
 
     Args:
         package: the module to import.
-        purpose: the work that needs the package, as the beginning of the error message.
-        extra: the extra of firstlight that installs the package.
+        purpose: description of the work that needs the package, used at the beginning of the error
+            message.
+        extra: firstlight's extra that installs the package.
 
     Raises:
         MissingDependencyError: the package is not installed.

@@ -1,22 +1,22 @@
-"""Splits whose rows are packed by `pack_best_fit`: conversations and preference pairs, and text
-whose rows begin with documents.
+"""Splits whose rows are packed by `pack_best_fit`: conversations, preference pairs, and text whose
+rows begin with documents.
 
-Conversations are examples that are never split over rows and never attend to each other. An example
-of n tokens takes n - 1 positions of a row: all its tokens but the last are inputs, and all but the
-first are predicted. Within a row, each example is a separate document, in which positions start at
-0 and to which attention is limited. The remaining positions are one more document. Its labels are
--100, like those of all tokens outside the loss mask. The two examples of a preference pair are in
-one row, one after the other. Which examples share a row depends on the lengths and T alone; the
-order of the rows differs in each epoch, as with text (see `loader`).
+Conversations are examples that are never split across rows and never attend to each other. An
+example of n tokens takes n - 1 positions of a row: all tokens except the last are inputs, and all
+except the first are predicted. Within a row, each example is a separate document: positions start
+at 0 and attention is limited to it. The remaining positions form another document. Its labels are
+-100, like those of all tokens outside the loss mask. The two examples of a preference pair are
+adjacent in the same row. Which examples share a row depends only on the lengths and T; the order of
+the rows differs in each epoch, as with text (see `loader`).
 
-Text is packed with `data.row_alignment: document`. Each document is cut into pieces of at most one
-row, and whole pieces are packed into rows (Ding et al. 2024, arXiv 2404.10830). So only documents
-longer than a row are cut, and every token is predicted once an epoch, as in a stream. The rest of a
-row is padding without labels. A row begins with the beginning of a document, unless all its pieces
-are later pieces of long documents.
+Text is packed with `data.row_alignment: document`. Each document is split into pieces of at most
+one row, and the pieces are packed into rows without further splitting (Ding et al. 2024, arXiv
+2404.10830). Only documents longer than a row are therefore split, and every token is predicted once
+per epoch, as in a stream. The rest of a row is padding without labels. A row starts with the
+beginning of a document, unless all its pieces are later pieces of long documents.
 
-Rows of text are a pure function of the documents' lengths and the row's length, and are shuffled
-like those of a stream, so the loader's state is still one number.
+Rows of text are a pure function of the document lengths and the row length, and are shuffled like
+those of a stream, so the loader's state is still a single number.
 
 The first input of a document of text depends on the tokens around it:
 
@@ -47,28 +47,28 @@ from firstlight.data.shards import LABELLED_VERSION, REJECTED_NAME, read_manifes
 from firstlight.errors import DataError
 
 LongPolicy = Literal["refuse", "drop", "cut"]
-#: Modes of turning text into rows: "stream" cuts one stream of all documents, "document" packs
+#: Modes of converting text to rows: "stream" splits one stream of all documents, "document" packs
 #: documents into rows.
 RowAlignment = Literal["stream", "document"]
 
-#: Most files that a message about rejected records names.
+#: Maximum number of files listed in a message about rejected records.
 _SHOWN_FILES = 5
-#: Name of the file with the origin (file and line) of each example of a split, one a line.
+#: Name of the file with the origin (file and line) of each example in a split, one per line.
 ORIGINS_NAME = "{split}-examples.txt"
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The rows of a split for one row length. For preference data, "example" means pair here.
+    """Rows of a split for one row length. For preference data, "example" means pair here.
 
     Attributes:
         examples: indices of the examples of all rows, row by row, int64 [examples].
         starts: index in `examples` of each row's first example, then their number, [rows + 1].
-        num_labels: labels of an epoch.
-        num_inputs: positions that examples take, in all rows together.
-        dropped: number of examples that are longer than a row and left out.
-        cut: number of examples that are longer than a row and cut to its length.
-        seq_len: positions of a row.
+        num_labels: number of labels per epoch.
+        num_inputs: number of positions that examples take in all rows together.
+        dropped: number of examples that are dropped because they are longer than a row.
+        cut: number of examples that are cut because they are longer than a row.
+        seq_len: number of positions per row.
     """
 
     examples: npt.NDArray[np.int64]
@@ -83,16 +83,16 @@ class Packing:
         return len(self.starts) - 1
 
     def row(self, index: int) -> list[int]:
-        """Indices of the examples (for preference data, of the pairs) of a row."""
+        """Return the indices of the examples (for preference data, of the pairs) of a row."""
         return list(map(int, self.examples[self.starts[index] : self.starts[index + 1]]))
 
     @property
     def filled(self) -> float:
-        """Share of the rows' positions that examples take, from 0 to 1."""
+        """Fraction of the rows' positions that examples take, from 0 to 1."""
         return self.num_inputs / (len(self) * self.seq_len)
 
     def record(self) -> dict[str, Any]:
-        """The entries for the run log."""
+        """Return the entries for the run log."""
         return {
             "rows": len(self),
             "examples": len(self.examples),
@@ -106,9 +106,9 @@ class Packing:
 def pack_best_fit(
     lengths: npt.NDArray[np.int64], capacity: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Pack whole items into rows by best-fit decreasing: the longest items first, each into the
-    fullest row that still has room for it (Johnson et al. 1974). The result has at most about 11/9
-    of the least possible number of rows. The same lengths give the same rows.
+    """Pack items into rows by best-fit decreasing: the longest items come first, and each is placed
+    in the fullest row that still has room for it (Johnson et al. 1974). The result has at most
+    about 11/9 of the minimum number of rows. The same lengths give the same rows.
 
     Args:
         lengths: length of each item, from 1 to `capacity`, int64 [items].
@@ -121,7 +121,7 @@ def pack_best_fit(
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
     rows_of_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # the keys of `rows_of_room`, ascending
+    rooms: list[int] = []  # Keys of `rows_of_room`, ascending.
     for item in order.tolist():
         length = int(lengths[item])
         assert 1 <= length <= capacity
@@ -150,16 +150,16 @@ class ExampleDataset(TokenDataset):
 
     Args:
         folder, split, verify: see `TokenDataset`.
-        long: policy for an example longer than a row: "refuse" raises an error, "drop" leaves the
-            example out, "cut" cuts off its end (and leaves it out if no label remains).
+        long: policy for an example longer than a row: "refuse" raises an error, "drop" drops the
+            example, "cut" truncates its end (and drops it if no label remains).
 
     Attributes:
         lengths: number of tokens of each example, int64 [examples].
-        num_labels: labels of all examples.
+        num_labels: number of labels in all examples.
         together: number of adjacent examples that are always in the same row, called a unit below.
 
     Raises:
-        DataError: see `TokenDataset`; or the folder holds text.
+        DataError: see `TokenDataset`; or the folder contains text.
     """
 
     version = LABELLED_VERSION
@@ -189,29 +189,29 @@ class ExampleDataset(TokenDataset):
             found = sum(int(shard.loss_mask().sum()) for shard in self._shards)
         if found != self.num_labels or int(self.lengths.min()) < 2:
             raise DataError(
-                f"{self.folder}: the examples of '{self.split}' don't fit its manifest: prepare "
-                "them again"
+                f"{self.folder}: the examples of '{self.split}' don't match its manifest: "
+                "prepare them again"
             )
 
     def example(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """(tokens, int64 [N]; loss mask, bool [N]) of an example of N tokens."""
+        """Return (tokens, int64 [N]; loss mask, bool [N]) for an example of N tokens."""
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         base = self._starts[shard]
         return self[start:stop], self._shards[shard].loss_mask(start - base, stop - base)
 
     def origin(self, index: int) -> str:
-        """File and line of an example, for messages."""
+        """Return the file and line of an example, for messages."""
         path = self.folder / ORIGINS_NAME.format(split=self.split)
         try:
             with open(path, encoding="utf-8") as file:
                 return next(itertools.islice(file, index, None)).rstrip("\n")
-        # A folder that was downloaded lacks the file: only shards and tokenizer are fetched.
+        # A downloaded folder lacks the file, because only shards and the tokenizer are fetched.
         except (OSError, UnicodeDecodeError, StopIteration):
             return f"{self.folder}, example {index + 1} of '{self.split}'"
 
     def packing(self, seq_len: int) -> Packing:
-        """The rows of `seq_len` positions.
+        """Return the packed rows of `seq_len` positions.
 
         Raises:
             DataError: an example is longer than a row and `long` is "refuse", or no example is
@@ -222,7 +222,7 @@ class ExampleDataset(TokenDataset):
         return self._packings[seq_len]
 
     def _packed(self, seq_len: int) -> Packing:
-        # Positions of each unit: of an example, or of both examples of a pair.
+        # Number of positions of each unit, which is an example or both examples of a pair.
         sizes = (self.lengths - 1).reshape(-1, self.together).sum(1)
         long = np.flatnonzero(sizes > seq_len)
         if len(long) and self.long == "refuse":
@@ -236,11 +236,11 @@ class ExampleDataset(TokenDataset):
                 lost += int(loss_mask.sum()) - kept
         kept_ones = np.flatnonzero(keep)
         if not len(kept_ones):
-            cut = ", or choose data.long cut (learn their beginnings)"
+            cut = ", or set data.long to cut (train on their beginnings)"
             raise DataError(
                 f"no example of the '{self.split}' split of {self.folder} fits into data.seq_len "
-                f"{seq_len}: raise it up to the model's context, start from a model with a longer "
-                f"context{cut if self.long == 'drop' and self.together == 1 else ''}"
+                f"{seq_len}: raise it (up to the model's context), start from a model with a "
+                f"longer context{cut if self.long == 'drop' and self.together == 1 else ''}"
             )
         lengths = np.minimum(sizes[kept_ones], seq_len)
         items, starts = pack_best_fit(lengths, seq_len)
@@ -256,7 +256,8 @@ class ExampleDataset(TokenDataset):
         )
 
     def examples_of_row(self, row: int, seq_len: int) -> list[int]:
-        """Indices of the examples of a row, in their order; of each pair, the chosen one first."""
+        """Return the indices of the examples in a row, in order; in each pair, the chosen answer
+        comes first."""
         return [i for unit in self.packing(seq_len).row(row) for i in self._of_unit(unit)]
 
     def _of_unit(self, unit: int) -> range:
@@ -268,7 +269,7 @@ class ExampleDataset(TokenDataset):
             f"{len(long):,} of {self.num_documents:,} examples of '{self.split}' are longer than "
             f"a row of data.seq_len {seq_len}, the longest with {self.lengths[longest]:,} tokens "
             f"at {self.origin(longest)}: raise data.seq_len to {self.lengths[longest] - 1:,}, or "
-            "choose data.long drop (leave them out) or cut (learn their beginnings)"
+            "set data.long to drop (exclude them) or cut (train on their beginnings)"
         )
 
     def num_rows(self, seq_len: int) -> int:
@@ -330,12 +331,12 @@ class PreferenceDataset(ExampleDataset):
     rejected answer of pair i.
 
     Args:
-        folder, split, verify, long: see `ExampleDataset`. A long pair is never cut, because half an
-            answer can't be compared with the other answer.
+        folder, split, verify, long: see `ExampleDataset`. A long pair is never cut, because a
+            truncated answer can't be compared with the other answer.
 
     Attributes:
         references: log-probability of each example's answer before training, fp64 [examples]; NaN
-            for examples that are left out. None until the run has set it.
+            for dropped examples. None until the run sets it.
         reference_model: name and sha256 of the model that computed `references`.
 
     Raises:
@@ -353,9 +354,12 @@ class PreferenceDataset(ExampleDataset):
         super()._require_whole(verify)
         name = self.folder
         if self.long == "cut":
-            raise DataError(f"data.long cut is not for pairs, as in {name}: refuse or drop them")
+            raise DataError(
+                f"data.long cut does not support preference pairs ({name}): set it to refuse or "
+                "drop"
+            )
         if len(self.lengths) % 2:
-            raise DataError(f"{name}: '{self.split}' has half of a pair: prepare it again")
+            raise DataError(f"{name}: '{self.split}' has an incomplete pair: prepare it again")
 
     def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64]:
         most_in_a_row = 2 * int(np.diff(self.packing(seq_len).starts).max())
@@ -374,8 +378,8 @@ class PreferenceDataset(ExampleDataset):
         return (
             f"{len(long):,} of {len(sizes):,} pairs of '{self.split}' are longer than a row of "
             f"data.seq_len {seq_len}, which holds both answers with their prompts; the longest "
-            f"takes {sizes[longest]:,} at {self.origin(2 * longest)}: raise data.seq_len, or "
-            "choose data.long drop (leave them out)"
+            f"takes {sizes[longest]:,} at {self.origin(2 * longest)}: raise data.seq_len, or set "
+            "data.long to drop (exclude them)"
         )
 
 
@@ -388,12 +392,12 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class AlignedRows:
-    """The rows of a split: its pieces, row by row.
+    """Rows of a split: its pieces, row by row.
 
     Attributes:
         labels: position in the stream of each piece's first label, int64 [pieces].
         lengths: number of positions of each piece, int64 [pieces].
-        opens: True for a piece that begins a document, bool [pieces].
+        opens: True for a piece at the beginning of a document, bool [pieces].
         starts: index of each row's first piece, then the number of pieces, int64 [rows + 1].
     """
 
@@ -409,13 +413,13 @@ class AlignedRows:
 def align_rows(
     offsets: npt.NDArray[np.int64], seq_len: int, *, predicts_first: bool
 ) -> AlignedRows:
-    """Cut documents into pieces, and pack the pieces into rows.
+    """Split documents into pieces, and pack the pieces into rows.
 
     Args:
         offsets: position in the stream of each document's first token, then the number of tokens,
             int64 [documents + 1].
         seq_len: positions of a row.
-        predicts_first: the first token of a document is a label, too.
+        predicts_first: True if the first token of a document is also a label.
     """
     skipped = 0 if predicts_first else 1
     sizes = np.diff(offsets) - skipped
@@ -426,15 +430,15 @@ def align_rows(
     labels = offsets[document] + skipped + number * seq_len
     lengths = np.minimum(sizes[document] - number * seq_len, seq_len)
     rows = _pack(lengths, seq_len)
-    # Within a row, pieces that begin a document come before later pieces of other documents, so
-    # that the row begins with a document if it can.
+    # Within a row, pieces at the beginning of a document come before later pieces of other
+    # documents, so that the row begins with a document if possible.
     order = np.lexsort((np.arange(len(rows)), number > 0, rows))
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
     return AlignedRows(labels[order], lengths[order], number[order] == 0, starts)
 
 
 def _pack(lengths: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
-    """The row of each piece, int64 [pieces], from the pieces' lengths, int64 [pieces]."""
+    """Return the row index of each piece, int64 [pieces], for piece lengths, int64 [pieces]."""
     rows = np.empty(len(lengths), dtype=np.int64)
     whole = lengths == seq_len
     count = int(whole.sum())
@@ -449,7 +453,7 @@ def _pack(lengths: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]
 
 
 class AlignedDataset(TokenDataset):
-    """One split of prepared text in rows that begin with documents.
+    """One split of prepared text whose rows begin with documents.
 
     Args:
         folder, split, verify: see `TokenDataset`.
@@ -463,7 +467,7 @@ class AlignedDataset(TokenDataset):
         self._rows: dict[int, AlignedRows] = {}
 
     def rows(self, seq_len: int) -> AlignedRows:
-        """The rows of `seq_len` positions."""
+        """Return the packed rows of `seq_len` positions."""
         if seq_len not in self._rows:
             self._rows[seq_len] = align_rows(
                 self._offsets, seq_len, predicts_first=self.eos_separates
@@ -492,7 +496,7 @@ class AlignedDataset(TokenDataset):
             end = position + length
             labels[position:end] = self[first : first + length]
             if rows.opens[piece] and self.eos_separates:
-                # No token is read, because there is none before the first document of the stream.
+                # There is no token to read before the first document of the stream.
                 input_ids[position] = self.manifest["eos_token_id"]
             else:
                 input_ids[position] = self[first - 1 : first][0]
@@ -513,7 +517,7 @@ class AlignedDataset(TokenDataset):
         yield (
             f"data: {self.split}: {self.num_documents:,} documents in {len(rows):,} rows of "
             f"{seq_len}, {self.label_share(seq_len):.1%} filled; {opening:.1%} of the rows begin "
-            "with a document, the others inside of one that is longer than a row"
+            "with a document, the others inside a document that is longer than a row"
         )
 
     def identity(self) -> dict[str, Any]:
@@ -524,13 +528,13 @@ class AlignedDataset(TokenDataset):
         return int(np.maximum(sizes, 0).sum())
 
 
-# Opening a split of any kind
+# Opening splits of any kind
 
 
 def open_split(
     folder: str | Path, split: str, *, verify: bool = True, long: LongPolicy = "refuse"
 ) -> TokenDataset:
-    """A split of a prepared folder that holds text, conversations or preference pairs.
+    """Open a split of a prepared folder with text, conversations or preference pairs.
 
     Args:
         folder, split, verify: see `TokenDataset`.
@@ -548,8 +552,8 @@ def open_split(
 
 
 def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
-    """A message for each reason for which records were left out, with their files and the first of
-    them.
+    """Yield a message for each reason for rejecting records, with their files and the first such
+    record.
 
     Args:
         folder: the prepared folder.
@@ -569,7 +573,7 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
         shown = ", ".join(f"{n:,} of {file}" for file, n in of_files.most_common(_SHOWN_FILES))
         more = ", ..." if len(of_files) > _SHOWN_FILES else ""
         yield (
-            f"{count:,} of {documents['read']:,} records left out: {REASONS[reason]}"
+            f"{count:,} of {documents['read']:,} records rejected: {REASONS[reason]}"
             + (f" ({shown}{more})" if len(of_files) > 1 else "")
             + (f"; first: {first[reason]}" if reason in first else "")
             + f"; listed in {path}"
@@ -577,21 +581,24 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
 
 
 def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about the prepared conversations in a folder, from its manifest."""
+    """Yield messages about the prepared conversations in a folder, from its manifest."""
     chat = manifest["chat"]
     yield from _left_out(folder, manifest["documents"])
     if count := chat["torn_answers"]:
         yield (
-            f"{count:,} answers begin inside a token that begins in the prompt; that token is not "
-            "learned"
+            f"{count:,} answers begin inside a token that begins in the prompt; that token is "
+            "not trained on"
         )
     of_all = f"of {manifest['documents']['written']:,} records"
     if count := chat.get("duplicates"):
-        yield f"{count:,} {of_all} equal an earlier one: they are learned as often as they occur"
+        yield (
+            f"{count:,} {of_all} are duplicates of earlier records: they are trained on as often "
+            "as they occur"
+        )
     if count := chat.get("control_tokens"):
         yield (
-            f"warning: {count:,} {of_all} have control tokens such as <|im_start|> inside of "
-            "messages, where they are characters"
+            f"warning: {count:,} {of_all} have control tokens such as <|im_start|> inside "
+            "messages, where they are treated as plain text"
         )
     for reason, lost in chat.get("lost", {}).items():
         yield f"{lost['records']:,} {of_all} with {REASONS[reason]}; first: {lost['first']}"
@@ -600,21 +607,21 @@ def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def kind_of(manifest: Mapping[str, Any]) -> Kind:
-    """The kind of data in a prepared folder, according to its manifest."""
+    """Return the kind of data in a prepared folder, according to its manifest."""
     if manifest["version"] != LABELLED_VERSION:
         return "text"
     return "preference" if manifest.get("pairs") is True else "chat"
 
 
 def preference_splits(splits: Iterable[Corpus | None]) -> list[PreferenceDataset]:
-    """Those of the splits that hold preference pairs: a run has to set their `references`."""
+    """Return the splits that contain preference pairs, for which a run must set `references`."""
     return [split for split in splits if isinstance(split, PreferenceDataset)]
 
 
 def open_training_split(
     folder: str | Path, *, verify: bool, long: LongPolicy, row_alignment: RowAlignment
 ) -> TokenDataset:
-    """The training split of a prepared folder; `row_alignment` applies to text only.
+    """Open the training split of a prepared folder; `row_alignment` applies only to text.
 
     Raises:
         DataError: see `TokenDataset`.

@@ -1,10 +1,12 @@
-"""Preparation of texts as token shards: read, split, encode in parallel, write in order.
+"""Preparation of texts as token shards: reading, splitting, parallel encoding and writing in order.
 
 The result depends on the inputs, the tokenizer and the options, not on the engine or the number of
-processes: documents are encoded by any free process, and written in the order they were read.
+processes: documents are encoded by any free process and written in the order in which they were
+read.
 
-`random:TOKENS[:SEED]` in place of texts prepares random tokens, for measurements of speed and
-memory. They are written as a prepared folder, so every command for one accepts them.
+`random:TOKENS[:SEED]` in place of texts prepares random tokens for measurements of speed and
+memory. They are written as a prepared folder, so every command that uses prepared folders accepts
+them.
 """
 
 from __future__ import annotations
@@ -63,18 +65,20 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import cut_long
 
 Engine = Literal["local", "ray"]
-#: A function from a document's text to its split. "tail": the last `val_fraction` of the document
-#: is held out; None: the document is rejected as a duplicate.
+#: Function that returns the split for a document's text. "tail" means that the last `val_fraction`
+#: of the document is held out; None means that the document is rejected as a duplicate.
 SplitOf = Callable[[str], Literal["train", "val", "tail"] | None]
 
-#: A corpus of fewer bytes is encoded in this process, because starting others would take longer.
+#: A corpus with fewer bytes than this is encoded in this process, because starting others would
+#: take longer.
 _SMALL_CORPUS_BYTES = 16 << 20
-#: Most characters that `look_ahead` holds in memory. If they are fewer than 1/fraction documents,
-#: the corpus counts as one of few documents.
+#: Maximum number of characters that `look_ahead` keeps in memory. If they contain fewer than
+#: 1/fraction documents, the corpus is treated as having few documents.
 _LOOKAHEAD_CHARACTERS = 1 << 28
-#: Beginning of the input that means random tokens.
+#: Prefix of the input that requests random tokens.
 _RANDOM_PREFIX = "random:"
-#: Random tokens of a document, its separators included; the last one of a split may be shorter.
+#: Number of random tokens per document, including separators; the last document of a split may be
+#: shorter.
 _DOCUMENT_TOKENS = 1024
 
 
@@ -98,36 +102,40 @@ def prepare(
     shard_tokens: int = 100_000_000,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write the token shards of a corpus into the folder `out`; return the folder's manifest.
+    """Write a corpus as token shards to the folder `out`; return its manifest.
 
     Args:
-        inputs: INPUTs as for `find_sources`, its results, or "random:TOKENS[:SEED]" alone.
-        tokenizer: a tokenizer, or a folder or file that holds one.
+        inputs: INPUTs as in `find_sources`, the results of that function, or only
+            "random:TOKENS[:SEED]".
+        tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
-        val_fraction: share of the text's bytes that is held out for validation, in whole
-            documents; of fewer than 1/val_fraction documents, the last part of each document.
-        split_of: see `SplitOf`; None splits by `val_fraction` alone.
-        workers: number of processes that encode; None chooses. With more than one, each imports the
-            caller's script, which needs `if __name__ == "__main__":`.
+        val_fraction: fraction of the text's bytes that is held out for validation, in whole
+            documents. If there are fewer than 1/val_fraction documents, the end of each document is
+            held out instead.
+        split_of: see `SplitOf`; None splits only by `val_fraction`.
+        workers: number of encoding processes; None chooses automatically. With more than one, each
+            process imports the caller's script, which must use `if __name__ == "__main__":`.
         engine: "local" encodes in `workers` processes, "ray" on a Ray cluster.
-        ray_address: address of the Ray cluster; None is Ray's own choice.
-        text_key: the field with the text in JSONL lines, tables and datasets.
-        max_documents: number of documents after which nothing further is read; None is no limit.
-        max_tokens: largest number of tokens, separators included, `val_fraction` of them for
-            validation; each split's last document is cut between two characters. None: no limit.
-        val_inputs: INPUTs whose documents are the validation split; of `inputs`, nothing is held
-            out then, and documents that are also among them are left out. The limits above are for
-            `inputs` alone.
-        as_is: read texts unchanged. Otherwise, documents end at separators such as <|endoftext|>,
-            CRLF becomes LF, and Project Gutenberg's header and licence are left out.
-        strip_gutenberg: has no effect: `as_is` decides.
-        overwrite: replace `out` if it is a prepared corpus.
-        shard_tokens: tokens after which the next shard begins.
+        ray_address: address of the Ray cluster; None lets Ray choose.
+        text_key: name of the text field in JSONL lines, tables and datasets.
+        max_documents: maximum number of documents to read; None means no limit.
+        max_tokens: maximum number of tokens, including separators; `val_fraction` of them are for
+            validation. The last document of each split is cut between two characters. None means no
+            limit.
+        val_inputs: INPUTs whose documents form the validation split. Nothing in `inputs` is then
+            held out, and documents that also occur in `val_inputs` are excluded from training. The
+            limits above apply only to `inputs`.
+        as_is: True reads texts unchanged. Otherwise, documents end at separators such as
+            <|endoftext|>, CRLF becomes LF, and Project Gutenberg's header and licence are removed.
+        strip_gutenberg: no effect; use `as_is`.
+        overwrite: True replaces `out` if it is a prepared corpus.
+        shard_tokens: number of tokens after which a new shard begins.
         progress: show a progress bar on stderr.
 
     Raises:
         InputError, TokenizerError: an input or the tokenizer can't be read, or there is no text.
-        ConfigError, MissingDependencyError: an argument is invalid, a package or cluster missing.
+        ConfigError, MissingDependencyError: an argument is invalid, or a package or cluster is
+            missing.
         DataError, StorageError: encoding or writing failed; nothing is left behind.
     """
     _require_valid_engine(engine, ray_address, workers)
@@ -140,7 +148,7 @@ def prepare(
     require_one_split(val_inputs, val_fraction)
     if not 0 <= val_fraction < 1:
         raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
-    # The exact value of the decimal notation.
+    # Exact value of the decimal notation.
     fraction = Fraction(0) if val_inputs else Fraction(str(val_fraction))
     out, drawn = Path(out).expanduser(), requested_tokens(inputs)
     names, sources = ([], []) if drawn else _sources_of(inputs, as_is=as_is)
@@ -150,9 +158,11 @@ def prepare(
     require_replaceable(out, overwrite)
     if drawn is not None:
         if (split_of, max_documents, max_tokens) != (None, None, None):
-            raise ConfigError(f"{drawn.name} takes no limits: its name has the number of tokens")
+            raise ConfigError(
+                f"{drawn.name} already specifies the number of tokens: omit the limits"
+            )
         if val_inputs:
-            raise ConfigError(f"{drawn.name} has no texts to validate on: leave out val_inputs")
+            raise ConfigError(f"{drawn.name} does not support validation inputs: omit val_inputs")
         return prepare_random(
             drawn, tokenizer, out, fraction, overwrite=overwrite, shard_tokens=shard_tokens
         )
@@ -173,8 +183,8 @@ def prepare(
         if changed := [source.name for source, mark in marks.items() if mark_of(source) != mark]:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
             say(
-                f"{changed[0]}{more} changed while the corpus was prepared; {out} may hold the old "
-                "text: run prepare again"
+                f"{changed[0]}{more} changed while the corpus was being prepared, so {out} may "
+                "contain old text: run prepare again"
             )
         options = [word for one in val_inputs for word in ("--val-input", neutral_name(str(one)))]
         options += ["--text-key", text_key] if text_key != "text" else []
@@ -186,10 +196,10 @@ def prepare(
 def _sources_of(
     inputs: Sequence[str | Path | DataSource], *, as_is: bool
 ) -> tuple[list[str | Path], list[DataSource]]:
-    """(the inputs that are names, the sources of all inputs)."""
+    """Return (inputs that are names, sources of all inputs)."""
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
-    if names or not sources:  # without any input, `find_sources` raises the error
+    if names or not sources:  # Without any input, `find_sources` raises the error.
         sources += find_sources(names, as_is=as_is)
     return names, sources
 
@@ -198,9 +208,9 @@ def _require_valid_engine(engine: str, address: str | None, workers: int | None)
     if engine not in get_args(Engine):
         raise ConfigError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine}")
     if engine == "ray" and workers is not None:
-        raise ConfigError("workers are processes of the local engine: leave them out with ray")
+        raise ConfigError("workers applies only to the local engine: omit it with engine ray")
     if engine != "ray" and address is not None:
-        raise ConfigError("ray_address is where engine ray finds its cluster: choose that engine")
+        raise ConfigError("ray_address requires engine ray: set engine to ray, or omit ray_address")
 
 
 def _require_positive(**numbers: int | None) -> None:
@@ -229,7 +239,7 @@ def _encoder(
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """(True if there are at least 1/fraction documents, all documents from the first on)."""
+    """Return (True if there are at least 1/fraction documents, all documents from the first on)."""
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []
     characters = 0
@@ -245,7 +255,7 @@ def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, I
 class _Preparation:
     """The state of one run of `prepare`.
 
-    Documents are numbered from 1 in the order in which they are read, without the rejected ones.
+    Documents are numbered from 1 in the order in which they are read, skipping rejected ones.
     """
 
     def __init__(
@@ -264,14 +274,16 @@ class _Preparation:
         self.max_documents, self.max_tokens = max_documents, max_tokens
         self.has_val_inputs = False
         self.separators = separators_of(writer.tokenizer)
-        #: Documents read so far, documents written, number of the document written last.
+        #: Number of documents read so far, number of documents written, and number of the last
+        #: written document.
         self.accepted = self.written = self.last_written = 0
-        #: File and changes of each document that was changed and is not written yet, by number.
+        #: File and changes of each document that was changed but is not written yet, by document
+        #: number.
         self.changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.changes = ChangeCounts()
         #: Rejected records that are not counted yet (with `max_tokens`), each with the number of
-        #: the document before it. Those after the last written document are never counted, so that
-        #: reading ahead does not change the manifest.
+        #: the preceding document. Those after the last written document are never counted, so that
+        #: reading ahead does not affect the manifest.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
         self.gzip_bytes = 0
@@ -290,15 +302,15 @@ class _Preparation:
         Args:
             sources: the sources of the texts.
             text_key, progress: see `prepare`.
-            encode: encodes pieces of text, in their order.
-            held_out: sources of validation texts; without any, a part of the texts is held out.
+            encode: function that encodes pieces of text in order.
+            held_out: sources of validation texts; if empty, part of the texts is held out.
 
         Raises:
             InputError: there is no text.
             ConfigError: `max_tokens` is too small for any text.
         """
         self.has_val_inputs = bool(held_out)
-        # The size after gzip -9 is a baseline for a model's bits per byte; wbits 31 is gzip.
+        # The size after gzip -9 is a baseline for a model's bits per byte; wbits 31 selects gzip.
         compressor = zlib.compressobj(9, wbits=31)
         with (
             progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
@@ -307,7 +319,7 @@ class _Preparation:
             closing(self._accepted(records, self.max_documents)) as documents,
             closing(self._accepted(others if held_out else ())) as validation,
             self.writer.open(),
-            # Closed after an error, too: other processes end before the folder is removed.
+            # Also closed after an error, so that other processes end before the folder is removed.
             closing(encode(self._pieces(documents, validation))) as encoded,
         ):
             total = None
@@ -330,17 +342,19 @@ class _Preparation:
         self.gzip_bytes += len(compressor.flush())
         if not self.written:
             if self.max_tokens is not None and self.accepted:
-                raise ConfigError(f"max_tokens {self.max_tokens} has no room for text: give more")
+                raise ConfigError(f"max_tokens {self.max_tokens} has no room for text: raise it")
             raise InputError(nothing_read(self.writer.rejected, self.writer.first_rejected))
         if not self.writer.counts["train"]["documents"]:
-            beside = "that val_inputs don't have, too" if held_out else "beside what is held out"
+            beside = (
+                "that is not also in val_inputs" if held_out else ("other than the held-out text")
+            )
             raise InputError(f"the inputs have no text to train on {beside}")
 
     def finish(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Complete the folder; return its manifest.
+        """Finish the folder; return its manifest.
 
         Args:
-            unread: files of the inputs that were not read, because of their kind.
+            unread: files in the inputs that were not read because of their type.
         """
         further: dict[str, Any] = {
             "max_documents": self.max_documents,
@@ -359,10 +373,10 @@ class _Preparation:
     def _accepted(
         self, records: Iterable[Record], most: int | None = None
     ) -> Generator[Record, None, None]:
-        """The records that can be read, at most `most`."""
+        """Yield the readable records, at most `most`."""
         for number, record in enumerate(self._readable(records), start=1):
             yield record
-            # Checked before the next record is read, because reading it may need a download.
+            # Check before reading the next record, because that may need a download.
             if number == most:
                 return
 
@@ -377,20 +391,21 @@ class _Preparation:
             yield record
 
     def _reject(self, record: Record, error: BadRecordError) -> None:
-        """Count a record as rejected; with max_tokens, only once a later document is written."""
+        """Count a record as rejected. With max_tokens, it is counted only once a later document is
+        written."""
         if self.max_tokens is None:
             self.writer.reject(record, error)
         else:
             self.waiting.append((self.accepted, record, error))
 
     def _reject_before(self, document: float) -> None:
-        """Count the waiting rejected records that come before document number `document`."""
+        """Count the pending rejected records that precede document number `document`."""
         while self.waiting and self.waiting[0][0] < document:
             _, record, error = self.waiting.popleft()
             self.writer.reject(record, error)
 
     def _within_limits(self, encoded: Encoded) -> Iterator[tuple[TextPiece, TokenArray]]:
-        """The pieces to write, within `max_tokens`; their documents are counted as written."""
+        """Yield the pieces to write, up to `max_tokens`, and count their documents as written."""
 
         def to_the_end() -> Iterator[tuple[TextPiece, TokenArray]]:
             yield from encoded
@@ -417,7 +432,8 @@ class _Preparation:
     def _pieces(
         self, documents: Iterator[Record], held_out: Iterable[Record] = ()
     ) -> Iterator[TextPiece]:
-        """The documents in pieces: each is assigned to a split, and a long one is cut.
+        """Yield the documents as pieces, after assigning each document to a split and splitting
+        long documents.
 
         Args:
             documents: documents to train on, or to split.
@@ -444,7 +460,7 @@ class _Preparation:
     def _assigned(
         self, documents: Iterator[Record], others: Iterable[Record]
     ) -> Iterator[tuple[Record, str | None]]:
-        """Each document with its split; None for a duplicate."""
+        """Yield each document with its split, which is None for a duplicate."""
         validated: set[bytes] = set()
         for document in others:
             digest = digest_of(document.value)
@@ -475,7 +491,8 @@ class _Preparation:
                 continue
             size = len(document.value.encode("utf-8"))
             # A document is held out whenever validation has less than its share of the bytes so
-            # far. So the share is kept in every part of the corpus, however the corpus is sorted.
+            # far. The share is therefore maintained in every part of the corpus, however the corpus
+            # is sorted.
             split = "val" if held_out < self.fraction * seen else "train"
             seen += size
             held_out += size if split == "val" else 0
@@ -487,24 +504,25 @@ class _Preparation:
 
 
 def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """(ids before each document, ids after each document)."""
+    """Return (ids before each document, ids after each document)."""
     before = [tokenizer.bos_token_id] if tokenizer.add_bos else []
     after = [tokenizer.eos_token_id]
     return [i for i in before if i is not None], [i for i in after if i is not None]
 
 
-# Parts of documents
+# Splitting documents
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """(the text without its last `fraction`, that last part), cut after a line if one ends near.
+    """Split off the last `fraction` of a text, after a line ending if there is one nearby; return
+    (first part, last part).
 
     Args:
         text: the text.
-        fraction: share of the text's characters, from 0 to 1.
+        fraction: fraction of the text's characters, from 0 to 1.
     """
     position = math.floor(len(text) * (1 - fraction))
-    # The search for a line end goes back until the second part would have twice its length.
+    # Search backwards for a line ending until the second part would be twice as long.
     line_end = text.rfind("\n", max(2 * position - len(text), 0), position) + 1
     position = line_end or position
     return text[:position], text[position:]
@@ -517,28 +535,29 @@ def within_tokens(
     separators: int,
     encode: Callable[[str], TokenArray],
 ) -> Iterator[tuple[TextPiece, TokenArray]]:
-    """The pieces that fit into `max_tokens`; iteration ends once both splits are full.
+    """Yield the pieces that fit into `max_tokens`. Iteration ends once both splits are full.
 
     Args:
         encoded: each piece with its tokens, in order.
-        max_tokens: largest number of tokens of both splits together, separators included.
-        val_fraction: share of `max_tokens` for the validation split; with 0, that split has no
+        max_tokens: maximum number of tokens in both splits together, including separators.
+        val_fraction: fraction of `max_tokens` for the validation split; with 0, that split has no
             limit.
         separators: number of separator tokens (bos, eos) that each document gets.
-        encode: the tokens of a text.
+        encode: function that returns the tokens of a text.
 
     Yields:
         (piece, tokens). The document that exceeds the limit of its split is cut at the limit, and
-        the piece with the cut has `last` set. Later documents of the split are left out.
+        its last piece has `last` set. Later documents of the split are skipped.
 
     Raises:
-        ConfigError: `max_tokens` leaves no room for text beside the separators of one document.
+        ConfigError: `max_tokens` leaves no room for text in addition to the separators of one
+            document.
     """
     held_out = round(max_tokens * val_fraction)
     left = {"train": max_tokens - held_out, "val": held_out}
     open_splits = {split for split in left if left[split] > separators}
     if not open_splits:
-        raise ConfigError(f"max_tokens {max_tokens} has no room for text: give more")
+        raise ConfigError(f"max_tokens {max_tokens} has no room for text: raise it")
     for piece, tokens in encoded:
         split = piece.split
         if split == "val" and not val_fraction:
@@ -561,19 +580,20 @@ def within_tokens(
 
 
 def longest_prefix(text: str, room: int, tokens: int, count: Callable[[str], int]) -> str:
-    """The longest prefix of a text, in whole characters, with at most `room` tokens.
+    """Return the longest prefix of a text, in whole characters, with at most `room` tokens.
 
-    The prefix can have a few tokens fewer than `room`: the next character may be several tokens, or
-    may change how the characters before it are merged. It is found by bisection, as if more
-    characters never had fewer tokens.
+    The prefix can have a few tokens fewer than `room`, because the next character may be several
+    tokens, or may change how the preceding characters are merged. It is found by bisection,
+    assuming that more characters never have fewer tokens.
 
     Args:
         text: the text.
-        room: largest number of tokens of the prefix, fewer than the text has.
-        tokens: number of tokens of the text.
-        count: a function that gives the number of tokens of a text.
+        room: maximum number of tokens in the prefix, less than `tokens`.
+        tokens: number of tokens in the text.
+        count: function that returns the number of tokens in a text.
     """
-    # Starting from an estimate finds a short prefix without encoding all of a long text again.
+    # Start from an estimate, so that a short prefix is found without encoding all of a long text
+    # again.
     fits, too_long = 0, len(text)
     guess = room * len(text) // tokens + 16
     while guess < too_long:
@@ -599,7 +619,7 @@ class RandomTokens:
 
     Attributes:
         name: the input as the user wrote it.
-        tokens: number of tokens of both splits together, separators included.
+        tokens: number of tokens in both splits together, including separators.
         seed: seed of the random generator.
     """
 
@@ -609,7 +629,7 @@ class RandomTokens:
 
 
 def requested_tokens(inputs: Sequence[object]) -> RandomTokens | None:
-    """The random tokens that the inputs request; None if they request none.
+    """Return the random tokens that the inputs request, or None if they request none.
 
     Raises:
         InputError: random tokens are combined with other inputs, or their number or seed is not a
@@ -619,7 +639,7 @@ def requested_tokens(inputs: Sequence[object]) -> RandomTokens | None:
     if name is None:
         return None
     if len(inputs) > 1:
-        raise InputError(f"{name} can't be mixed with other inputs: prepare it alone")
+        raise InputError(f"{name} can't be combined with other inputs: prepare it separately")
     number, _, seed = name.removeprefix(_RANDOM_PREFIX).partition(":")
     try:
         tokens = int(parse_count(number))
@@ -627,7 +647,8 @@ def requested_tokens(inputs: Sequence[object]) -> RandomTokens | None:
             raise ConfigError("no number")
     except ConfigError as error:
         raise InputError(
-            f"{name} is not random:TOKENS[:SEED]: write for instance random:10M or random:10M:7"
+            f"{name} is not of the form random:TOKENS[:SEED]: use for example random:10M or "
+            "random:10M:7"
         ) from error
     return RandomTokens(name, tokens, int(seed or "0"))
 
@@ -642,15 +663,15 @@ def prepare_random(
 ) -> dict[str, Any]:
     """Write shards of uniformly random tokens, in documents of 1,024 tokens; return the manifest.
 
-    The manifest's bytes of text are the sum of the bytes of each token alone. Control tokens occur
-    only between documents.
+    The bytes of text in the manifest are the sum of the bytes of the individual tokens. Control
+    tokens occur only between documents.
 
     Args:
         drawn: number of tokens, and seed.
         tokenizer: the tokenizer, from whose vocabulary the tokens are drawn.
         out: the folder to write.
-        val_fraction: share of the tokens that is held out for validation.
-        overwrite: replace `out` if it exists.
+        val_fraction: fraction of the tokens that is held out for validation.
+        overwrite: True replaces `out` if it exists.
         shard_tokens: tokens after which the next shard begins.
 
     Raises:
@@ -660,7 +681,7 @@ def prepare_random(
     vocabulary = set(tokenizer.backend.get_vocab(with_added_tokens=True).values())
     plain = np.array(sorted(vocabulary - tokenizer.special_token_ids), np.int64)
     if not len(plain):
-        raise InputError("the tokenizer has no tokens of text: take another one")
+        raise InputError("the tokenizer has only control tokens: use another one")
     sizes = np.zeros(tokenizer.vocab_size, np.int64)
     sizes[plain] = [len(tokenizer.decode([token]).encode()) for token in plain.tolist()]
     held_out = round(drawn.tokens * val_fraction)
@@ -685,10 +706,10 @@ def _random_documents(
     tokenizer: Tokenizer,
     generator: np.random.Generator,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Documents that have `count` tokens together: token ids, int64 [tokens of the document].
+    """Yield documents with `count` tokens in total, as token ids, int64 [tokens of the document].
 
     Args:
-        count: number of tokens, separators included.
+        count: total number of tokens, including separators.
         plain: ids of the vocabulary's tokens that are not control tokens, int64 [ids].
         tokenizer: the tokenizer, for the ids of the separators.
         generator: the random generator, advanced by each document.

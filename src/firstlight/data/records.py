@@ -1,11 +1,11 @@
-"""Readers of text, JSONL, JSON, CSV, Parquet and Arrow files and of Hugging Face datasets:
-`read_records` gives conversations and preference pairs, `read_documents` gives texts, each with
-file and line.
+"""Readers for text, JSONL, JSON, CSV, Parquet and Arrow files and for Hugging Face datasets:
+`read_records` yields conversations and preference pairs, and `read_documents` yields texts, each
+with file and line.
 
 A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet), or a
-part of one that ends at a separator (see `cleaning`). A document that cannot be read is a `Record`
-with an error, so that the number of documents read is that of the accepted plus that of the
-rejected documents.
+part of one of these that ends at a separator (see `cleaning`). A document that can't be read is a
+`Record` with an error, so the number of documents read is the sum of accepted and rejected
+documents.
 """
 
 from __future__ import annotations
@@ -62,53 +62,55 @@ from firstlight.errors import InputError, MissingDependencyError, describe_read_
 _JSON_SUFFIXES = compressed(".json")
 RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
 
-#: Longest line of a JSONL file of records, and largest JSON file. A longer line is rejected without
-#: being read into memory; a larger JSON file, which would be read as a whole, is refused.
+#: Maximum size in bytes of a line in a JSONL file of records, and of a JSON file. A longer line is
+#: rejected without being read into memory; a larger JSON file, which would have to be read at once,
+#: is refused.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-#: Lists and objects that any JSON text may hold, each of which takes 64 bytes of memory or more. A
-#: longer text may hold more: one for each `_VALUE_BYTES` bytes.
+#: Maximum number of lists and objects in a JSON text, each of which takes at least 64 bytes of
+#: memory. A long text may contain more: one per `_VALUE_BYTES` bytes.
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
-#: First bytes of a JSON file from which `kind_of_records` detects its kind.
+#: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Bytes that a rejected document counts against `DataSource.most_bytes`.
+#: Number of bytes that a rejected document counts towards `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
-#: Fraction of a text that consists of its common characters. Nothing is learned from a text with
-#: only one of them.
+#: Fraction of a text that must consist of more than one common character. A text that is almost
+#: entirely one character is useless for training.
 COMMON_SHARE = 0.999
 
-#: Number of first records in which the kind of a source is looked for: some may be damaged.
+#: Number of records at the beginning of a source from which its kind is detected; some of them may
+#: be damaged.
 _TOLD_BY = 10
 
 _ONLY_LICENCE = "Project Gutenberg's header and licence without a text"
 _ONLY_SEPARATORS = "separators without a text"
 _ONLY_TIMES = "times of subtitles without a text"
-_REPLACE = "replace it, or leave it out"
+_REPLACE = "replace it, or exclude it"
 
 REASONS = {
     "bad_utf8": "not valid UTF-8",
     "bad_utf16": "not valid UTF-16 or UTF-32",
-    "binary": "no text but another kind of file",
+    "binary": "another kind of file, not text",
     "conversation": "conversations where text was expected",
     "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
-    "empty": "nothing but white space",
-    "too_long": "larger than a document of its file may be",
-    "duplicate": "the text of an earlier document",
+    "empty": "only white space",
+    "too_long": "larger than the limit for a document",
+    "duplicate": "a duplicate of an earlier document",
 }
 
 
-class Record(NamedTuple):  # creating a tuple takes a quarter of the time of a frozen dataclass
-    """One record or document, or the reason why it cannot be read.
+class Record(NamedTuple):  # Creating a tuple takes a quarter of the time of a frozen dataclass.
+    """One record or document, or the reason why it can't be read.
 
     Attributes:
         origin: the file, or `hf:NAME`.
-        line: line of a JSONL file or a table, otherwise the number of the record; counted from 1.
+        line: line in a JSONL file or table, otherwise the number of the record; counted from 1.
         value: the JSON value, or the text of a document; None if there is an error.
-        error: the reason why the record cannot be read; None if it can.
-        is_line: True if `line` is a line of the file, False if it is the number of a record.
-        changes: keys of the changes that were made to the text: see `cleaning`.
+        error: the reason why the record can't be read; None if it can.
+        is_line: True if `line` is a line in the file, False if it is the number of a record.
+        changes: keys of the changes that were made to the text; see `cleaning`.
     """
 
     origin: str
@@ -120,24 +122,24 @@ class Record(NamedTuple):  # creating a tuple takes a quarter of the time of a f
 
     @property
     def place(self) -> str:
-        """File and line (or number of the record), for messages."""
+        """File and line (or record number), for messages."""
         return f"{self.origin}:{self.line}" if self.is_line else f"{self.origin} record {self.line}"
 
 
 def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
-    """Resolve inputs to files of records and datasets: see `find_sources`.
+    """Resolve inputs to files of records and datasets; see `find_sources`.
 
     Raises:
-        InputError: an input does not exist, matches nothing, or holds no records.
+        InputError: an input does not exist, matches nothing, or contains no records.
     """
     return find_sources(inputs, RECORD_SUFFIXES)
 
 
-#: The splits by the names that files and folders of data have for them.
+#: Names of splits in file and folder names -> split.
 _SPLITS = dict.fromkeys(("train", "training"), "train")
 _SPLITS |= dict.fromkeys("valid validation validate val dev eval evaluation".split(), "val")
 _SPLITS |= dict.fromkeys(("test", "testing"), "test")
-#: Most files that the message about splits names for each.
+#: Maximum number of files per split that the message about splits lists.
 _SHOWN_FILES = 3
 
 
@@ -145,9 +147,9 @@ class Splits(NamedTuple):
     """Sources of records by split.
 
     Attributes:
-        train, val: the sources of the splits; `val` is empty if a part of `train` is held out.
+        train, val: sources of the splits; `val` is empty if part of `train` is held out.
         test: files of test data in folders, which are not read.
-        note: a message if the names of files decide their split; otherwise "".
+        note: a message if file names determine the splits; otherwise "".
     """
 
     train: list[DataSource]
@@ -161,16 +163,17 @@ def find_splits(
     val_inputs: Sequence[str | Path] = (),
     found: Sequence[DataSource] | None = None,
 ) -> Splits:
-    """The files of records and datasets among inputs, by split.
+    """Sort the files of records and datasets in the inputs by split.
 
-    In a folder (or among the files of a glob) of which some are not validation or test data, the
-    names of files and of their folders decide: train.jsonl, valid-00000-of-00002.parquet,
-    chats.test.csv, dev/a.json. Files without such a name are trained on.
+    In a folder (or among the files of a glob) in which some files are not validation or test data,
+    the split is determined by the names of files and their folders: train.jsonl,
+    valid-00000-of-00002.parquet, chats.test.csv, dev/a.json. Files without such a name are used for
+    training.
 
     Args:
         inputs: see `find_records`.
-        val_inputs: inputs to validate on, instead of the validation files of folders.
-        found: the sources among `inputs` to sort; None are all of them.
+        val_inputs: inputs to validate on instead of the validation files in folders.
+        found: the sources in `inputs` to sort; None sorts all of them.
 
     Raises:
         InputError: see `find_records`.
@@ -181,7 +184,7 @@ def find_splits(
         root = Path(item).expanduser()
         if item.startswith("hf:") or root.is_file():
             continue
-        # A glob may name folders, too; only the names of its files count.
+        # A glob may also match folders; only the names of its files count.
         of_item = {
             source.name: _split_named(
                 source.path.relative_to(root).parts if root.is_dir() else source.path.parts[-1:]
@@ -195,9 +198,9 @@ def find_splits(
     for source in sources:
         by_name[names.get(source.name) or "train"].append(source)
     own_val, test = by_name["val"], by_name["test"]
-    use = "left out, since others are given" if val_inputs else "validated on"
+    use = "excluded, because other validation data was specified" if val_inputs else "validated on"
     parts = []
-    for group, fate in ((own_val, use), (test, "left out as test data")):
+    for group, fate in ((own_val, use), (test, "excluded as test data")):
         more = f" and {len(group) - _SHOWN_FILES:,} more" if len(group) > _SHOWN_FILES else ""
         shown = ", ".join(source.name for source in group[:_SHOWN_FILES])
         parts += [f"{shown}{more} {fate}"] if group else []
@@ -206,8 +209,8 @@ def find_splits(
 
 
 def _split_named(parts: Sequence[str]) -> str:
-    """The split that the first or last word of a file's name, or of one of its folders, names; ""
-    if there is none."""
+    """Return the split indicated by the first or last word in the name of a file or one of its
+    folders, or "" if there is none."""
     for part in parts:
         words = re.split(r"[-_.]", part.lower())
         left_out = {"of", *"".join(RECORD_SUFFIXES).split(".")}
@@ -221,16 +224,17 @@ def _split_named(parts: Sequence[str]) -> str:
 def read_records(
     sources: Sequence[DataSource], text_key: str | None = None
 ) -> Generator[Record, None, None]:
-    """Every record of the sources, in order. Closing the generator closes the file being read.
+    """Yield every record of the sources, in order. Closing the generator closes the file being
+    read.
 
     Args:
-        text_key: the field that holds the text, if only texts are needed. Text files are then read,
-            too, a blank line is a bad record, and a line may have the bytes of `largest_document`.
-            None: whole records are needed.
+        text_key: name of the text field if only texts are needed. Text files are then also read, a
+            blank line is a bad record, and a line may be as long as `largest_document`. None if
+            complete records are needed.
 
     Raises:
-        InputError: a file as a whole can't be read (permissions, damaged compression), or was
-            changed while it was read; or a JSON file has no list of records.
+        InputError: a file can't be read at all (permissions, damaged compression), or was changed
+            while it was read; or a JSON file has no list of records.
         MissingDependencyError: a package that a source needs is not installed.
     """
     for source in sources:
@@ -240,11 +244,11 @@ def read_records(
 
 @contextlib.contextmanager
 def _unchanged(source: DataSource) -> Iterator[None]:
-    """Refuse a file that another program changes while it is read in the block.
+    """Refuse a file that another program changes while it is being read in the block.
 
     Raises:
-        InputError: the file was changed. This error replaces one about the file's content, which
-            may be due to the change.
+        InputError: the file was changed. This error replaces any error about the file's content,
+            which the change may have caused.
     """
     before, problem = mark_of(source), None
     try:
@@ -253,14 +257,15 @@ def _unchanged(source: DataSource) -> Iterator[None]:
         problem = error
     if mark_of(source) != before:
         raise InputError(
-            f"{source.name} was changed while it was read: call again once nothing writes to it"
+            f"{source.name} was changed while it was being read: run the command again once no "
+            "program writes to it"
         ) from problem
     if problem is not None:
         raise problem
 
 
 def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, None, None]:
-    """The records of one source: see `read_records`."""
+    """Yield the records of one source; see `read_records`."""
     if source.dataset is not None:
         for number, row in enumerate(_dataset_rows(source), start=1):
             value = row if text_key is not None else _filled(row)
@@ -283,7 +288,7 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
             if ending.endswith(LINES_SUFFIXES):
                 yield from _read_lines(file, path, name, text_key)
             elif ending.endswith(TABLE_SUFFIXES):
-                # The reader ends before the file is closed, even if its caller stops earlier.
+                # End the reader before the file is closed, even if the caller stops early.
                 with closing(read_table(file, path, text_key)) as lines:
                     for line, row in lines:
                         error = row if isinstance(row, BadRecordError) else None
@@ -299,8 +304,8 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
 
 
 def _filled(value: Any) -> Any:
-    """A row of Arrow data without the entries that are null: Arrow gives all objects of a column
-    the same keys, so that a tool call would have the arguments of all other tools."""
+    """Remove null entries from a row of Arrow data. Arrow gives all objects in a column the same
+    keys, so a tool call would otherwise have the arguments of all other tools."""
     if isinstance(value, dict):
         return {key: _filled(entry) for key, entry in value.items() if entry is not None}
     return [_filled(entry) for entry in value] if isinstance(value, list) else value
@@ -309,12 +314,12 @@ def _filled(value: Any) -> Any:
 def kind_of_records(
     source: DataSource, text_key: str = "text"
 ) -> Literal["chat", "preference"] | None:
-    """The value of `prepare --kind` that reads a source, detected from its first records; None for
-    texts, and for a source that can't be read. Of a long JSON file, only the first MiB is read.
+    """Detect the value of `prepare --kind` for a source from its first records. Return None for
+    texts and for a source that can't be read. Only the first MiB of a long JSON file is read.
 
     Args:
         source: a source of records.
-        text_key: the field that holds the text, if the records are texts.
+        text_key: name of the text field, if the records are texts.
     """
     damage = (OSError, EOFError, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
@@ -334,7 +339,7 @@ def kind_of_records(
 
 
 def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preference"] | None:
-    """The kind of most objects among the first records of a source."""
+    """Return the most common kind among the first records of a source."""
     kinds: list[Literal["chat", "preference"] | None] = []
     for value in values:
         if is_messages(value):
@@ -347,8 +352,8 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
 
 
 def _first_values(text: str) -> list[Any]:
-    """The only object, or the first values of a list or of lines, of JSON whose text may be
-    truncated."""
+    """Parse the first values of possibly truncated JSON: a single object, or the values of a list
+    or of lines."""
     for parts in ([text], text.split("\n", _TOLD_BY)[:_TOLD_BY]):
         with contextlib.suppress(ValueError):
             found = [
@@ -359,8 +364,8 @@ def _first_values(text: str) -> list[Any]:
 
 
 def _records_in(value: Any) -> list[Any]:
-    """The records in the value of a JSON file: a list, or one record (also a bare list of
-    messages), or an object such as {"data": [...]}, whose only list of objects has them.
+    """Return the records in the value of a JSON file, which is a list, one record (also a bare list
+    of messages), or an object such as {"data": [...]} whose only list of objects contains them.
 
     Raises:
         ValueError: an object has several lists of objects.
@@ -377,8 +382,8 @@ def _records_in(value: Any) -> list[Any]:
     if len(lists) > 1:
         names = ", ".join(lists)
         raise ValueError(
-            f"it has several lists of objects ({names}): write each to its own file, for instance "
-            f"with jq -c '.{next(iter(lists))}[]' FILE > {next(iter(lists))}.jsonl"
+            f"it has several lists of objects ({names}): write each to a separate file, for "
+            f"example with jq -c '.{next(iter(lists))}[]' FILE > {next(iter(lists))}.jsonl"
         )
     return next(iter(lists.values()), [value])
 
@@ -386,10 +391,12 @@ def _records_in(value: Any) -> list[Any]:
 def read_documents(
     sources: Sequence[DataSource], text_key: str = "text"
 ) -> Generator[Record, None, None]:
-    """Every document of the sources, in order. Closing the generator closes the file being read.
+    """Yield every document of the sources, in order. Closing the generator closes the file being
+    read.
 
     Args:
-        text_key: the field of JSONL lines, or column of tables and datasets, that holds the text.
+        text_key: name of the text field in JSONL lines, or of the text column in tables and
+            datasets.
 
     Raises:
         InputError, MissingDependencyError: see `read_records`.
@@ -403,7 +410,8 @@ def read_documents(
             for record in records:
                 for document in _documents_of(record, source, text_key, clean):
                     yield document
-                    # So that a dataset without the field is not read to its end.
+                    # Also count rejected documents, so that a dataset without the field is not read
+                    # to its end.
                     left -= _REJECTED_BYTES if document.error is not None else 0
                     if source.most_bytes is not None and document.error is None:
                         left -= len(document.value.encode("utf-8"))
@@ -412,11 +420,11 @@ def read_documents(
 
 
 def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
-    """The documents, read to the end only if they have more than one repeated character. Once they
-    do, no more characters are counted.
+    """Yield the documents, and refuse texts that consist of one repeated character. Once the
+    documents are known to have others, no more characters are counted.
 
     Raises:
-        InputError: 99.9 % of the text or more is one character.
+        InputError: at least 99.9 % of the text is the same character.
     """
     character = ""
     count = 0
@@ -432,16 +440,16 @@ def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
 
 
 def one_character(character: str, share: float) -> str:
-    """The message about texts of which almost all is one repeated character."""
+    """Return the message about texts that consist almost entirely of one repeated character."""
     return (
-        f"{share:.1%} of the text is the one character {character!r}, from which nothing is "
-        "learned: give text with words"
+        f"{share:.1%} of the text is the single character {character!r}, which is useless for "
+        "training: use text with words"
     )
 
 
 def mark_of(source: DataSource) -> tuple[int, int, int] | None:
-    """(inode, size, ctime in ns) of a source's file; None if the source has no file that is found.
-    The ctime is compared because any program can set back the mtime, but not the ctime."""
+    """Return (inode, size, ctime in ns) of a source's file, or None if it has no existing file. The
+    ctime is used because programs can set the mtime, but not the ctime."""
     try:
         found = None if source.path is None else source.path.stat()
     except OSError:
@@ -455,7 +463,7 @@ def _documents_of(
     text_key: str,
     clean: Callable[[str], tuple[str, tuple[str, ...]]],
 ) -> Iterator[Record]:
-    """The documents of a record: its text, split at separators and cleaned."""
+    """Yield the documents in a record, which are its text split at separators and cleaned."""
     try:
         if record.error is not None:
             raise record.error
@@ -468,13 +476,13 @@ def _documents_of(
         return
     marks = tuple(f"{CHAT}{mark}" for mark in control_tokens(text))
     parts = [(text, record.changes + marks)]
-    # Text files were split while they were read.
+    # Text files have already been split while reading.
     if "<" in text and not holds_one_document(source):
         found = split_documents([text.encode("utf-8")])
         parts = [((one.content or b"").decode("utf-8"), one.changes + marks) for one in found]
     for part, changes in parts:
         text, made = clean(part)
-        # Of a record with only separators, one empty part is found.
+        # A record with only separators has one empty part.
         reason = _ONLY_SEPARATORS
         if part:
             reason = _ONLY_TIMES if SUBTITLES in made else _ONLY_LICENCE
@@ -483,7 +491,7 @@ def _documents_of(
 
 
 def _text_of(record: object, text_key: str) -> str:
-    """The text of a record.
+    """Return the text of a record.
 
     Raises:
         BadRecordError: the record has no text.
@@ -505,15 +513,15 @@ def _text_of(record: object, text_key: str) -> str:
 
 
 def digest_of(text: str) -> bytes:
-    """A hash of a document's text."""
+    """Return a hash of a document's text."""
     return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
 
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
-    """The message about inputs without a usable document, from the number of rejected documents
-    for each reason, and the place and reason of the first rejected one."""
+    """Return the message about inputs without a usable document, given the number of rejected
+    documents for each reason, and the position and reason of the first one."""
     if not rejected:
-        return "the corpus is empty: the inputs hold no documents"
+        return "the corpus is empty: the inputs contain no documents"
     if rejected.total() == 1:
         return f"the corpus is empty: {first}"
     reasons = ", ".join(f"{count:,} {REASONS[reason]}" for reason, count in rejected.items())
@@ -524,7 +532,7 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
 
 
 def _read_text(file: IO[bytes], path: Path, source: DataSource, text_key: str) -> Iterator[Record]:
-    """The documents of a text file, split at separators but not cleaned."""
+    """Yield the documents of a text file, split at separators but not cleaned."""
     largest = largest_document(path)
     name, is_whole = source.name, source.as_is
     try:
@@ -590,7 +598,7 @@ def _require_few_values(content: bytes) -> None:
     count = content.count(b"[") + content.count(b"{")
     if count > max(_MAX_VALUES, len(content) // _VALUE_BYTES):
         raise ValueError(
-            f"it holds {count:,} lists and objects, more than one for each {_VALUE_BYTES} bytes"
+            f"it contains {count:,} lists and objects, more than one per {_VALUE_BYTES} bytes"
         )
 
 
@@ -603,8 +611,8 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin}:{problem.line}: {problem}") from problem
     if len(content) > most:
         raise InputError(
-            f"{origin} has more than {most:,} bytes, and JSON has to be read as a whole: make it "
-            "JSONL, with one record a line"
+            f"{origin} has more than {most:,} bytes, but a JSON file must be read at once: "
+            "convert it to JSONL, with one record per line"
         )
     if (kind := exported_chats(content[:HEAD_BYTES])) is not None:
         raise InputError(f"{origin} is {kind.name}: {kind.advice(path)}")
@@ -612,7 +620,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         _require_few_values(content)
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        # The first record is one line, and another one follows it.
+        # The first record is one line, and another record follows it.
         if error.msg == "Extra data" and "\n" not in text[: error.pos].strip():
             with open_compressed(path) as lines:
                 yield from _read_lines(lines, path, origin, None)
@@ -639,7 +647,8 @@ def _dataset_rows(source: DataSource) -> Iterator[object]:
         yield from datasets.load_dataset(
             name, config or None, split=split or "train", streaming=True
         )
-    # Unknown names, networks, servers and formats: each library raises errors of its own.
+    # Each library raises different errors for unknown names and formats, and for problems with the
+    # network or server.
     except Exception as error:
         raise InputError(f"dataset {source.name} can't be read: {first_line(error)}") from error
     finally:

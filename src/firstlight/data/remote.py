@@ -1,14 +1,15 @@
-"""Prepared corpora at a URL: downloaded into a cache on this machine, and verified.
+"""Prepared corpora at a URL, which are downloaded into a cache on this machine and verified.
 
 Any protocol that fsspec supports can be used: s3://BUCKET/FOLDER, gs://,
 hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials and endpoints are
-configured as for the protocol's own program (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
+configured as for the protocol's own tools (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
 HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
 
-In the folder data/ of the cache (see `files.cache`), each corpus has a folder named by the hash of
-URL and manifest, so a corpus that was prepared again has another folder. A file appears there
-complete, with the size and SHA-256 of the manifest, or not at all. A correct file is not downloaded
-again. fsspec's own cache (`filecache::`) keeps damaged and truncated files without a message.
+In the folder data/ of the cache (see `files.cache`), each corpus has a folder named after the hash
+of its URL and manifest, so a corpus that is prepared again gets a new folder. Files are created
+there atomically, after their size and SHA-256 are verified against the manifest. A correct file is
+not downloaded again. fsspec's cache (`filecache::`) is not used because it silently keeps damaged
+and truncated files.
 """
 
 from __future__ import annotations
@@ -49,28 +50,29 @@ from firstlight.files.cache import cache_folder, held
 from firstlight.tokenizer import Tokenizer
 
 _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-#: Names of shards: without "/" and without characters that have a meaning in a URL, so that no name
-#: leads out of the folder.
+#: Valid shard names. They contain no "/" and no characters with a special meaning in URLs, so that
+#: no name leads out of the folder.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.bin")
 #: The tokenizer's files; the manifest has a fingerprint of tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-#: Largest file of a tokenizer; the largest known tokenizer.json has 40 MB.
+#: Maximum size of a tokenizer file in bytes; the largest known tokenizer.json has 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
-#: Seconds to wait before the second, third and fourth attempt.
+#: Delays before the second, third and fourth attempt, in seconds.
 _WAITS_SECONDS = (1.0, 4.0, 15.0)
 _LOCK_NAME = ".lock"
-#: fsspec's options for reading a file as one stream (`block_size` 0) and, for HTTP, without a
-#: request for the file's size beforehand (any `size`).
+#: fsspec options for reading a file as one stream (`block_size` 0) and, for HTTP, without first
+#: requesting the file's size (any `size`).
 _STREAMED = {"http": {"block_size": 0, "size": 1}, "hf": {"block_size": 0}}
-#: Timeout for connecting, and between two arrivals of data; a download as a whole has no timeout.
+#: Timeout in seconds for connecting and between arrivals of data. The duration of a download is not
+#: limited.
 _SILENCE_SECONDS = 60.0
 
 Found = TypeVar("Found")
 
 
 class _TransferError(Exception):
-    """A transfer failed, and may succeed when it is repeated."""
+    """A transfer failed but may succeed if repeated."""
 
 
 #: A shard's entry in the manifest: "file", "bytes", "sha256", "tokens".
@@ -78,7 +80,7 @@ _Entry: TypeAlias = dict[str, Any]
 
 
 def is_url(location: str | Path) -> bool:
-    """True if `location` is a URL, False if it is the path of a folder."""
+    """Return True if `location` is a URL, False if it is a path."""
     return _URL.match(str(location)) is not None
 
 
@@ -89,16 +91,16 @@ def local_folder(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """The folder of a prepared corpus on this machine. A corpus at a URL is downloaded into the
-    cache first. Several processes may call this at the same time: one of them downloads, the others
+    """Return the local folder of a prepared corpus, downloading a corpus at a URL into the cache
+    first. If several processes call this at the same time, one of them downloads and the others
     wait.
 
     Args:
-        location: the path of a folder, which is returned without any check, or a URL.
-        splits: names of the splits to download; a split that the corpus lacks is ignored. None is
-            all splits.
-        verify: compare the files in the cache with the SHA-256 in the manifest, not only with the
-            sizes, and download damaged files again.
+        location: a URL, or the path of a folder, which is returned without any check.
+        splits: names of the splits to download; splits that the corpus lacks are ignored. None
+            downloads all splits.
+        verify: True checks cached files against the SHA-256 in the manifest and not only against
+            the sizes, and downloads damaged files again.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -127,15 +129,16 @@ def local_folder(
     if missing or not _is_tokenizer(folder, fingerprint):
         with held(folder / _LOCK_NAME, f"fetching {store.url}", progress):
             remove_leftovers(folder)
-            missing = _missing(folder, missing, verify)  # another process may have fetched some
+            # Another process may have fetched some of them.
+            missing = _missing(folder, missing, verify)
             _fetch_tokenizer(store, folder, fingerprint)
             _fetch_shards(store, folder, missing, progress)
     return folder
 
 
 class _Store:
-    """The folder at `url`, which has the path `root` in fsspec's file system `system`; `options`
-    are those of `system.open`."""
+    """The folder at `url`, with the path `root` in the fsspec file system `system`; `options` are
+    passed to `system.open`."""
 
     def __init__(self, url: str, system: Any, root: str, options: dict[str, Any]) -> None:
         self.url = url
@@ -144,7 +147,7 @@ class _Store:
         self._options = options
 
     def parts(self, name: str) -> Generator[bytes, None, None]:
-        """The bytes of a file, in chunks of at most 1 MiB.
+        """Yield the bytes of a file, in chunks of at most 1 MiB.
 
         Raises:
             DataError: the file does not exist, or access is denied.
@@ -157,24 +160,24 @@ class _Store:
                     yield part
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise DataError(
-                f"{self.url} has no {name}: name a folder that `firstlight prepare` wrote, with "
+                f"{self.url} has no {name}: use a folder that `firstlight prepare` wrote, with "
                 "all its files"
             ) from error
         except ImportError as error:
             raise _missing_package(self.url, error) from error
         except Exception as error:
-            # Each protocol's package raises errors of its own.
+            # Each protocol's package raises different errors.
             where, said = f"{self.url}/{name}", first_line(error)
             if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
                 raise DataError(
-                    f"{where} may not be read: {said}; check your credentials"
+                    f"access to {where} was denied: {said}; check your credentials"
                 ) from error
             if _is_refusal(error):
                 raise DataError(f"{where} can't be read: {said}") from error
             raise _TransferError(f"{where} could not be fetched: {said}") from error
 
     def content(self, name: str, max_bytes: int) -> bytes:
-        """All bytes of a file.
+        """Return all bytes of a file.
 
         Raises:
             DataError: the file does not exist, or is longer than `max_bytes`.
@@ -190,16 +193,18 @@ class _Store:
 
 
 def _open_store(url: str) -> _Store:
-    """The folder at a URL; a DataError if the URL is invalid."""
+    """Open the folder at a URL. Raises a DataError if the URL is invalid."""
     parsed = urlsplit(url)
     if parsed.password is not None:
         raise DataError(
-            "a URL of data can't have a password in it, which every checkpoint would tell: put "
-            "it where the protocol's own programs look for it, such as ~/.netrc"
+            "a data URL must not contain a password, because every checkpoint would reveal it: "
+            "put it where the protocol's tools look for it, such as ~/.netrc"
         )
     is_http = parsed.scheme.lower() in ("http", "https")
     if is_http and (parsed.query or parsed.fragment):
-        raise DataError(f"{url} names no folder: leave out what begins with ? or #")
+        raise DataError(
+            f"{url} is not the URL of a folder: remove the part that begins with ? or #"
+        )
     # A cached file system may have an outdated listing of the folder.
     options: dict[str, Any] = {"skip_instance_cache": True}
     try:
@@ -208,7 +213,7 @@ def _open_store(url: str) -> _Store:
             timeout = aiohttp.ClientTimeout(
                 total=None, sock_connect=_SILENCE_SECONDS, sock_read=_SILENCE_SECONDS
             )
-            # `trust_env`: proxies from environment variables, passwords from ~/.netrc.
+            # `trust_env` uses proxies from environment variables and passwords from ~/.netrc.
             options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
         # Imported by name, because fsspec has no type annotations.
         system, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
@@ -228,7 +233,7 @@ def _missing_package(url: str, error: ImportError) -> MissingDependencyError:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True for an HTTP status by which a server refuses a request for good: 400 to 499, except 408
+    """Return True for an HTTP status that means a permanent refusal: 400 to 499, except 408
     (timeout) and 429 (too many requests)."""
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
@@ -236,10 +241,11 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _retried(work: Callable[[], Found]) -> Found:
-    """The result of `work`, which is repeated after a `_TransferError`, four attempts in all.
+    """Return the result of `work`, retrying it after a `_TransferError` for at most four attempts
+    in total.
 
     Raises:
-        DataError: the last attempt failed, too.
+        DataError: all attempts failed.
     """
     for seconds in _WAITS_SECONDS:
         try:
@@ -250,12 +256,13 @@ def _retried(work: Callable[[], Found]) -> Found:
         return work()
     except _TransferError as error:
         raise DataError(
-            f"{error} (tried {len(_WAITS_SECONDS) + 1} times); what has arrived is kept: try later"
+            f"{error} (tried {len(_WAITS_SECONDS) + 1} times): try again later; completed files "
+            "are kept"
         ) from error
 
 
 def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Entry]:
-    """The manifest's entries of the splits' shards, each once; `splits` None is all splits.
+    """Return the manifest entries of the splits' shards, each once. `splits` None means all splits.
 
     Raises:
         DataError: a shard has an invalid name, or two different shards have the same name.
@@ -265,16 +272,16 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
     for shard in (shard for name in chosen for shard in manifest["splits"][name]["shards"]):
         name = shard["file"]
         if not _SHARD_NAME.fullmatch(name):
-            raise DataError(f"{url}: the manifest names a shard outside, or no shard: {name}")
+            raise DataError(f"{url}: the manifest lists an invalid shard name: {name}")
         first = found.setdefault(name, shard)
         if (first["bytes"], first["sha256"]) != (shard["bytes"], shard["sha256"]):
-            raise DataError(f"{url}: the manifest names {name} twice")
+            raise DataError(f"{url}: the manifest lists {name} twice")
     return list(found.values())
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """The wanted shards that are missing in the folder or differ from their entry in size or, with
-    `verify`, in SHA-256."""
+    """Return the wanted shards that are missing in the folder or differ from their entry in size
+    or, with `verify`, in SHA-256."""
 
     def is_there(file: _Entry) -> bool:
         path = folder / file["file"]
@@ -308,8 +315,8 @@ def _fetch_tokenizer(store: _Store, folder: Path, fingerprint: str) -> None:
             write_file(folder / name, store.content(name, _MAX_TOKENIZER_BYTES))
         if not _is_tokenizer(folder, fingerprint):
             raise _TransferError(
-                f"{store.url}/{_TOKENIZER_FILES[-1]} is not the one the shards were made with, "
-                "or arrived damaged"
+                f"{store.url}/{_TOKENIZER_FILES[-1]} differs from the one that the shards were "
+                "made with, or was damaged in transfer"
             )
 
     _retried(fetch)
@@ -321,8 +328,9 @@ def _fetch_shards(store: _Store, folder: Path, files: Sequence[_Entry], progress
         free = shutil.disk_usage(folder).free
     if total > free:
         raise StorageError(
-            f"{store.url} needs {total / 1e6:,.0f} MB, and the disk of {folder} has "
-            f"{free / 1e6:,.0f} MB free: free some space, or choose another with FIRSTLIGHT_CACHE"
+            f"{store.url} needs {total / 1e6:,.0f} MB, but the disk of {folder} has only "
+            f"{free / 1e6:,.0f} MB free: free some space, or set FIRSTLIGHT_CACHE to a folder on "
+            "another disk"
         )
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), shown=progress) as bar:
         task = bar.add_task("fetching", total=total)
@@ -360,4 +368,4 @@ def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None
             more = "more than" if received > file["bytes"] else f"{received:,} of"
             raise _TransferError(f"{shard} has {more} its {file['bytes']:,} bytes")
         if digest.hexdigest() != file["sha256"]:
-            raise _TransferError(f"{shard} is damaged: its sha256 is not the manifest's")
+            raise _TransferError(f"{shard} is damaged: its sha256 differs from the manifest")

@@ -1,4 +1,4 @@
-"""Token shards: the format of a prepared corpus on disk, the reader of shards, and the writer of
+"""Token shards: the format of a prepared corpus on disk, the reader for shards, and the writer for
 shards and manifest (`CorpusWriter`).
 
 A prepared folder holds
@@ -22,19 +22,19 @@ A shard is, little-endian:
     ...     0 to 7        zeros, up to a multiple of 8
     ...     (D + 1) * 8   document offsets (uint64): document i is tokens[offsets[i]:offsets[i+1]]
 
-Manifest and shards of conversations (see `packing`) have version 2. Each document of such a shard
-is one example, and the shard ends with a loss mask:
+The manifest and shards of conversations (see `packing`) have version 2. Each document in such a
+shard is one example, and the shard ends with a loss mask:
 
     ...     N             one byte for each token: 1 if it is a label, else 0
 
 Tokens are uint16 if every id of the tokenizer fits. The tokens of a document include the bos before
 its text (if the tokenizer adds one) and the eos after it (if there is one). A document is never
-split over shards.
+split across shards.
 
-Shards are not mapped into memory, because a mapped file that is truncated ends the process with
-SIGBUS, and one that is overwritten silently gives other bytes. Instead, `pread` reads a shard in
-blocks, and each block is compared with its checksum from when the file was verified (or, without
-verification, from when the block was first read).
+Shards are not memory-mapped, because truncating a mapped file ends the process with SIGBUS, and
+overwriting it silently changes the data. Instead, `pread` reads a shard in blocks, and each block
+is compared with its checksum from when the file was verified (or, without verification, from when
+the block was first read).
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ from firstlight.tokenizer import Tokenizer
 
 MAGIC = b"FLTOKENS"
 VERSION = 1
-#: The version of folders and shards with a loss mask.
+#: Version of folders and shards with a loss mask.
 LABELLED_VERSION = 2
 HEADER = struct.Struct("<8sIIQQ32x")
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "firstlight-tokens"
-#: List of rejected records, one JSON object a line.
+#: File with the rejected records, one JSON object per line.
 REJECTED_NAME = "rejected.jsonl"
-#: List of the files in input folders that were not read, one a line.
+#: File that lists the files in input folders that were not read, one per line.
 UNREAD_NAME = "unread.txt"
 ADVICE = "prepare the corpus again"
 
@@ -93,31 +93,31 @@ _SHARD_FIELDS = {"file": str, "tokens": int, "bytes": int, "sha256": str}
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-#: Bytes of a block. Small, because reading any token takes the checksum of its whole block (13 µs
-#: at the 5 GB/s of zlib's CRC-32 with carry-less multiplication); but large enough that the
-#: checksums of 100 GB take only 12 MB of memory.
+#: Size of a block in bytes. It is small because reading any token requires the checksum of its
+#: entire block (13 µs at the 5 GB/s of zlib's CRC-32 with carry-less multiplication), but large
+#: enough that the checksums of 100 GB take only 12 MB of memory.
 BLOCK_BYTES = 1 << 16
-#: Document offsets that are checked at a time when a shard is opened.
+#: Number of document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: One document offset of this number is held in memory; those in between are read when needed.
+#: One out of this many document offsets is kept in memory; those in between are read when needed.
 _OFFSETS_HELD = 512
-#: Tokens of a shard that are compared with the vocabulary at a time.
+#: Number of tokens of a shard that are checked against the vocabulary at a time.
 _CHECKED_AT_ONCE = 1 << 17
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of uint16 and uint32 that holds every id below `vocab_size`."""
+    """Return uint16 if it can represent every id below `vocab_size`, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder.
+    """Read the manifest of a prepared folder.
 
     Raises:
-        DataError: the manifest is missing, damaged, or of another format or version.
+        DataError: the manifest is missing or damaged, or has another format or version.
     """
     if not folder.is_dir():
-        raise DataError(f"data folder {folder} does not exist: make it with `firstlight prepare`")
+        raise DataError(f"data folder {folder} does not exist: create it with `firstlight prepare`")
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise DataError(
@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} {fault}")
     if manifest.get("version") not in (VERSION, LABELLED_VERSION):
         raise DataError(
-            f"{path} is of version {manifest.get('version')}; this firstlight reads {VERSION} "
+            f"{path} has version {manifest.get('version')}, but this firstlight reads {VERSION} "
             f"and {LABELLED_VERSION}"
         )
     _require_fields(path, manifest, _FIELDS)
@@ -149,13 +149,13 @@ def _require_fields(path: Path, entry: Any, fields: Mapping[str, type]) -> None:
 
 
 class BlockFile:
-    """A file that is read in checked blocks, by any number of threads.
+    """File that is read in verified blocks, by any number of threads.
 
     Args:
-        path: the file. It is opened once, so another file that gets its name later is not read.
+        path: the file. It is opened only once, so a file that later replaces it is not read.
 
     Attributes:
-        size: bytes of the file when it was opened.
+        size: size of the file in bytes when it was opened.
 
     Raises:
         DataError: the file can't be opened.
@@ -176,7 +176,8 @@ class BlockFile:
         self._checksums = np.full(-(-self.size // BLOCK_BYTES), -1, dtype=np.int64)
 
     def sha256(self) -> str:
-        """SHA-256 of all bytes, in hexadecimal. The checksum of each block is stored, too.
+        """Return the SHA-256 of all bytes in hexadecimal. The checksum of each block is also
+        stored.
 
         Raises:
             DataError: see `read`.
@@ -187,7 +188,7 @@ class BlockFile:
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes `start:stop`, which must be inside the file.
+        """Return the bytes `start:stop`, which must be inside the file.
 
         Raises:
             DataError: the file was changed or truncated since it was opened, or can't be read.
@@ -223,8 +224,9 @@ class BlockFile:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of the file. If the soft limit of open files is reached, it is raised to the
-    hard limit: a corpus may have more shards than the usual soft limit of 1,024."""
+    """Open a file and return its descriptor. If the soft limit on open files is reached, it is
+    raised to the hard limit, because a corpus may have more shards than the usual soft limit of
+    1,024."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -236,9 +238,9 @@ def _opened(path: Path) -> int:
 
 
 class Shard:
-    """A shard's header, and access to its tokens, document offsets and loss mask.
+    """A shard: its header, and access to its tokens, document offsets and loss mask.
 
-    Every method that reads raises a DataError if the file was changed or truncated meanwhile.
+    Every method that reads raises a DataError if the file was changed or truncated in the meantime.
 
     Args:
         path: the shard's file.
@@ -246,19 +248,21 @@ class Shard:
         sha256: the required SHA-256 of the file, in hexadecimal; None does not verify the file.
 
     Attributes:
-        file: the file, read in checked blocks.
+        file: the file, read in verified blocks.
         num_tokens: number of tokens N.
         num_documents: number of documents D.
-        itemsize: bytes of a token, 2 or 4.
+        itemsize: bytes per token, 2 or 4.
 
     Raises:
-        DataError: the file is not a shard, is of another version, or is truncated or damaged.
+        DataError: the file is not a shard, has another version, or is truncated or damaged.
     """
 
     def __init__(self, path: Path, version: int = VERSION, sha256: str | None = None) -> None:
         self.path, self.file = path, BlockFile(path)
         if sha256 is not None and self.file.sha256() != sha256:
-            raise DataError(f"shard {path} is damaged (its sha256 is not the manifest's): {ADVICE}")
+            raise DataError(
+                f"shard {path} is damaged (its sha256 differs from the manifest): {ADVICE}"
+            )
         if self.file.size < HEADER.size:
             raise DataError(f"{path} is not a token shard: it is too short")
         self.itemsize: int
@@ -269,7 +273,7 @@ class Shard:
         if magic != MAGIC:
             raise DataError(f"{path} is not a token shard: it does not begin with {MAGIC.decode()}")
         if found != version or self.itemsize not in (2, 4):
-            raise DataError(f"{path} is a token shard of an unknown version")
+            raise DataError(f"{path} is a token shard with an unknown version")
         self._offsets_at = -(-(HEADER.size + self.num_tokens * self.itemsize) // 8) * 8
         self._mask_at = self._offsets_at + (self.num_documents + 1) * 8
         mask_bytes = self.num_tokens if version == LABELLED_VERSION else 0
@@ -278,28 +282,31 @@ class Shard:
         self._held_offsets = np.empty(0, dtype=np.uint64)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Token ids `start:stop`, read-only [stop - start] (fewer at the end, as for slices)."""
+        """Return the token ids `start:stop`, read-only [stop - start] (fewer at the end, as in
+        slices)."""
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
         at = HEADER.size
         data = self.file.read(at + start * self.itemsize, at + stop * self.itemsize)
         return np.frombuffer(data, dtype=f"<u{self.itemsize}")
 
     def offsets(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64]:
-        """Document offsets `start:stop` of all D + 1, read-only [stop - start]."""
+        """Return the document offsets `start:stop` out of all D + 1, read-only [stop - start]."""
         stop = self.num_documents + 1 if stop is None else min(stop, self.num_documents + 1)
         data = self.file.read(self._offsets_at + start * 8, self._offsets_at + stop * 8)
         return np.frombuffer(data, dtype="<u8")
 
     def loss_mask(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.bool_]:
-        """Loss mask of the tokens `start:stop` of a labelled shard, bool [stop - start]."""
+        """Return the loss mask of the tokens `start:stop` of a labelled shard, bool [stop -
+        start]."""
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
         data = self.file.read(self._mask_at + start, self._mask_at + stop)
         return np.frombuffer(data, dtype=np.uint8).astype(bool)
 
     def documents_before(self, token: int) -> int:
-        """Number of documents that begin before a token; call `check_documents` first."""
-        # Only the offsets between two held ones are read: from the last held offset before the
-        # token to the next held offset.
+        """Return the number of documents that begin before a token; call `check_documents`
+        first."""
+        # Read only the offsets from the last one in memory before the token to the next one in
+        # memory.
         held = int(np.searchsorted(self._held_offsets, np.uint64(token)))
         if held == 0:
             return 0
@@ -310,8 +317,8 @@ class Shard:
         return first + int(np.searchsorted(self.offsets(first, stop), np.uint64(token)))
 
     def check_documents(self) -> None:
-        """Require document offsets that begin with 0, never decrease and end with N. One offset of
-        `_OFFSETS_HELD` is then held in memory, for `documents_before`.
+        """Check that the document offsets begin with 0, never decrease and end with N. One out of
+        `_OFFSETS_HELD` offsets is then kept in memory for `documents_before`.
 
         Raises:
             DataError: the offsets are damaged.
@@ -326,7 +333,7 @@ class Shard:
             ends += [int(part[0]), int(part[-1])]
         if not ascending or (ends[0], ends[-1]) != (0, self.num_tokens):
             raise DataError(
-                f"shard {self.path} is damaged (its documents don't follow on each other): {ADVICE}"
+                f"shard {self.path} is damaged (its document offsets are invalid): {ADVICE}"
             )
         self._held_offsets = np.concatenate(held)
 
@@ -334,20 +341,21 @@ class Shard:
 def open_shard(
     folder: Path, entry: Mapping[str, Any], version: int, vocab_size: int, verify: bool
 ) -> Shard:
-    """Open a shard, and check it against its entry in the manifest.
+    """Open a shard and check it against its entry in the manifest.
 
     Args:
         folder: the prepared folder.
         entry: the shard's entry in the manifest.
         version: version of the folder.
         vocab_size: number of ids of the tokenizer.
-        verify: compare all bytes with the sha256 of the entry, and all ids with the vocabulary.
+        verify: True checks all bytes against the sha256 of the entry, and all ids against the
+            vocabulary.
 
     Raises:
         DataError: the shard is missing or damaged, or differs from its entry.
     """
     if Path(entry["file"]).name != entry["file"]:
-        raise DataError(f"{folder}: the manifest names a shard outside: {entry['file']}")
+        raise DataError(f"{folder}: the manifest lists a shard outside the folder: {entry['file']}")
     path = folder / entry["file"]
     if not path.is_file():
         raise DataError(f"shard {path} is missing: {ADVICE}")
@@ -356,11 +364,11 @@ def open_shard(
     shard = Shard(path, version, entry["sha256"] if verify else None)
     shard.check_documents()
     if shard.num_tokens != entry["tokens"]:
-        raise DataError(f"shard {path} does not hold what its manifest says: {ADVICE}")
+        raise DataError(f"shard {path} does not match its manifest: {ADVICE}")
     if shard.itemsize < token_dtype(vocab_size).itemsize:
         raise DataError(
-            f"shard {path} has 2 bytes for each token, too few for the ids of its vocabulary "
-            f"of {vocab_size}: those above 65535 were cut off; {ADVICE}"
+            f"shard {path} has 2 bytes per token, too few for its vocabulary of {vocab_size}, so "
+            f"ids above 65535 were truncated: {ADVICE}"
         )
     for start in range(0, shard.num_tokens if verify else 0, _CHECKED_AT_ONCE):
         part = shard.tokens(start, start + _CHECKED_AT_ONCE)
@@ -374,15 +382,15 @@ def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None
     Args:
         tokens: token ids, of any integer dtype.
         vocab_size: number of ids of the tokenizer.
-        where: description of the tokens, for the message.
+        where: description of the tokens, for the error message.
 
     Raises:
         DataError: there is such an id.
     """
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise DataError(
-            f"{where} holds token id {largest}, beyond its vocabulary of {vocab_size} "
-            f"tokens: {ADVICE}"
+            f"{where} contains token id {largest}, beyond its vocabulary of {vocab_size} tokens: "
+            f"{ADVICE}"
         )
 
 
@@ -390,10 +398,13 @@ def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None
 
 
 def require_one_split(val_inputs: Sequence[object], val_fraction: float) -> None:
-    """Raise a ConfigError if inputs to validate on are given and a share to hold out (not its
-    default), too."""
+    """Raise a ConfigError if both inputs to validate on and a fraction to hold out (other than its
+    default) are specified."""
     if val_inputs and val_fraction not in (0, 0.1):
-        raise ConfigError("give either val_inputs (--val-input) or val_fraction (--val-fraction)")
+        raise ConfigError(
+            "val_inputs (--val-input) and val_fraction (--val-fraction) exclude each other: use "
+            "only one of them"
+        )
 
 
 def require_replaceable(out: Path, overwrite: bool) -> None:
@@ -401,7 +412,7 @@ def require_replaceable(out: Path, overwrite: bool) -> None:
 
     Args:
         out: the folder to write.
-        overwrite: an existing prepared folder may be replaced.
+        overwrite: True allows an existing prepared folder to be replaced.
 
     Raises:
         InputError: `out` exists and `overwrite` is False; or `out` is a file, or a folder that is
@@ -422,12 +433,12 @@ class ShardWriter:
     """Writes the documents of one split into consecutive shards.
 
     Args:
-        folder: the folder of the shards; a temporary one until the whole corpus is written.
+        folder: the folder of the shards, a temporary folder until the entire corpus is written.
         split: "train" or "val".
-        dtype: dtype of the token ids, from `shards.token_dtype`.
-        shard_tokens: a shard is closed once it holds at least this number of tokens.
-        labelled: each document comes with its loss mask, which is held in memory until the shard
-            is closed.
+        dtype: dtype of the token ids, from `token_dtype`.
+        shard_tokens: number of tokens at which a shard is closed.
+        labelled: True if each document has a loss mask, which is kept in memory until the shard is
+            closed.
 
     Attributes:
         shards: manifest entry of each closed shard.
@@ -470,7 +481,7 @@ class ShardWriter:
         """Append one document.
 
         Args:
-            tokens: token ids, of the writer's dtype [N].
+            tokens: token ids, [N] in the writer's dtype.
             loss_mask: True for each token that is a label, bool [N]; None unless `labelled`.
         """
         assert tokens.dtype == self._dtype
@@ -481,7 +492,7 @@ class ShardWriter:
         if self._file is None:
             name = f"{self._split}-{len(self.shards):05d}.bin"
             self._file = self._stack.enter_context(OutputFile(self._folder / name))
-            self._file.write(bytes(HEADER.size))  # replaced by the header when the shard is closed
+            self._file.write(bytes(HEADER.size))  # Replaced by the header when the shard is closed.
         self._file.write(tokens.tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
         if self._offsets[-1] >= self._shard_tokens:
@@ -494,7 +505,7 @@ class ShardWriter:
         tokens = self._offsets[-1]
         documents = len(self._offsets) - 1
         with self._stack:
-            file.write(bytes(-file.size % 8))  # the offsets begin at a multiple of 8
+            file.write(bytes(-file.size % 8))  # The offsets begin at a multiple of 8.
             file.write(np.asarray(self._offsets, dtype="<u8").tobytes())
             version = VERSION
             if self._loss_mask is not None:
@@ -516,21 +527,20 @@ class ShardWriter:
 
 
 class CorpusWriter:
-    """Writes a prepared folder: the shards of both splits, the list of rejected records, and the
-    manifest.
+    """Writes a prepared folder: the shards of both splits, the rejected records, and the manifest.
 
     Args:
-        folder: a temporary folder until all is written.
-        tokenizer: the tokenizer that gave the token ids; its files are written, too.
-        shard_tokens: tokens after which the next shard begins.
-        labelled: each document comes with its loss mask.
+        folder: the temporary folder to write to.
+        tokenizer: the tokenizer that produced the token ids; its files are also written.
+        shard_tokens: number of tokens after which a new shard begins.
+        labelled: True if each document has a loss mask.
 
     Attributes:
         dtype: dtype of the token ids.
         counts: split -> numbers by name: "documents", "tokens", "text_bytes" (UTF-8 bytes)
             and, with `labelled`, "learned" (labels).
         rejected: number of rejected documents for each reason.
-        first_rejected: place and reason of the first rejected document; "" if there is none.
+        first_rejected: position and reason of the first rejected document; "" if there is none.
     """
 
     def __init__(
@@ -550,7 +560,7 @@ class CorpusWriter:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """A context in which the files are open for `write` and `reject`."""
+        """Context manager that keeps the files open for `write` and `reject`."""
         with ExitStack() as stack:
             self._log = stack.enter_context(OutputFile(self.folder / REJECTED_NAME))
             for shards in self._shards.values():
@@ -572,7 +582,7 @@ class CorpusWriter:
         Args:
             split: "train" or "val".
             tokens, loss_mask: see `ShardWriter.write`.
-            text_bytes: UTF-8 bytes of the document's text, added to `counts`.
+            text_bytes: number of UTF-8 bytes in the document's text, added to `counts`.
         """
         self._shards[split].write(tokens, loss_mask)
         self.counts[split].update(documents=1, tokens=len(tokens), text_bytes=text_bytes)
@@ -580,7 +590,7 @@ class CorpusWriter:
             self.counts[split]["learned"] += int(loss_mask.sum())
 
     def reject(self, record: Record, error: BadRecordError) -> None:
-        """Count a record as rejected, and write it to the list of rejected records."""
+        """Count a record as rejected and write it to the file of rejected records."""
         self.rejected[error.reason] += 1
         self.first_rejected = self.first_rejected or f"{record.place}: {error}"
         entry = {"file": record.origin, "line": record.line}
@@ -588,7 +598,7 @@ class CorpusWriter:
         self._log.write((json.dumps(entry) + "\n").encode())
 
     def rejections(self, names: Mapping[str, str]) -> str:
-        """The numbers of rejected records in words.
+        """Describe the numbers of rejected records in words.
 
         Args:
             names: description of each reason.
@@ -605,15 +615,15 @@ class CorpusWriter:
         gzip_bytes: int | None = None,
         **further: Any,
     ) -> dict[str, Any]:
-        """Complete the folder; return its manifest.
+        """Finish the folder; return its manifest.
 
         Args:
-            written: number of input documents or records in the shards.
-            fraction: requested share of validation.
+            written: number of input documents or records that are in the shards.
+            fraction: requested fraction for validation.
             split_by: how validation was held out: "document", "tail", "example", "files" or "none".
-            unread: files of the inputs that were not read, because of their kind.
-            gzip_bytes: bytes of the validation text after gzip -9; None if not counted.
-            further: further entries of the manifest.
+            unread: files in the inputs that were not read because of their type.
+            gzip_bytes: size of the validation text in bytes after gzip -9; None if not measured.
+            further: additional entries for the manifest.
 
         Raises:
             StorageError: a file system error.

@@ -1,7 +1,7 @@
 """Sources of text and records: files, folders, globs, the standard library, Hugging Face datasets.
 
 This module finds the sources; `records` reads them. `unread_files` lists the files in folders and
-globs that are of no supported kind.
+globs whose type is not supported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from firstlight.data.kinds import OTHER_TEXT, kind_by_ending, kind_of
 from firstlight.errors import InputError, describe_read_error, nearest
 from firstlight.files.atomic import read_json, write_json
 
-#: Endings of texts and of source code. Files with other endings are read if they are text.
+#: Suffixes of texts and source code. Files with other suffixes are read if they are text.
 _CODE_SUFFIXES = tuple(
     ".py .pyi .c .h .cc .cpp .hpp .cs .f90 .go .hs .java .jl .js .jsx .kt .lua .ml .php .pl .r .rb "
     ".rs .scala .sh .sql .swift .ts .tsx".split()
@@ -34,56 +34,57 @@ COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
 
 
 def compressed(*suffixes: str) -> tuple[str, ...]:
-    """Endings with those of compressed files after them."""
+    """Return the suffixes, followed by the same suffixes for compressed files."""
     return tuple(suffix + compression for suffix in suffixes for compression in COMPRESSIONS)
 
 
-#: Endings of files with one record per line, and of tables.
+#: Suffixes of files with one record per line, and of tables.
 LINES_SUFFIXES, TABLE_SUFFIXES = compressed(".jsonl", ".ndjson"), compressed(".csv", ".tsv")
-#: Endings of files that hold several documents.
+#: Suffixes of files that contain several documents.
 _MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
 SUFFIXES = (*compressed(*TEXT_SUFFIXES), *_MANY_DOCUMENTS)
-#: The kinds of files that are read as texts, and as records, for messages.
+#: Descriptions, for messages, of the file types that are read as texts and as records.
 READ_KINDS = (
-    "text and code with any ending or none, .jsonl, .ndjson, .csv, .tsv (each may end in .gz, "
-    ".bz2, .xz or .zst, too) and .parquet"
+    "text and code with any suffix or none, .jsonl, .ndjson, .csv, .tsv (all may be compressed "
+    "as .gz, .bz2, .xz or .zst) and .parquet"
 )
 _RECORD_KINDS = (
-    ".jsonl, .ndjson, .json, .csv, .tsv (each may end in .gz, .bz2, .xz or .zst, too), .parquet "
-    "and .arrow"
+    ".jsonl, .ndjson, .json, .csv, .tsv (all may be compressed as .gz, .bz2, .xz or .zst), "
+    ".parquet and .arrow"
 )
 #: File in a prepared corpus with the names of the corpus's inputs.
 SOURCES_NAME = "sources.json"
-#: The input that means the source code of the running Python's standard library.
+#: Input name for the source code of the running Python's standard library.
 STANDARD_LIBRARY = "stdlib"
-#: Most endings that a message lists, and most commands for converting such files to text.
+#: Maximum number of suffixes in a message, and of commands for converting such files to text.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
-#: Folders that are not searched, because their files are not the user's own text.
+#: Folders that are not searched because their files are not the user's text.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 #: Files by which a run folder is recognised.
 _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
-#: Files without records in the folders that `save_to_disk` of the package datasets writes.
+#: Files without records in folders written by `save_to_disk` of the datasets package.
 _DATASET_FILES = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
-#: Parts of the standard library's folder that are left out of the default corpus.
+#: Parts of the standard library's folder that are excluded from the default corpus.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
-#: Estimated bytes of text for each byte of a compressed file.
+#: Estimated bytes of text per byte of a compressed file.
 _UNPACKED = 3.0
-#: Largest text file that `limited_sources` takes whole or not at all.
+#: Maximum size in bytes of a text file that `limited_sources` includes entirely or not at all.
 _WHOLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One file, or one Hugging Face dataset, from which documents are read.
+    """A file or a Hugging Face dataset from which documents are read.
 
     Attributes:
         name: name in messages.
         path: the file; None for a dataset.
         dataset: NAME[:CONFIG[:SPLIT]] of the dataset; None for a file.
-        most_bytes: UTF-8 bytes of text after which no further document is read; None is no limit.
-        as_is: texts are neither split at separators nor cleaned: see `cleaning`.
+        most_bytes: number of UTF-8 bytes of text after which no more documents are read; None means
+            no limit.
+        as_is: True if texts are neither split at separators nor cleaned; see `cleaning`.
     """
 
     name: str
@@ -94,7 +95,7 @@ class DataSource:
 
     @property
     def size(self) -> int:
-        """Bytes on disk; 0 for datasets."""
+        """Size on disk in bytes; 0 for datasets."""
         return self.path.stat().st_size if self.path is not None else 0
 
 
@@ -115,20 +116,20 @@ def find_sources(
 
     Args:
         inputs: the INPUTs.
-        suffixes: endings of the files to find; with the default endings, also `stdlib` and text
-            files with other endings are found.
+        suffixes: suffixes of the files to find. With the default suffixes, `stdlib` and text files
+            with other suffixes are also found.
         as_is: see `DataSource`.
 
     Raises:
-        InputError: an input does not exist, matches nothing, or is of an unknown kind.
+        InputError: an input does not exist, matches nothing, or has an unknown type.
     """
     if not inputs:
-        raise InputError("no input given: name files, folders, globs, `stdlib` or `hf:NAME`")
+        raise InputError("there is no input: specify files, folders, globs, `stdlib` or `hf:NAME`")
     sources: dict[str, DataSource] = {}
     for item in inputs:
         try:
             found = _resolve(str(item), suffixes)
-        # `Path.expanduser` raises RuntimeError for the home folder of an unknown user.
+        # `Path.expanduser` raises RuntimeError for an unknown user's home folder.
         except (OSError, RuntimeError) as error:
             reason = describe_read_error(error) if isinstance(error, OSError) else error
             raise InputError(f"input {item} can't be found: {reason}") from error
@@ -138,32 +139,41 @@ def find_sources(
 
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
-    """A message if "stdlib" is an input and also the name of an existing file or folder, or if a
-    folder has links to folders that are neither searched nor inputs; otherwise ""."""
+    """Return a message if "stdlib" is an input and there is also a file or folder of that name, or
+    if a folder contains links to folders, which are not searched unless they are inputs. Otherwise
+    return ""."""
     if STANDARD_LIBRARY in map(str, inputs) and Path(STANDARD_LIBRARY).exists():
-        return "stdlib is Python's standard library; for what lies here under that name: ./stdlib"
-    # Unlike `Path.expanduser`, this raises nothing for the home folder of an unknown user.
+        return (
+            "stdlib means Python's standard library; use ./stdlib for the file or folder of "
+            "that name"
+        )
+    # Unlike `Path.expanduser`, this does not raise for an unknown user's home folder.
     folders = [os.path.expanduser(item) for item in inputs]
     named = {os.path.realpath(folder) for folder in folders}
     linked = [link for folder in folders for link in _linked_folders(folder, named)]
     if not linked:
         return ""
     more = f" and {len(linked) - 1:,} more" if len(linked) > 1 else ""
-    return f"{linked[0]}{more}: links to folders are not searched; name the folders as inputs, too"
+    return f"{linked[0]}{more}: links to folders are not searched; add the folders as inputs"
 
 
 def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
     if not item:
-        raise InputError("an input is empty: name a file, a folder, a glob, `stdlib` or `hf:NAME`")
+        raise InputError(
+            "an input is empty: specify a file, a folder, a glob, `stdlib` or `hf:NAME`"
+        )
     if item == STANDARD_LIBRARY and suffixes == SUFFIXES:
         return _standard_library()
     if item.startswith("hf:"):
         if not item[3:].partition(":")[0]:
-            raise InputError("hf: needs a dataset's name, for instance hf:roneneldan/TinyStories")
+            raise InputError(
+                "hf: requires the name of a dataset, for example hf:roneneldan/TinyStories"
+            )
         return [DataSource(name=item, dataset=item[3:])]
     if item.startswith("random:"):
         raise InputError(
-            f"{item} makes random tokens, not text: give it alone to firstlight prepare"
+            f"{item} stands for random tokens, not text: use it as the only input of firstlight "
+            "prepare"
         )
     path = Path(item).expanduser()
     if path.is_dir():
@@ -186,7 +196,8 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
 
 
 def missing_input(item: str) -> str:
-    """The message about an input that is neither a file nor a folder, nor another kind of input."""
+    """Return the message about an input that is neither a file nor a folder nor any other kind of
+    input."""
     path = Path(item).expanduser()
     if kind := special_kind(path):
         return special_input(item, kind)
@@ -194,30 +205,33 @@ def missing_input(item: str) -> str:
         return url_input(item)
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     return (
-        f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}: name files, folders, "
-        "globs, `stdlib` or `hf:NAME`"
+        f"{item} does not exist{nearest(path.name, [*siblings, 'stdlib'])}: specify files, "
+        "folders, globs, `stdlib` or `hf:NAME`"
     )
 
 
 def url_input(item: str) -> str:
-    """The message about an INPUT that is a URL."""
-    return f"{item} is a URL: download it, with curl -LO {shlex.quote(item)}, and name the file"
+    """Return the message about an INPUT that is a URL."""
+    return (
+        f"{item} is a URL: download it with curl -LO {shlex.quote(item)} and use the file as input"
+    )
 
 
 def special_input(item: str, kind: str) -> str:
-    """The message about an INPUT of a `special_kind`."""
+    """Return the message about an INPUT that has a `special_kind`."""
     text = shlex.quote(f"{Path(item).name}.txt")
-    advice = "name a file or a folder of texts"
+    advice = "specify a file or a folder of texts"
     if kind == "pipe":
         advice = (
-            "inputs are read more than once, so write its text to a file with "
-            f"cat {shlex.quote(item)} > {text}, and name that file"
+            "inputs are read more than once, so write its text to a file with cat "
+            f"{shlex.quote(item)} > {text}, and use that file"
         )
     return f"{item} is a {kind}, neither a file nor a folder: {advice}"
 
 
 def special_kind(path: Path) -> str:
-    """ "pipe", "socket", "device" or "broken link"; "" for a file, a folder and a missing path."""
+    """Return "pipe", "socket", "device" or "broken link", or "" for a file, a folder or a missing
+    path."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -228,21 +242,22 @@ def special_kind(path: Path) -> str:
 
 
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
-    """The message about a folder without a file of a supported kind."""
+    """Return the message about a folder without supported files."""
     others = unread_files([folder], suffixes)
     if not others:
-        return f"folder {item} holds no {_kinds(suffixes)}: put some there"
+        return f"folder {item} contains no {_kinds(suffixes)}: add some"
     counts = by_ending(others)
     first = next(file for file in others if _unread_kind(file) == next(iter(counts)))
     what = _kinds(suffixes).partition(" (")[0]
-    there = f"folder {item} holds no {what}; it has {_counted(counts)}"
-    return f"{there}: {'put texts there' if special_kind(first) else _unread(first, suffixes)}"
+    there = f"folder {item} contains no {what}; it has {_counted(counts)}"
+    return f"{there}: {'add some texts' if special_kind(first) else _unread(first, suffixes)}"
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
-    """The kind of a file that can't be read, and advice on how to convert it, for a message."""
+    """Return the type of a file that can't be read, with advice on how to convert it, for a
+    message."""
     if suffixes != SUFFIXES:
-        return f"{path} is of an unknown kind: known are {_RECORD_KINDS}"
+        return f"{path} has an unknown type: supported are {_RECORD_KINDS}"
     kind = kind_of(path, _ending(path.name.lower()))
     return f"{path} is {kind.name}: {kind.advice(path)} (firstlight reads {READ_KINDS})"
 
@@ -253,8 +268,8 @@ def _kinds(suffixes: tuple[str, ...]) -> str:
 
 
 def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """The files of no supported kind in the folders and globs among INPUTs, except hidden files;
-    pipes, sockets, devices and broken links, too.
+    """Return the unsupported files in the folders and globs among INPUTs, including pipes, sockets,
+    devices and broken links, but not hidden files.
 
     Raises:
         InputError: a folder can't be read.
@@ -266,17 +281,17 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
         elif not path.exists() and any(character in str(path) for character in "*?["):
             names = glob.glob(str(path), recursive=True)
             found.update(Path(name) for name in names if not os.path.isdir(name))
-    # Unlike `Path.resolve`, this raises nothing for links that lead in a circle.
+    # Unlike `Path.resolve`, this does not raise for cyclic links.
     others = {os.path.realpath(file): file for file in found if not _is_read(file, suffixes)}
     return sorted(others.values())
 
 
 def neutral_name(item: str) -> str:
-    """The name of an input without this machine's folders and without secrets.
+    """Return the name of an input without local folder names and secrets.
 
-    Of an absolute path, a path that begins with `~`, `..` or `./`, and a file:// URL, this is the
-    last part. Of another URL it is all but user, password, query and fragment. Names of datasets
-    and other relative paths are returned unchanged.
+    For an absolute path, a path that begins with `~`, `..` or `./`, or a file:// URL, this is the
+    last part. For another URL, it is everything except user, password, query and fragment. Names of
+    datasets and other relative paths are returned unchanged.
     """
     if "://" in item:
         url = urlsplit(item)
@@ -289,16 +304,18 @@ def neutral_name(item: str) -> str:
 
 
 def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[str] = ()) -> None:
-    """Write `sources.json`: the `neutral_name` of each INPUT of a prepared corpus. Without inputs
-    nothing is written.
+    """Write `sources.json`, which contains the `neutral_name` of each INPUT of a prepared corpus.
+    Nothing is written if there are no inputs.
 
-    The names are not in the manifest, because the manifest identifies the data, which do not depend
-    on names. "cleaned" is there since texts are cleaned unless the options have --as-is.
+    The names are not in the manifest, because it identifies the data, which does not depend on
+    names. The key "cleaned" exists since the version in which texts are cleaned unless the options
+    include --as-is.
 
     Args:
         folder: the folder of the corpus.
         inputs: the INPUTs (see `find_sources`).
-        options: options of `firstlight prepare` for reading the inputs, which the manifest lacks.
+        options: options of `firstlight prepare` for reading the inputs that are not in the
+            manifest.
 
     Raises:
         StorageError: a file system error.
@@ -310,8 +327,9 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 
 def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
-    """(names, options, True) that `write_sources` wrote, with False if it was that of a version
-    that read texts unchanged, as with --as-is; ([], [], True) if there is no such file."""
+    """Read the file of `write_sources`; return (names, options, True), or False as the last item if
+    it was written by a version that read texts unchanged, as with --as-is. The result is ([], [],
+    True) if there is no such file."""
     try:
         found = read_json(folder / SOURCES_NAME)
     except InputError:
@@ -324,19 +342,19 @@ def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
 
 
 def by_ending(files: Sequence[Path]) -> dict[str, int]:
-    """Number of files with each ending (in lower case, "" for none) or of each `special_kind`, most
-    frequent first."""
+    """Count files by suffix (in lower case, "" for none) or `special_kind`, most frequent first."""
     counts = Counter(map(_unread_kind, files))
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _unread_kind(file: Path) -> str:
-    """The `special_kind` of a file that is not read, or its ending."""
+    """Return the `special_kind` of an unread file, or else its suffix."""
     return special_kind(file) or _ending(file.name.lower())
 
 
 def _ending(name: str) -> str:
-    """The last ending of a file's name; of a compressed file also the one before it: .tar.gz."""
+    """Return the suffix of a file name; for a compressed file, also the suffix before it, as in
+    .tar.gz."""
     stem, dot, last = name.rpartition(".")
     if not stem or not dot or not last.isalnum() or len(last) > 10:
         return ""
@@ -346,8 +364,8 @@ def _ending(name: str) -> str:
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """`by_ending` in words, "7 .pdf, 2 without an ending", with commands that convert such files to
-    text."""
+    """Describe the result of `by_ending` in words, as in "7 .pdf, 2 without a suffix", with
+    commands that convert such files to text."""
     kinds = (kind_by_ending(end) for end in unread)
     ways = [
         kind.advice(Path(f"FILE{end}"))
@@ -359,13 +377,14 @@ def listed(unread: Mapping[str, int]) -> str:
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    shown = [f"{count:,} {end or 'without an ending'}" for end, count in counts.items()]
+    shown = [f"{count:,} {end or 'without a suffix'}" for end, count in counts.items()]
     rest = [f"{len(shown) - _SHOWN_ENDINGS} more kinds"] if len(shown) > _SHOWN_ENDINGS else []
     return ", ".join([*shown[:_SHOWN_ENDINGS], *rest])
 
 
 def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """True if a file has one of the endings or, with the default endings, if it is text."""
+    """Return True if a file has one of the suffixes or, with the default suffixes, if it is
+    text."""
     # Opening a pipe would wait for a writer.
     if not path.is_file():
         return False
@@ -384,7 +403,7 @@ def _files_under(folder: Path) -> Iterator[Path]:
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
         if set(names) >= _RUN_FILES:
-            # The samples and metrics of a run are JSONL files, but not text to train on.
+            # The samples and metrics of a run are JSONL files, but are not text to train on.
             folders.clear()
             continue
         folders[:] = _searched(folders)
@@ -397,13 +416,13 @@ def _files_under(folder: Path) -> Iterator[Path]:
 
 
 def _searched(folders: Sequence[str]) -> list[str]:
-    """The names of the folders in a folder that are searched."""
+    """Return the names of the subfolders to search."""
     return [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
 
 
 def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
-    """The links in a folder to folders that are not among `named`. `_files_under` does not follow
-    them, since they may lead in a circle."""
+    """Yield the links in a folder to folders that are not in `named`. `_files_under` does not
+    follow links, since they may be cyclic."""
     for root, folders, _ in os.walk(folder):
         folders[:] = _searched(folders)
         links = (Path(root) / name for name in folders if (Path(root) / name).is_symlink())
@@ -411,7 +430,7 @@ def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
 
 
 def _standard_library() -> list[DataSource]:
-    """The .py files of the running interpreter's standard library, without its tests."""
+    """Return the .py files of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -426,12 +445,13 @@ def _standard_library() -> list[DataSource]:
 
 
 def holds_one_document(source: DataSource) -> bool:
-    """True if a source is a text file, which is one document."""
+    """Return True if a source is a text file, which is one document."""
     return source.path is not None and not source.name.lower().endswith(_MANY_DOCUMENTS)
 
 
 def without(sources: Sequence[DataSource], others: Sequence[DataSource]) -> list[DataSource]:
-    """The sources that are not among `others`: a file may be named in several ways."""
+    """Return the sources that are not in `others`, taking into account that a file can have several
+    names."""
     known = {_key(source) for source in others}
     return [source for source in sources if _key(source) not in known]
 
@@ -441,23 +461,24 @@ def _key(source: DataSource) -> str:
 
 
 def is_code(source: DataSource) -> bool:
-    """True if a source is a file of source code."""
+    """Return True if a source is a file of source code."""
     return source.path is not None and source.name.lower().endswith(compressed(*_CODE_SUFFIXES))
 
 
 def is_subtitles(source: DataSource) -> bool:
-    """True if a source is a file of subtitles."""
+    """Return True if a source is a file of subtitles."""
     return source.path is not None and source.name.lower().endswith(compressed(".srt", ".vtt"))
 
 
 def limited_sources(
     sources: Sequence[DataSource], most_bytes: int, kept: Sequence[DataSource] = ()
 ) -> list[DataSource]:
-    """Sources from which about `most_bytes` bytes of text are read in all.
+    """Limit the sources so that about `most_bytes` bytes of text are read in total.
 
-    If the files are larger together, an evenly spaced part of the small text files is taken, each
-    file whole, and the same fraction of every other file. A dataset, whose size is unknown, gets
-    the whole limit. The files among `kept` are taken in any case, with the limits they have there.
+    If the files are larger in total, an evenly spaced subset of the small text files is read
+    entirely, and the same fraction is read of every other file. A dataset, whose size is unknown,
+    gets the full limit. The files in `kept` are always included, with the limits that they have
+    there.
     """
     as_kept = {source.name: source for source in kept}
     known = [text_size(source) for source in sources]
@@ -466,7 +487,7 @@ def limited_sources(
         return [as_kept.get(source.name, source) for source in sources]
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # If the share is a fifth, every fifth small file is taken, beginning with the first file.
+    # If the share is a fifth, every fifth small file is included, starting with the first.
     due = 1.0 - share
     for source, size in zip(sources, known, strict=True):
         if holds_one_document(source) and 0 < size <= _WHOLE_BYTES:
@@ -483,13 +504,14 @@ def limited_sources(
 
 
 def text_size(source: DataSource) -> float:
-    """Estimated bytes of text in a file; 0 for a dataset."""
+    """Estimate the bytes of text in a file; 0 for a dataset."""
     packed = (*COMPRESSIONS[1:], ".parquet")
     return source.size * (_UNPACKED if source.name.lower().endswith(packed) else 1.0)
 
 
 def text_bytes(sources: Sequence[DataSource]) -> int | None:
-    """Bytes of the sources' files; None if the size of a source is not that of its text."""
+    """Return the total size of the sources' files in bytes, or None if the size of a source differs
+    from that of its text."""
     plain = (*TEXT_SUFFIXES, ".jsonl")
     if all(s.path is not None and s.path.suffix in plain for s in sources):
         return sum(source.size for source in sources)

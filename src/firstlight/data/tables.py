@@ -1,11 +1,11 @@
-"""Readers of tables: CSV and TSV (`read_table`), Parquet (`read_parquet`) and Arrow (`read_arrow`).
-Each row is one object. The memory that reading takes is bounded.
+"""Readers for tables: CSV and TSV (`read_table`), Parquet (`read_parquet`) and Arrow
+(`read_arrow`). Each row is one object. Memory use is bounded.
 
-Parquet can store a value that many rows share once: in a column's dictionary of values, or as a
-common prefix of texts (DELTA_BYTE_ARRAY). So a small file can hold more text than fits into memory.
-The header of a column's first page bounds the length of such a value. If the value may be long,
-either fewer rows are read at a time, or the rows share the value in memory, too (pyarrow's
-`read_dictionary`). Other texts are not read as dictionaries, because pyarrow then keeps all
+Parquet can store a value that many rows share only once: in a column's dictionary of values, or as
+a common prefix of texts (DELTA_BYTE_ARRAY). A small file can therefore contain more text than fits
+into memory. The header of a column's first page limits the length of such a value. If the value may
+be long, either fewer rows are read at a time, or the rows also share the value in memory (pyarrow's
+`read_dictionary`). Other texts are not read as dictionaries, because pyarrow would then keep all
 distinct texts of a row group in memory.
 """
 
@@ -32,23 +32,25 @@ from firstlight.errors import InputError, first_line, nearest
 
 #: Delimiters of .csv files. Spreadsheets write semicolons in locales whose decimal mark is a comma.
 _DELIMITERS = (",", ";", "\t")
-#: Most rows of a Parquet file that are read at a time. If memory allows fewer than `_FEW_ROWS`, the
-#: rows share values in memory instead.
+#: Maximum number of rows of a Parquet file that are read at a time. If memory allows fewer than
+#: `_FEW_ROWS`, the rows share values in memory instead.
 _BATCH_ROWS, _FEW_ROWS = 1024, 8
-#: The rows of a batch of more bytes than this are converted to objects one at a time.
+#: The rows of a batch with more bytes than this are converted to objects one at a time.
 _BATCH_BYTES = 1 << 24
-#: Most bytes of a column in a batch in which each row has its own copy of a value.
+#: Maximum size in bytes of a column in a batch in which each row has a separate copy of a value.
 _COPIED_BYTES = 1 << 26
-#: First bytes of a page's header, which hold its type and size; bytes of pyarrow's read buffer.
+#: Number of bytes at the beginning of a page header that contain its type and size, and size of
+#: pyarrow's read buffer in bytes.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: Bytes that a row, and an element of a list, count at least: in the file, they may take none.
+#: Minimum number of bytes counted for a row and for a list element, which may take no space in the
+#: file.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
 #: Values of Parquet's `PageType`: data page and data page v2; dictionary page.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 
 
 def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
-    """The error that no field is called `text_key`.
+    """Return the error for records without the field `text_key`.
 
     Args:
         names: the names of the fields.
@@ -60,30 +62,30 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
     listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return BadRecordError(
         "no_text",
-        f"no {what} '{text_key}'{nearest(text_key, names)} ({what}s: {listed or 'none'}): name the "
-        "one with the text with --text-key",
+        f"no {what} '{text_key}'{nearest(text_key, names)} ({what}s: {listed or 'none'}): "
+        "specify the field with the text with --text-key",
     )
 
 
 def read_table(
     file: IO[bytes], path: Path, text_key: str | None
 ) -> Generator[tuple[int, dict[str, str] | BadRecordError], None, None]:
-    """The rows of a table (RFC 4180) below its header.
+    """Yield the rows of a table (RFC 4180) below its header.
 
     Args:
         file: the table's bytes, decompressed.
-        path: the file. Its ending and size are used, and its name in messages.
+        path: the file, whose suffix and size are used, and whose name is used in messages.
         text_key: the column that is read; None reads all columns.
 
     Yields:
         (first line of the row; the row as {column: text}, or the reason why it is rejected).
     """
-    # csv has one limit for the process, none for each reader.
+    # csv has a single limit for the process instead of one per reader.
     csv.field_size_limit(largest_document(path))
     line = 0
     try:
         stream = utf8_stream(file, path)
-        # Invalid UTF-8 becomes lone surrogates, so that its row alone is rejected, not the file.
+        # Invalid UTF-8 becomes lone surrogates, so that only its row is rejected and not the file.
         text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         try:
             for line, found in _table_rows(text, path, text_key):
@@ -93,7 +95,7 @@ def read_table(
                 else:
                     yield line, found
         finally:
-            text.detach()  # the caller, who opened the file, closes it
+            text.detach()  # The caller opened the file and closes it.
     except EncodingProblem as problem:
         yield line + 1, BadRecordError(problem.reason, str(problem))
 
@@ -108,7 +110,7 @@ def _table_rows(
         yield 1, error
         return
     delimiter = _delimiter(first, path, text_key)
-    # The header may take several lines: a quoted name may hold a newline.
+    # The header may span several lines, because a quoted name may contain a newline.
     reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
@@ -143,15 +145,15 @@ def _table_rows(
 
 
 class _Lines:
-    """Iterator over the lines of a table, with a limit on the characters of a row.
+    """Iterator over the lines of a table, with a limit on the number of characters in a row.
 
     Args:
         text: the table.
-        most: largest number of characters of a row; a longer row raises BadRecordError.
+        most: maximum number of characters in a row; a longer row raises BadRecordError.
 
     Attributes:
-        row_characters: characters read of the current row, which the reader sets to 0 for a new
-            row: a quoted field may hold newlines, so a row may take several lines.
+        row_characters: number of characters read of the current row. The reader sets it to 0 for a
+            new row, because a row may span several lines if a quoted field contains newlines.
     """
 
     def __init__(self, text: io.TextIOWrapper, most: int) -> None:
@@ -174,9 +176,9 @@ class _Lines:
 
 
 def _delimiter(first: str, path: Path, text_key: str | None) -> str:
-    """The delimiter of a table: a tab for .tsv; otherwise the one with which the first line has the
-    column `text_key`, or for None those of conversations, or else the most frequent one in the
-    first line."""
+    """Return the delimiter of a table. It is a tab for .tsv. Otherwise, it is the delimiter with
+    which the first line has the column `text_key` (the columns of conversations if `text_key` is
+    None), or else the most frequent delimiter in the first line."""
     if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
         return "\t"
     for delimiter in _DELIMITERS:
@@ -190,7 +192,7 @@ def _delimiter(first: str, path: Path, text_key: str | None) -> str:
 
 
 def _damage(error: csv.Error, begin: int, end: int) -> str:
-    """The message about a row, in the lines `begin` to `end`, that csv can't read."""
+    """Return the message about a row in the lines `begin` to `end` that csv can't read."""
     lines = f" (lines {begin} to {end})" if end > begin else ""
     if "unexpected end" in str(error):
         return f"a quote is not closed{lines}"
@@ -198,8 +200,8 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
 
 
 def _undecoded(text: str) -> int | None:
-    """The first byte that is not UTF-8, from its lone surrogate (PEP 383); None if all bytes are
-    UTF-8."""
+    """Return the first byte that is not UTF-8, recovered from its lone surrogate (PEP 383), or None
+    if all bytes are UTF-8."""
     if text.isascii():
         return None
     found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)
@@ -212,7 +214,7 @@ def _undecoded(text: str) -> int | None:
 def read_parquet(
     path: Path, origin: str, text_key: str | None
 ) -> Iterator[tuple[int, Any | BadRecordError]]:
-    """The rows of a Parquet file as objects.
+    """Yield the rows of a Parquet file as objects.
 
     Args:
         path: the file.
@@ -247,13 +249,14 @@ def read_parquet(
             yield from enumerate(_rows_of(batches, path, most_rows), start=1)
     except arrow.ArrowException as error:
         raise InputError(
-            f"{origin} is not a readable Parquet file: {first_line(error)}: replace it, or leave "
-            "it out"
+            f"{origin} is not a readable Parquet file: {first_line(error)}: replace it, or "
+            "exclude it"
         ) from error
 
 
 def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordError]]:
-    """The rows of a file in Arrow's IPC format, as `datasets.Dataset.save_to_disk` writes it.
+    """Yield the rows of a file in Arrow's IPC format, as written by
+    `datasets.Dataset.save_to_disk`.
 
     Args, Yields, Raises: see `read_parquet`.
     """
@@ -267,7 +270,7 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
                 whole = arrow.ipc.open_file(file)
                 found = map(whole.get_batch, range(whole.num_record_batches))
             for batch in found:
-                # pyarrow trusts the offsets in the file, and reads outside of it if they are wrong.
+                # pyarrow trusts the offsets in the file, and reads out of bounds if they are wrong.
                 batch.validate(full=True)
                 yield batch
 
@@ -276,13 +279,12 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
     # A damaged column name may not be valid UTF-8.
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise InputError(
-            f"{origin} is not a readable Arrow file: {first_line(error)}: replace it, or leave it "
-            "out"
+            f"{origin} is not a readable Arrow file: {first_line(error)}: replace it, or exclude it"
         ) from error
 
 
 def _rows_of(batches: Iterable[Any], path: Path, most_rows: int) -> Iterator[Any]:
-    """The rows of batches of a file, of which `most_rows` at most are objects at a time."""
+    """Yield the rows of a file's batches, with at most `most_rows` rows as objects at a time."""
     arrow = optional("pyarrow", f"reading {path}")
     total = 0
     for batch in batches:
@@ -295,7 +297,7 @@ def _rows_of(batches: Iterable[Any], path: Path, most_rows: int) -> Iterator[Any
 
 
 def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list[str]]:
-    """The way to read a file in bounded memory.
+    """Plan how to read a file in bounded memory.
 
     Args:
         path: the file.
@@ -307,7 +309,7 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         memory)
 
     Raises:
-        InputError: no limit on the memory of a column can be given.
+        InputError: the memory for a column can't be limited.
         OSError: a column unpacks to far more than text does.
     """
     rows, shared = _BATCH_ROWS, []
@@ -318,10 +320,10 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
         encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
-        # pyarrow can share values of text columns only, and not those of DELTA encodings.
+        # pyarrow can share only values of text columns, and not with DELTA encodings.
         can_share = is_text and "DELTA" not in encodings
-        # For each row group, the bytes that one row's value may take; then the number of copies of
-        # the longest that fit into a batch.
+        # For each row group, the maximum size of one row's value; then the number of copies of the
+        # largest value that fit into a batch.
         longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
         if can_share and not is_nested and "." not in leaf.path:
             longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]
@@ -334,36 +336,39 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
                 shared.append(leaf.path)
             else:
                 rows = max(1, min(rows, copies))
-        # A row may hold any number of values of a nested column, so a limit on rows does not help.
+        # A row may contain any number of values of a nested column, so a limit on rows does not
+        # help.
         elif not is_text:
             require_unpacked_size(path, values * _width(leaf))
         elif can_share and copies < values:
             shared.append(leaf.path)
         elif copies < values:
             raise InputError(
-                f"column {leaf.path} of {path} is stored as {encodings}, in which a small file can "
-                "take any memory: write it with other encodings"
+                f"column {leaf.path} of {path} is stored as {encodings}, with which a small file "
+                "can take unlimited memory: write it with other encodings"
             )
     return rows, shared
 
 
 def _width(leaf: Any) -> int:
-    """Bytes of a value of a column (`leaf`, a `ColumnSchema`) that does not hold texts."""
+    """Return the size in bytes of a value in a column (`leaf`, a `ColumnSchema`) that does not
+    contain texts."""
     if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
         return int(leaf.length)
     return 12 if leaf.physical_type == "INT96" else 8
 
 
 def _longest_shared(path: Path, chunk: Any) -> int:
-    """Upper bound on the bytes of a value that rows share, from the header of the first page.
+    """Return an upper bound on the size in bytes of a value that rows share, from the header of the
+    first page.
 
     Args:
         path: the Parquet file.
         chunk: metadata of a column in a row group (`ColumnChunkMetaData`).
 
     Returns:
-        the bytes of the dictionary's page; all bytes of the column for DELTA_BYTE_ARRAY or an
-        unreadable header; 0 if rows share no values
+        The size of the dictionary page; the size of the column for DELTA_BYTE_ARRAY or an
+        unreadable header; 0 if rows share no values.
     """
     offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
     with path.open("rb") as file:
@@ -375,17 +380,17 @@ def _longest_shared(path: Path, chunk: Any) -> int:
 
 
 def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
-    """The bytes of the longest text in a dictionary, which is read for this.
+    """Read a dictionary and return the size in bytes of its longest text.
 
     Args:
         path: the Parquet file.
         column: path of the column of texts.
         group: index of the row group.
-        page_bytes: bytes of the dictionary's page.
+        page_bytes: size of the dictionary page in bytes.
 
     Returns:
-        the bytes of the longest text; `page_bytes` if the exact number would not change the plan,
-        or if pyarrow does not return the whole dictionary
+        The size of the longest text, or `page_bytes` if the exact number would not change the plan
+        or if pyarrow does not return the complete dictionary.
     """
     if not _COPIED_BYTES // _BATCH_ROWS < page_bytes <= _COPIED_BYTES // _FEW_ROWS:
         return page_bytes
@@ -395,7 +400,7 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
         for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=[column]):
             texts = batch.column(0).dictionary
             sizes = compute.binary_length(texts)
-            # The page holds four bytes (the length) and the bytes of each text, if it is plain.
+            # A plain page contains four bytes (the length) and the bytes of each text.
             if 4 * len(texts) + (compute.sum(sizes).as_py() or 0) == page_bytes:
                 return int(compute.max(sizes).as_py())
             break
@@ -403,7 +408,8 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
 
 
 def _page_head(head: bytes) -> tuple[int | None, int]:
-    """(type of a page, bytes of the page once unpacked); the type is None for an invalid header.
+    """Return (type of a page, size of the unpacked page in bytes). The type is None for an invalid
+    header.
 
     These are the first two fields of the Thrift struct `PageHeader` in the compact protocol: each a
     byte 0x15 (next field, 32-bit integer) and a number in zigzag encoding, 7 bits in each byte.
@@ -427,7 +433,8 @@ def _page_head(head: bytes) -> tuple[int | None, int]:
 
 
 def _batch_rows(batch: Any) -> list[Any]:
-    """The rows of a batch as objects; a BadRecordError in place of a row with invalid UTF-8."""
+    """Convert the rows of a batch to objects, with a BadRecordError in place of a row with invalid
+    UTF-8."""
     arrow = optional("pyarrow", "reading Parquet")
     # Converting dictionaries of texts takes much longer than converting texts.
     for index, column in enumerate(batch.columns):
@@ -443,7 +450,8 @@ def _batch_rows(batch: Any) -> list[Any]:
 
 
 def _value_bytes(column: Any, arrow: Any) -> int:
-    """Bytes of a column's values. A text that rows share is counted once for each row."""
+    """Return the size of a column's values in bytes. A text that rows share is counted once per
+    row."""
     kind = column.type
     if arrow.types.is_dictionary(kind):
         compute = optional("pyarrow.compute", "reading Parquet")

@@ -1,6 +1,6 @@
-"""Loss, perplexity and bits per byte on a split of prepared data, or on a sample of its rows, and
-the loss by the position of a token in its row. The model, the data and the options of an evaluation
-are those of the model's training, unless others are given."""
+"""Loss, perplexity and bits per byte on a split of prepared data or on a sample of its rows, and
+the loss by token position. By default, a model is evaluated with the data and options of its
+training."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class RowOptions(TypedDict, total=False):
     """Options of `losses_of_rows` and `evaluate_split`.
 
     Attributes:
-        seq_len: tokens of a row.
-        batch_size: number of rows that are computed at a time; affects the speed only.
+        seq_len: number of tokens per row.
+        batch_size: number of rows per forward pass; affects only the speed.
         device: device of the model.
         document_masking: True lets tokens attend only to their own document, as in training with
             `data.document_masking`.
-        first_id: token id that is put before the split's very first token in order to predict that
-            token, too, so that all bytes of the text count; None leaves that token out.
+        first_id: token id that is inserted before the split's very first token, so that this token
+            is also predicted and all bytes of the text count. None skips that token.
         on_rows: function that is called after each batch with the numbers of completed and of all
             rows.
     """
@@ -73,7 +73,7 @@ def load_for_evaluation(
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
-        best: True takes a run folder's checkpoint with the lowest validation loss instead of the
+        best: True loads a run folder's checkpoint with the lowest validation loss instead of the
             newest.
 
     Raises:
@@ -85,19 +85,19 @@ def load_for_evaluation(
 
     def read(folder: Path) -> LoadedModel:
         loaded = load_model(folder, hardware.device, dtype=torch.float32)
-        # Read now, because an active run may delete the checkpoint later.
+        # Read the state now, because an active run may delete the checkpoint later.
         try:
             return dataclasses.replace(loaded, trained_on=trained_on(folder))
         except CheckpointError:
             require_kept(folder)
-            # The state is damaged: `_training_data` raises the error if it is needed.
+            # The state is damaged; `_training_data` raises the error if the state is needed.
             return loaded
 
     return read_model_folder(checkpoint, read, best=best)
 
 
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
-    """The model itself if `checkpoint` is a loaded model, else the result of `load_for_evaluation`.
+    """Return `checkpoint` if it is a loaded model, else the result of `load_for_evaluation`.
 
     Raises:
         ModelError: the loaded model's files have changed; see `LoadedModel.require_unchanged`.
@@ -116,20 +116,21 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
         loaded, data, split: see `evaluated_folder`.
 
     Raises:
-        DataError: the data consists of preference pairs; or see `evaluated_folder`.
+        DataError: the data consists of preference pairs, or another reason listed in
+            `evaluated_folder`.
     """
     folder = evaluated_folder(loaded, data, split)
     dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
     if dataset.kind == "preference":
         raise DataError(
-            f"{dataset.folder} holds preference pairs, whose loss is about two models: name text "
-            "or conversations with --data"
+            f"{dataset.folder} contains preference pairs, whose loss compares two models: use "
+            "--data to name a folder of texts or conversations"
         )
     return dataset
 
 
 def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
-    """The description of the data that the model was trained on; see `trained_on`.
+    """Return the description of the data that the model was trained on; see `trained_on`.
 
     Raises:
         CheckpointError: the model's checkpoint is deleted or damaged.
@@ -140,12 +141,13 @@ def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
 def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
-    """The options of an evaluation; arguments that are None get the values of training.
+    """Return the options of an evaluation, with the values of training for arguments that are None.
 
     Args:
         loaded: the model.
         dataset: the split to evaluate.
-        seq_len: tokens of a row; None is that of training, or else the context, 1,024 at most.
+        seq_len: number of tokens per row; None uses the value of training, or else the model's
+            context, but at most 1,024.
         document_masking: see `RowOptions`.
 
     Raises:
@@ -169,17 +171,17 @@ def options_of_training(
 def evaluated_folder(
     loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
 ) -> Path:
-    """The local folder of the data; data at a URL is downloaded.
+    """Return the local folder of the data, downloading it if it is at a URL.
 
     Args:
         loaded: the model.
-        data: a prepared folder or its URL; None is the data that the model was trained on.
-        split: name of the split that is needed.
+        data: a prepared folder or its URL; None uses the data that the model was trained on.
+        split: name of the split to download.
         progress: show a progress bar of the download.
 
     Raises:
-        DataError: `data` is None, and the model's training data is unknown or a mix of several; or
-            the data can't be downloaded.
+        DataError: `data` is None and the model's training data is unknown or a mix of several
+            corpora, or the data can't be downloaded.
         MissingDependencyError, StorageError: see `remote.local_folder`.
     """
     trained = _training_data(loaded)
@@ -188,11 +190,11 @@ def evaluated_folder(
     if location is None and isinstance(corpora, dict):
         raise DataError(
             f"{loaded.folder} was trained on a mix of {', '.join(map(str, corpora.values()))}: "
-            "name one of them with --data"
+            "choose one of them with --data"
         )
     if location is None:
         raise DataError(
-            f"{loaded.folder} does not say what it was trained on: name the data with --data"
+            f"the training data of {loaded.folder} is not recorded: name the data with --data"
         )
     return local_folder(location, (split,), progress=progress)
 
@@ -206,13 +208,13 @@ def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
     """
     if tokenizer_of(loaded).fingerprint != dataset.manifest["tokenizer_sha256"]:
         raise DataError(
-            f"{dataset.folder} was prepared with another tokenizer than that of {loaded.folder}: "
-            f"prepare it again with --tokenizer {loaded.folder}"
+            f"{dataset.folder} was prepared with a different tokenizer than that of "
+            f"{loaded.folder}: prepare it again with --tokenizer {loaded.folder}"
         )
     if dataset.manifest["vocab_size"] > loaded.model.config.vocab_size:
         raise DataError(
-            f"{dataset.folder} has ids up to {dataset.manifest['vocab_size'] - 1}, beyond the "
-            f"vocabulary of {loaded.model.config.vocab_size} of {loaded.folder}"
+            f"{dataset.folder} has token ids up to {dataset.manifest['vocab_size'] - 1}, but "
+            f"{loaded.folder} has a vocabulary of only {loaded.model.config.vocab_size} tokens"
         )
 
 
@@ -225,17 +227,17 @@ class Evaluation:
         perplexity: exp(loss); NaN for preference pairs.
         bits_per_byte: bits per byte of the split's UTF-8 text, comparable across tokenizers; NaN
             for preference pairs.
-        gzip_bits_per_byte: bits per byte by gzip -9 of all text of the split, also if only a sample
+        gzip_bits_per_byte: bits per byte of gzip -9 on all text of the split, even if only a sample
             of rows is evaluated; None if it was not recorded.
         tokens: number of predicted tokens.
         rows: number of evaluated rows.
-        total_rows: number of rows of the whole split.
+        total_rows: number of rows in the split.
         split: "val" or "train".
-        seq_len: tokens of a row.
+        seq_len: number of tokens per row.
         document_masking: True if tokens attended only to their own document.
-        loss_stderr: standard error of the loss as an estimate of the whole split's loss, for a
-            random sample of rows; see `scores.standard_error`. This and the other standard errors
-            are None if all rows were evaluated, or rows that were not drawn at random.
+        loss_stderr: standard error of the loss of a random sample of rows as an estimate of the
+            split's loss; see `scores.standard_error`. All standard errors are None if all rows were
+            evaluated or the rows were not drawn at random.
         perplexity_stderr: standard error of the perplexity, by the delta method.
         bits_per_byte_stderr: standard error of the bits per byte.
     """
@@ -256,19 +258,19 @@ class Evaluation:
 
 
 def evaluation_rows(total: int, limit: int) -> list[int]:
-    """The numbers of the rows to evaluate.
+    """Return the indices of the rows to evaluate.
 
     Args:
         total: number of rows of the split.
-        limit: largest number of rows, spread evenly over the split; 0 is all.
+        limit: maximum number of rows, spread evenly over the split; 0 means all.
     """
     if limit == 0 or limit >= total:
         return list(range(total))
     return [i * total // limit for i in range(limit)]
 
 
-# Not inference_mode: if this is a run's first forward pass, FSDP2 allocates tensors in it that
-# training uses afterwards.
+# inference_mode can't be used: if this is a run's first forward pass, FSDP2 allocates tensors in it
+# that training uses afterwards.
 @torch.no_grad()
 @varying_lengths()
 def losses_of_rows(
@@ -277,16 +279,16 @@ def losses_of_rows(
     rows: Sequence[int],
     **options: Unpack[RowOptions],
 ) -> list[RowLoss]:
-    """The losses of rows, computed by this process alone.
+    """Return the losses of rows, computed by this process alone.
 
     Args:
         loss_sum: see `evaluate_split`.
         dataset: the split.
-        rows: numbers of the rows, ascending.
+        rows: indices of the rows, ascending.
         options: see `RowOptions`.
 
     Returns:
-        The loss of each row; or of each batch, if `loss_sum` returns one sum for a batch.
+        The loss of each row, or of each batch if `loss_sum` returns one sum per batch.
     """
     seq_len = options["seq_len"]
     batch_size = options["batch_size"]
@@ -306,7 +308,7 @@ def losses_of_rows(
             losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
         if on_rows is not None:
             on_rows(start + len(part), len(rows))
-    # Row 0 predicts from the split's second token on: the first one is predicted from `first_id`.
+    # Row 0 predicts all tokens but the split's first, which is predicted from `first_id`.
     if rows and rows[0] == 0 and dataset.predicts_first(first_id):
         input_ids = torch.tensor([[first_id]], device=device)
         labels = torch.from_numpy(dataset[0:1])[None].to(device)
@@ -328,20 +330,20 @@ def evaluate_split(
     """Evaluate non-overlapping rows. Every token is predicted once, from the tokens before it in
     its row; with document masking, only from those in the same document.
 
-    Bits per byte assume for tokens that are not predicted the mean loss of the others. Losses of
-    rows are added without rounding. A row's own loss depends in the last digits of fp32 on its
-    batch: results with different batch sizes agree to a relative 1e-6.
+    Bits per byte assume the mean loss for tokens that are not predicted. Losses of rows are added
+    without rounding. The last fp32 digits of a row's loss depend on its batch: results with
+    different batch sizes agree to a relative 1e-6.
 
     Args:
         loss_sum: function from input_ids and labels, int64 [B, T], and with document masking
             document_ids, to the summed loss in nats: a scalar [] for the batch, or [B] for its
             rows.
         dataset: the split.
-        rows: numbers of the evaluated rows, ascending; None is all.
-        drawn: True gives the result standard errors, for rows drawn at random and a loss function
-            that returns each row's loss.
-        rank, processes: number of this process, and number of processes that share the batches.
-            All get the result, which is the same as that of one process.
+        rows: indices of the evaluated rows, ascending; None means all.
+        drawn: True if the rows were drawn at random, which adds standard errors to the result.
+            Requires a loss function that returns the loss of each row.
+        rank, processes: rank of this process and number of processes that share the batches. All
+            processes get the same result, which equals that of a single process.
         options: see `RowOptions`.
 
     Raises:
@@ -354,8 +356,8 @@ def evaluate_split(
     losses = _shared_losses(loss_sum, dataset, chosen, rank, processes=processes, options=options)
     if not any(row.tokens for row in losses):
         raise DataError(
-            f"the evaluated rows of {dataset.folder} hold no token to predict: "
-            "its documents are of one token each; evaluate without document masking"
+            f"the evaluated rows of {dataset.folder} contain no token to predict, because each "
+            "document has only one token: evaluate without document masking"
         )
     error = standard_error(losses, total) if drawn and 2 <= len(chosen) < total else None
     bits_a_nat = dataset.bits_a_nat(document_masking=masking, first_id=options.get("first_id"))
@@ -372,7 +374,8 @@ def evaluate_split(
         split=dataset.split,
         seq_len=seq_len,
         document_masking=masking,
-        # The standard error of a function of the loss is that of the loss, times its derivative.
+        # Delta method: the standard error of a function of the loss is that of the loss times the
+        # derivative.
         loss_stderr=error,
         perplexity_stderr=None if error is None else perplexity * error,
         bits_per_byte_stderr=None if error is None else error * bits_a_nat,
@@ -388,7 +391,7 @@ def _shared_losses(
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:
-    """The losses of all rows on all processes, where each row is computed by one process."""
+    """Return the losses of all rows on all processes, where each row is computed by one process."""
     own, extra = _own_batches(rows, options["batch_size"], rank, processes)
     losses = losses_of_rows(loss_sum, dataset, own, **options)
     if extra:
@@ -402,9 +405,9 @@ def _shared_losses(
 def _own_batches(
     rows: list[int], batch_size: int, rank: int, processes: int
 ) -> tuple[list[int], list[int]]:
-    """This rank's rows, and the rows of one uncounted batch, [] unless other ranks have one batch
-    more: with a sharded model, all ranks need the same number of forward passes, because they
-    gather each layer together."""
+    """Return this rank's rows and the rows of an uncounted batch, which is [] unless other ranks
+    have one more batch. With a sharded model, all ranks need the same number of forward passes,
+    because they gather each layer together."""
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     own = batches[rank::processes]
     most = -(-len(batches) // processes)
@@ -413,8 +416,8 @@ def _own_batches(
 
 
 def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
-    """The losses of all processes, by row. Processes of a tensor-parallel group have the same rows,
-    each of which is counted once."""
+    """Return the losses of all processes, sorted by row. Processes of a tensor-parallel group have
+    the same rows; each row is counted once."""
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
     found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
     return [found[row] for row in sorted(found)]
@@ -434,21 +437,21 @@ def evaluate(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Loss, perplexity and bits per byte of a model on a split, or estimates with standard errors
-    from a random sample of its rows.
+    """Evaluate a model's loss, perplexity and bits per byte on a split, or estimate them with
+    standard errors from a random sample of its rows.
 
     Args:
-        checkpoint: a folder or hub id as for `firstlight.load`, or the model that it returned.
-        data: a prepared folder or its URL; None is the data that the model was trained on.
+        checkpoint: a folder or hub id as in `firstlight.load`, or the model that it returned.
+        data: a prepared folder or its URL; None uses the data that the model was trained on.
         split: "val" or "train".
-        sample: number of rows, drawn at random without replacement; None, or at least the number of
-            rows, evaluates the whole split.
+        sample: number of rows, drawn at random without replacement. None, or a number that is not
+            below the number of rows, evaluates the entire split.
         seed: seed of the sample.
         seq_len: tokens of a row; None is that of training, or else the model's context, 1,024 at
             most.
-        batch_size: number of rows that are computed at a time.
-        document_masking: True lets tokens attend only to their own document; None is as in
-            training. Different conversations never attend to each other.
+        batch_size: number of rows per forward pass.
+        document_masking: True lets tokens attend only to their own document; None uses the setting
+            of training. Different conversations never attend to each other.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         on_rows: function that is called after each batch with the numbers of completed and of all
             rows.
@@ -467,7 +470,10 @@ def evaluate(
     options = options_of_training(loaded, dataset, seq_len, document_masking)
     limit = loaded.model.config.max_position_embeddings
     if options["seq_len"] > limit:
-        raise DataError(f"seq_len {options['seq_len']} is more than the model's context of {limit}")
+        raise DataError(
+            f"seq_len {options['seq_len']} exceeds the model's context of {limit}: choose a "
+            "smaller seq_len"
+        )
     options |= {"batch_size": batch_size, "on_rows": on_rows}
     total = dataset.num_rows(options["seq_len"])
     rows = None if sample is None else sampled_rows(total, sample, seed)
@@ -475,12 +481,13 @@ def evaluate(
     result = evaluate_split(losses, dataset, rows=rows, drawn=rows is not None, **options)
     if not math.isfinite(result.loss):
         raise ModelError(
-            f"the loss of {loaded.folder} is {result.loss}: its weights are not all finite numbers"
+            f"the loss of {loaded.folder} is {result.loss}: its weights are damaged or it has "
+            "diverged, so use another checkpoint"
         )
     return result
 
 
-#: Number of ranges of positions, each with a loss of its own.
+#: Number of ranges of positions for which a loss is computed.
 _STRETCHES = 16
 
 
@@ -490,8 +497,8 @@ class PositionLoss:
 
     Attributes:
         first, last: first and last position of the range. The position of a prediction is that of
-            the input token at which it is made, counted from 0 in the row, or with document masking
-            in the document.
+            the input token at which it is made, counted from 0 in the row, or in the document with
+            document masking.
         tokens: number of predicted tokens.
         loss: mean cross-entropy in nats per token.
         perplexity: exp(loss).
@@ -509,9 +516,9 @@ class ByPosition:
     """A model's loss by position.
 
     Attributes:
-        seq_len: tokens of a row.
+        seq_len: number of tokens per row.
         document_masking: True if tokens attended only to their own document.
-        stretches: losses of the ranges of positions, in ascending order.
+        stretches: losses of the position ranges, in ascending order.
     """
 
     seq_len: int
@@ -532,7 +539,7 @@ def evaluate_by_position(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> ByPosition:
-    """The loss in each of 16 equal ranges of positions; ranges without tokens are left out.
+    """Evaluate the loss in each of 16 equal ranges of positions. Ranges without tokens are omitted.
 
     The arguments are those of `evaluate`, except that for a model with rotary position embeddings
     `seq_len` may be longer than its context.
@@ -547,8 +554,8 @@ def evaluate_by_position(
     length, limit = options["seq_len"], model.config.max_position_embeddings
     if length > limit and not model.config.has_rotary:
         raise ConfigError(
-            f"seq_len {length} is more than the context of {limit}, and {model.config.model_type} "
-            "models have no positions beyond it"
+            f"seq_len {length} exceeds the context of {limit}, and {model.config.model_type} "
+            "models have no positions beyond it: choose a smaller seq_len"
         )
     total = dataset.num_rows(length)
     rows = list(range(total)) if sample is None else sampled_rows(total, sample, seed)
@@ -561,10 +568,11 @@ def evaluate_by_position(
         if on_rows is not None:
             on_rows(start + len(part), len(rows))
     if not counts.any():
-        raise DataError(f"the evaluated rows of {dataset.folder} hold no token to predict")
+        raise DataError(f"the evaluated rows of {dataset.folder} contain no token to predict")
     if not sums.isfinite().all():
         raise ModelError(
-            f"the loss of {loaded.folder} is not a number: its weights are not all finite numbers"
+            f"the loss of {loaded.folder} is not finite: its weights are damaged or it has "
+            "diverged, so use another checkpoint"
         )
     return ByPosition(length, masking, _stretches(sums, counts))
 
@@ -574,8 +582,8 @@ def evaluate_by_position(
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss, fp64 [T], and the number of predicted tokens, int64 [T], at each position,
-    on the CPU.
+    """Return the summed loss, fp64 [T], and the number of predicted tokens, int64 [T], at each
+    position, on the CPU.
 
     Args:
         model: the model.
@@ -593,7 +601,7 @@ def _sums_by_position(
 
 
 def _stretches(sums: Tensor, counts: Tensor) -> list[PositionLoss]:
-    """The losses of ranges of positions of nearly equal length, from the results [T] of
+    """Return the losses of position ranges of nearly equal length, from the results [T] of
     `_sums_by_position`."""
     number = min(_STRETCHES, len(sums))
     edges = [len(sums) * i // number for i in range(number + 1)]

@@ -1,8 +1,8 @@
-"""Scores of texts: losses of rows, log-likelihoods of continuations, and results of tasks with
-their standard errors.
+"""Scores of texts: losses of rows, log-likelihoods of continuations, and task results with standard
+errors.
 
-Sums are computed by `math.fsum`, which rounds only once. So the sum over rows has the same bits for
-any order of the rows and any distribution over processes.
+Sums are computed by `math.fsum`, which rounds only once. The sum over rows is therefore bitwise
+identical for any order of the rows and any distribution over processes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from firstlight.tokenizer import Tokenizer
 
 
 def perplexity_of(loss: float) -> float:
-    """exp(loss); of a diverged model's loss, whose perplexity would overflow, a large number."""
+    """Return exp(loss), or a large number if that would overflow because the model has diverged."""
     return math.exp(min(loss, 700.0))
 
 
 def row_losses(model: Model) -> LossFunction:
-    """A loss function that returns the summed loss of each row in nats, fp64 [B], instead of one
-    sum for the batch. It has the logits of the whole batch, [B, T, V], in memory at once.
+    """Return a loss function that returns the summed loss of each row in nats, fp64 [B], instead of
+    one sum for the batch. It materialises the logits of the entire batch, [B, T, V].
     """
 
     def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -45,7 +45,8 @@ def row_losses(model: Model) -> LossFunction:
 def token_losses(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None
 ) -> Tensor:
-    """The loss of each token in nats, [B, T], in fp32 or wider; 0 where a label is -100.
+    """Return the loss of each token in nats, [B, T], in fp32 or wider; it is 0 where the label is
+    -100.
 
     Args:
         model: the model.
@@ -63,12 +64,12 @@ def token_losses(
 
 @dataclass(frozen=True)
 class TokenPair:
-    """The token ids of a context and of its continuation.
+    """Token ids of a context and of its continuation.
 
     Attributes:
         context: token ids of the context, at least one.
-        continuation: token ids of the continuation: at least one, at most as many as the model's
-            context length.
+        continuation: token ids of the continuation, at least one and at most the model's context
+            length.
     """
 
     context: tuple[int, ...]
@@ -81,7 +82,7 @@ class Likelihood:
 
     Attributes:
         logprob: natural logarithm of its probability.
-        is_greedy: True if each of its tokens is the most probable one, as in greedy decoding.
+        is_greedy: True if each of its tokens is the most probable token, as in greedy decoding.
     """
 
     logprob: float
@@ -91,8 +92,8 @@ class Likelihood:
 def encode_choices(
     tokenizer: Tokenizer, context: str, continuations: Sequence[str]
 ) -> list[TokenPair]:
-    """Encode a context with each of several continuations, in the same way as
-    lm-evaluation-harness (`TemplateLM._encode_pair`).
+    """Encode a context with each of several continuations, like lm-evaluation-harness
+    (`TemplateLM._encode_pair`).
 
     White space at the end of the context is moved to the continuation. Context and continuation are
     encoded as one text; if the context alone has n tokens, the continuation is everything after the
@@ -100,8 +101,8 @@ def encode_choices(
 
     Args:
         tokenizer: the model's tokenizer.
-        context: a text that is not empty.
-        continuations: texts with their leading space.
+        context: non-empty text.
+        continuations: texts including their leading space.
     """
     stripped = context.rstrip()
     moved = context[len(stripped) :]
@@ -121,18 +122,19 @@ def likelihoods(
     batch_size: int,
     on_pairs: Callable[[int, int], None] | None = None,
 ) -> list[Likelihood]:
-    """The log-likelihood of each continuation: the sum of the log-probabilities of its tokens.
+    """Return the log-likelihood of each continuation: the sum of the log-probabilities of its
+    tokens.
 
     If context and continuation don't fit into the model's context length, the context is truncated
     from the left. A context that several continuations share is computed once, and contexts of the
-    same length are computed together. In the last digits of fp32 the result differs from that of a
+    same length are computed together. The result differs in the last fp32 digits from that of a
     separate pass over each pair.
 
     Args:
         model: a model in evaluation mode.
         pairs: contexts and continuations.
-        batch_size: largest number of continuations that are computed at a time (those of one
-            context are never split); affects the speed only.
+        batch_size: maximum number of continuations per forward pass (continuations of one context
+            are never split); affects only the speed.
         on_pairs: function that is called after each batch with the numbers of completed and of all
             pairs; it may raise an error.
 
@@ -152,13 +154,13 @@ _Batch = list[tuple[tuple[int, ...], list[int]]]
 
 
 def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterator[_Batch]:
-    """Group pairs into batches. The longest contexts come first, so that running out of memory
-    shows at once."""
+    """Group pairs into batches. The longest contexts come first, so that an out-of-memory error
+    occurs early."""
     by_context: dict[tuple[int, ...], list[int]] = {}
     for number, pair in enumerate(pairs):
         assert pair.context
         assert 0 < len(pair.continuation) <= limit
-        # The last token is only predicted, and needs no position.
+        # The last token is only predicted and needs no position.
         room = limit + 1 - len(pair.continuation)
         by_context.setdefault(pair.context[-room:], []).append(number)
     batch: _Batch = []
@@ -173,21 +175,21 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
 
 
 def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int, Likelihood]:
-    """The likelihoods of a batch's pairs, by index of the pair."""
+    """Return the likelihoods of a batch's pairs, by index of the pair."""
     parameter = next(model.parameters())
     device = parameter.device
     numbers = [number for _, others in batch for number in others]
     context_of = [row for row, (_, others) in enumerate(batch) for _ in others]
     contexts = torch.tensor([context for context, _ in batch], device=device)
     targets, valid = _padded([pairs[number].continuation for number in numbers], device)
-    # All but the last token of each context go into the cache once. The last token predicts the
-    # first one of each continuation, so it is computed with the continuations.
+    # All but the last token of each context are added to the cache once. The last token predicts
+    # the first token of each continuation, so it is computed with the continuations.
     before, last = contexts[:, :-1], contexts[context_of, -1:]
     shared, longest = before.shape[1], targets.shape[1]
     cache = model.make_cache(len(numbers), shared + longest, parameter.dtype)
     if shared:
         once = model.make_cache(len(batch), shared, parameter.dtype)
-        # Length-dependent position embeddings must be those of the whole texts in both passes.
+        # Both passes must use the length-dependent position embeddings of the full texts.
         cache.least_length = once.least_length = shared + longest
         model(before, cache=once, logits_to_keep=1)
         cache.begin_with(once, torch.tensor(context_of, device=device))
@@ -196,14 +198,17 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
     logprobs_BT = logits_BTV.log_softmax(-1, dtype=wide).gather(-1, targets[..., None])[..., 0]
     sums = logprobs_BT.double().where(valid, 0.0).sum(1)
     if not sums.isfinite().all():
-        raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
+        raise ModelError(
+            "the model's outputs are not finite: its weights are damaged or it has diverged, so "
+            "use another checkpoint"
+        )
     greedy = ((logits_BTV.argmax(-1) == targets) | ~valid).all(1)
     return dict(zip(numbers, map(Likelihood, sums.tolist(), greedy.tolist()), strict=True))
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids of several rows, padded with 0 to int64 [B, T], and the mask of positions that are
-    not padding, bool [B, T]."""
+    """Pad the token ids of several rows with 0 to int64 [B, T]; return them with the mask of
+    positions that are not padding, bool [B, T]."""
     longest = max(map(len, rows))
     ids = [[*row, *[0] * (longest - len(row))] for row in rows]
     lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -220,7 +225,7 @@ class Metric:
 
     Attributes:
         value: value of the metric.
-        stderr: its standard error; None if there is none.
+        stderr: its standard error; None if it has none.
     """
 
     value: float
@@ -234,8 +239,8 @@ class TaskResult:
     Attributes:
         task: name of the task.
         metrics: metrics by name, such as `acc`.
-        items: number of scored items; None for a group of tasks.
-        chat_template: True if the items were rendered by the model's chat template.
+        items: number of scored items; None for a task group.
+        chat_template: True if the items were rendered with the model's chat template.
     """
 
     task: str
@@ -244,12 +249,13 @@ class TaskResult:
     chat_template: bool = False
 
     def __str__(self) -> str:
-        """`hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ± 0.01`."""
+        """Return `hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ± 0.01`."""
         shown = (f"{n} {with_error(m.value, m.stderr)}" for n, m in self.metrics.items())
         return f"{self.task}: {', '.join(shown)}"
 
     def figures(self) -> dict[str, float | None]:
-        """The values and standard errors of all metrics: `{"acc": ..., "acc_stderr": ...}`."""
+        """Return the values and standard errors of all metrics: `{"acc": ..., "acc_stderr":
+        ...}`."""
         found: dict[str, float | None] = {}
         for name, metric in self.metrics.items():
             found |= {name: metric.value, f"{name}_stderr": metric.stderr}
@@ -257,16 +263,16 @@ class TaskResult:
 
 
 class Task(Protocol):
-    """A task that is ready to be scored: its items are loaded, and checked against the model."""
+    """A task that is ready to be scored: its items are loaded and checked against the model."""
 
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """Score a model. A group of tasks has several results.
+        """Score a model. A task group has several results.
 
         Args:
             loaded: a model with the tokenizer and context length for which the task was prepared.
-            batch_size: number of texts that are computed at a time; affects the speed only.
+            batch_size: number of texts per forward pass; affects only the speed.
             on_texts: function that is called after each batch.
 
         Raises:
@@ -279,7 +285,7 @@ class RowLoss:
     """The loss of one row, or of a batch of rows.
 
     Attributes:
-        row: number of the row in the split; for a batch, that of its first row.
+        row: index of the row in the split; for a batch, the index of its first row.
         loss: loss in nats, summed over the predicted tokens.
         tokens: number of predicted tokens.
     """
@@ -290,8 +296,8 @@ class RowLoss:
 
 
 def sampled_rows(total: int, count: int, seed: int) -> list[int]:
-    """The numbers of `count` rows drawn at random from `total` without replacement, ascending; all
-    rows if `count` is at least `total`.
+    """Return the ascending indices of `count` rows drawn at random from `total` without
+    replacement, or of all rows if `count` is at least `total`.
 
     With the same seed, a smaller sample is a subset of a larger one.
     """
@@ -299,16 +305,17 @@ def sampled_rows(total: int, count: int, seed: int) -> list[int]:
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
-    """Mean loss in nats per token: the sum of the rows' losses divided by the number of their
-    tokens, of which there must be at least one."""
+    """Return the mean loss in nats per token: the sum of the rows' losses divided by the number of
+    their tokens, which must be at least one."""
     return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
 
 
 def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
-    """Standard error of a sample's `mean_loss` as an estimate of the mean loss of all rows.
+    """Return the standard error of a sample's `mean_loss` as an estimate of the mean loss of all
+    rows.
 
-    The mean is a ratio of two sums, because rows differ in their number of tokens. The result is
-    the root of the linearised variance of the ratio estimator for a simple random sample without
+    The mean is a ratio of two sums because rows differ in their number of tokens. The result is the
+    root of the linearised variance of the ratio estimator for a simple random sample without
     replacement, with the finite-population correction (Cochran, Sampling Techniques, 1977, section
     2.11):
 
@@ -327,8 +334,8 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of equally weighted values, and its standard error: the sample standard deviation
-    divided by the root of the number of values; None for a single value.
+    """Return the mean of equally weighted values, and its standard error: the sample standard
+    deviation divided by the root of the number of values; None for a single value.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -339,8 +346,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """A value with its error as a text, `3.214 ± 0.012`: two significant digits of the error, and
-    the same number of decimals of the value; without an error, four decimals."""
+    """Format a value with its error, as in `3.214 ± 0.012`: the error has two significant digits
+    and the value the same number of decimals. Without an error, the value has four decimals."""
     if error is None:
         return f"{value:.4f}"
     if error == 0:

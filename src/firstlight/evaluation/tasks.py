@@ -1,11 +1,11 @@
-"""Loads tasks by name (`hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`), and scores a model
-in them.
+"""Evaluation tasks: loads them by name (`hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`)
+and scores a model on them.
 
 HellaSwag (Zellers et al. 2019) is implemented here: its items, and a model's choice among the
-endings of each item. The other tasks are those of lm-evaluation-harness (Gao et al. 2024), which
-reads them, formats the prompts and computes the metrics. This module implements the harness' model
-interface: log-likelihoods of texts, and generated continuations. Texts are encoded in the same way
-as by the harness' own transformers backend (`HFLM`).
+endings of each item. All other tasks come from lm-evaluation-harness (Gao et al. 2024), which reads
+them, formats the prompts and computes the metrics. This module implements the harness' model
+interface: log-likelihoods of texts and generated continuations. Texts are encoded as in the
+harness' transformers backend (`HFLM`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HARNESS = "lm-eval:"
 
 @dataclass(frozen=True)
 class HellaSwag:
-    """HellaSwag's items, with the result of `encode_items` for a model; see `scores.Task`."""
+    """HellaSwag items, encoded for a model by `encode_items`; implements `scores.Task`."""
 
     items: Sequence[Item]
     pairs: Sequence[TokenPair]
@@ -66,7 +66,7 @@ class HellaSwag:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """The metrics `acc` and `acc_norm`; see `scores.Task.evaluate`."""
+        """Return the metrics `acc` and `acc_norm`; see `scores.Task.evaluate`."""
         answers = answer_items(
             loaded.model, self.items, self.pairs, batch_size=batch_size, on_pairs=on_texts
         )
@@ -81,44 +81,41 @@ def ready_tasks(
     task_folder: str | Path | None = None,
     chat_template: bool | None = None,
 ) -> list[Task]:
-    """Load tasks by name and check them, so that they only have to be scored.
+    """Load tasks by name and check them, so that they are ready to be scored.
 
     Args:
-        tasks: each `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`. `hellaswag` without a
-            file loads its data from the Hugging Face hub.
+        tasks: names of the form `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`.
+            `hellaswag` without a file loads its data from the Hugging Face hub.
         loaded: a model with the context length and the tokenizer of the models that will be scored.
-        items: number of items of each task, the first ones; None is all.
-        task_folder: folder with further tasks for lm-evaluation-harness.
-        chat_template: render the items by the model's chat template; None does what a task's
-            metadata has as `apply_chat_template`, and without it no task's items are rendered.
+        items: number of items per task, taken from the beginning; None means all.
+        task_folder: folder with additional tasks for lm-evaluation-harness.
+        chat_template: True renders the items with the model's chat template. None follows
+            `apply_chat_template` in the task's metadata; tasks without this entry are not rendered.
 
     Raises:
-        ConfigError: a name is unknown or given twice, `items` is less than 1, or `chat_template` is
-            not for the model or a task.
-        InputError: a file is missing, a line of it is not an item (the message names it), or data
-            can't be read.
+        ConfigError: a name is unknown or repeated, `items` is less than 1, or the model or a task
+            does not support `chat_template`.
+        InputError: a file is missing, one of its lines is not an item (the message names the line),
+            or data can't be read.
         MissingDependencyError: lm-evaluation-harness is not installed.
         ModelError: the model has no tokenizer.
     """
     if items is not None and items < 1:
         raise ConfigError(f"items must be at least 1, not {items}")
     if chat_template and tokenizer_of(loaded).chat_template is None:
-        raise ConfigError(f"{loaded.folder} has no chat template: leave --apply-chat-template out")
+        raise ConfigError(f"{loaded.folder} has no chat template: omit --apply-chat-template")
     names = [_names(text) for text in tasks]
     flat = [name for _, several in names for name in several]
     for name in flat:
         if flat.count(name) > 1:
-            raise ConfigError(
-                f"tasks: two are called {name}, whatever their files are: evaluate them one after "
-                "the other"
-            )
+            raise ConfigError(f"two tasks are called {name}: evaluate them in separate calls")
     found: list[Task] = []
     for text, (kind, several) in zip(tasks, names, strict=True):
         if kind == HELLASWAG:
             if chat_template:
                 raise ConfigError(
-                    "hellaswag is scored without a chat template: name lm-eval:hellaswag instead, "
-                    "or leave --apply-chat-template out"
+                    "the built-in hellaswag does not support chat templates: use "
+                    "lm-eval:hellaswag instead, or omit --apply-chat-template"
                 )
             file = text.partition(",")[2]
             found.append(_hellaswag(Path(file).expanduser() if file else None, loaded, items))
@@ -131,11 +128,13 @@ def ready_tasks(
 
 
 def _names(text: str) -> tuple[str, list[str]]:
-    """The kind of a task (`HELLASWAG` or `HARNESS`), and the names of its results."""
+    """Return the kind of a task (`HELLASWAG` or `HARNESS`), and the names of its results."""
     if text.startswith(HARNESS):
         names = [name.strip() for name in text.removeprefix(HARNESS).split(",")]
         if not all(names):
-            raise ConfigError(f"task '{text}' names none: give lm-eval:NAME or lm-eval:NAME,NAME")
+            raise ConfigError(
+                f"task '{text}' has no task name: use lm-eval:NAME or lm-eval:NAME,NAME"
+            )
         return HARNESS, names
     name, comma, file = text.partition(",")
     if name != HELLASWAG:
@@ -144,7 +143,7 @@ def _names(text: str) -> tuple[str, list[str]]:
             "hellaswag,FILE.jsonl, and lm-eval:NAME for those of lm-evaluation-harness)"
         )
     if comma and not file:
-        raise ConfigError(f"task '{text}' names no file: give hellaswag,FILE.jsonl or hellaswag")
+        raise ConfigError(f"task '{text}' has no file name: use hellaswag,FILE.jsonl or hellaswag")
     return HELLASWAG, [HELLASWAG]
 
 
@@ -167,14 +166,14 @@ def evaluate_tasks(
     chat_template: bool | None = None,
     on_texts: Progress | None = None,
 ) -> list[TaskResult]:
-    """Score a model in tasks, in fp32.
+    """Score a model on tasks, in fp32.
 
     Args:
-        checkpoint: a folder or hub id as for `firstlight.load`, or the model that it returned.
+        checkpoint: a folder or hub id as in `firstlight.load`, or the model that it returned.
         tasks: see `ready_tasks`; a single string is one task.
-        items: number of items of each task, the first ones; see `ready_tasks`.
-        task_folder: folder with further tasks; see `ready_tasks`.
-        batch_size: number of texts that are computed at a time; affects the speed only.
+        items: number of items per task; see `ready_tasks`.
+        task_folder: folder with additional tasks; see `ready_tasks`.
+        batch_size: number of texts per forward pass; affects only the speed.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         chat_template: see `ready_tasks`.
         on_texts: function that is called after each batch with the numbers of scored and of all
@@ -201,28 +200,28 @@ def evaluate_tasks(
     ]
 
 
-#: Id of the data set on the Hugging Face hub, as in lm-evaluation-harness.
+#: Dataset id on the Hugging Face hub, as in lm-evaluation-harness.
 HUB_ID = "Rowan/hellaswag"
-#: Largest accepted size of a file in bytes; the largest of HellaSwag, the training split, has
-#: 48 MB.
+#: Maximum size of a file in bytes; HellaSwag's largest file, the training split, has 48 MB.
 _MAX_BYTES = 1 << 30
-#: Limits of an item: bytes of its line, and endings. HellaSwag's have up to 3 KB, and 4 endings.
+#: Limits for an item: bytes per line and number of endings. HellaSwag's items have up to 3 KB and 4
+#: endings.
 _MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 
 
 def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
-    """The items of a JSON-lines file.
+    """Read the items of a JSON Lines file.
 
-    A line is an object with `endings`, `label`, the context as `ctx` or as the original data set's
+    A line is an object with `endings`, `label`, the context as `ctx` or as the original dataset's
     `ctx_a` and `ctx_b`, and optionally `activity_label`.
 
     Args:
         path: the file; empty lines are skipped.
-        limit: number of items that are read, the first ones; None is all.
+        limit: number of items to read, from the beginning of the file; None means all.
 
     Raises:
-        InputError: the file can't be read or has no items, or a line is no such object (the message
-            names it).
+        InputError: the file can't be read or has no items, or a line is not such an object (the
+            message names the line).
     """
     items: list[Item] = []
     for number, line in enumerate(io.BytesIO(read_file(path, _MAX_BYTES)), start=1):
@@ -235,21 +234,21 @@ def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
                 raise ValueError(f"it has {len(line):,} bytes, more than {_MAX_LINE_BYTES:,}")
             items.append(item_of(json.loads(line.decode("utf-8"))))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number} is no HellaSwag item: {error}") from error
+            raise InputError(f"{path}:{number} is not a HellaSwag item: {error}") from error
     if not items:
-        raise InputError(f"{path} holds no items")
+        raise InputError(f"{path} contains no items")
     return items
 
 
 def hub_hellaswag(limit: int | None = None) -> list[Item]:
-    """The items of the validation split, from the Hugging Face hub or the cache of `datasets`.
+    """Load the items of the validation split from the Hugging Face hub or the cache of `datasets`.
 
     Args:
-        limit: number of items, the first ones; None is all.
+        limit: number of items to load, from the beginning of the split; None means all.
 
     Raises:
         MissingDependencyError: `datasets` is not installed.
-        InputError: the data can't be loaded, or has other fields.
+        InputError: the data can't be loaded or has unexpected fields.
     """
     try:
         import datasets
@@ -263,24 +262,24 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
             rows = rows.select(range(min(limit, len(rows))))  # type: ignore[attr-defined, arg-type]
         return [item_of(row) for row in rows]
     except Exception as error:
-        # `datasets` raises errors of its own, of its HTTP library and of the file system.
+        # `datasets` raises its own errors, those of its HTTP library and those of the file system.
         raise InputError(
-            f"{HUB_ID} can't be had from the hub ({type(error).__name__}: {str(error)[:200]}): "
-            "give a file: --tasks hellaswag,FILE.jsonl"
+            f"{HUB_ID} could not be loaded from the hub ({type(error).__name__}: "
+            f"{str(error)[:200]}): use a local file with --tasks hellaswag,FILE.jsonl"
         ) from error
 
 
 def item_of(row: Any) -> Item:
-    """Format an item in the same way as lm-evaluation-harness (`tasks/hellaswag/utils.py`).
+    """Format an item like lm-evaluation-harness (`tasks/hellaswag/utils.py`).
 
-    The context is `activity_label: ctx_a Ctx_b`, where the second part is capitalized. For a row
-    with only `ctx` it is `activity_label: ctx`, or `ctx` without an `activity_label`.
+    The context is `activity_label: ctx_a Ctx_b`, with the second part capitalized. For a row that
+    has only `ctx`, it is `activity_label: ctx`, or `ctx` if there is no `activity_label`.
 
     Raises:
-        ValueError: a field is missing or has another type; the message names it.
+        ValueError: a field is missing or has the wrong type; the message names the field.
     """
     if not isinstance(row, Mapping):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     if "ctx_a" in row or "ctx_b" in row:
         context = _text(row, "ctx_a") + " " + _text(row, "ctx_b").capitalize()
     else:
@@ -299,11 +298,11 @@ def item_of(row: Any) -> Item:
 
 
 def cleaned(text: str) -> str:
-    """A text without the markup in brackets that WikiHow's articles left in the data; the same as
+    """Remove the bracketed markup that WikiHow articles left in the data, like
     lm-evaluation-harness' `preprocess`."""
     text = text.strip().replace(" [title]", ". ")
-    # Only up to the last "]" of a line: after it, the search from each "[" would run to the end of
-    # the line in vain, which takes quadratic time.
+    # Search only up to the last "]" of a line: after it, the search from each "[" would fail at the
+    # end of the line, which takes quadratic time.
     parts = (line.rpartition("]") for line in text.split("\n"))
     lines = (re.sub(r"\[.*?\]", "", head + end) + tail for head, end, tail in parts)
     return "\n".join(lines).replace("  ", " ")
@@ -317,12 +316,13 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """True if the text has no single surrogate, which JSON can contain as an escape sequence."""
+    """Return True if the text has no lone surrogates, which JSON can contain as escape
+    sequences."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _label(value: Any, count: int) -> int:
-    """The index of the correct ending; in the data set it is a string."""
+    """Return the index of the correct ending, which is a string in the dataset."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if type(value) is not int or not 0 <= value < count:
@@ -332,11 +332,11 @@ def _label(value: Any, count: int) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """An item: a context with several endings, of which one is correct.
+    """A context with several endings, one of which is correct.
 
     Attributes:
-        context: the text to continue; not empty.
-        choices: the endings, without the space before them; none of them is empty.
+        context: the text to continue, non-empty.
+        choices: the endings without the space before them, each non-empty.
         gold: index of the correct ending.
     """
 
@@ -369,7 +369,7 @@ def encode_items(
         items: the items.
         tokenizer: the model's tokenizer.
         context_tokens: the model's context length in tokens.
-        where: name of the items' source in messages.
+        where: name of the items' source, for error messages.
 
     Raises:
         InputError: an ending is longer than the model's context, or adds no token to the item's
@@ -377,14 +377,14 @@ def encode_items(
     """
     pairs: list[TokenPair] = []
     for number, item in enumerate(items, start=1):
-        # One call for all endings, so that they share one tuple of the context's ids.
+        # A single call for all endings lets them share one tuple of the context's ids.
         encoded = encode_choices(tokenizer, item.context, [f" {c}" for c in item.choices])
         for pair in encoded:
             count = len(pair.continuation)
             if not 0 < count <= context_tokens:
                 raise InputError(
-                    f"{where}: an ending of item {number} has {count} tokens, and the model's "
-                    f"context has room for 1 to {context_tokens}: leave the item out"
+                    f"{where}: an ending of item {number} has {count} tokens, but must have 1 to "
+                    f"{context_tokens} to fit the model's context: remove the item"
                 )
         pairs += encoded
     return pairs
@@ -398,7 +398,7 @@ def answer_items(
     batch_size: int,
     on_pairs: Callable[[int, int], None] | None = None,
 ) -> list[Answer]:
-    """A model's answer to each item.
+    """Compute a model's answer to each item.
 
     Args:
         model: a model in evaluation mode.
@@ -416,8 +416,8 @@ def answer_items(
 
 def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
     """Compare the model's choice with the correct ending. The choice is the ending with the highest
-    log-probability, the first one among equals, like numpy's argmax. As in lm-evaluation-harness,
-    acc_norm divides log-probabilities by the number of characters."""
+    log-probability (the first if several are equal, like numpy's argmax). As in
+    lm-evaluation-harness, acc_norm divides log-probabilities by the number of characters."""
     per_character = [p / len(c) for p, c in zip(logprobs, item.choices, strict=True)]
     return Answer(
         logprobs,
@@ -427,7 +427,8 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
-    """The metrics `acc` and `acc_norm`: the fractions of items that are answered correctly."""
+    """Return the metrics `acc` and `acc_norm`: the fraction of items that are answered
+    correctly."""
     return {
         "acc": Metric(*mean_and_error([float(answer.acc) for answer in answers])),
         "acc_norm": Metric(*mean_and_error([float(answer.acc_norm) for answer in answers])),
@@ -436,11 +437,11 @@ def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
 
 # The tasks of lm-evaluation-harness
 
-#: Default seeds of `lm_eval.simple_evaluate`: for Python's random; for numpy, torch and few-shot
-#: examples.
+#: Default seeds of `lm_eval.simple_evaluate`: the first for Python's random, the second for numpy,
+#: torch and few-shot examples.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
-#: Bootstrap samples for standard errors that have no formula; the harness' default of 100,000 takes
-#: minutes.
+#: Number of bootstrap samples for standard errors without a formula; the harness' default of
+#: 100,000 takes minutes.
 _BOOTSTRAP_ITERATIONS = 1_000
 
 
@@ -450,8 +451,8 @@ class HarnessTasks:
 
     Attributes:
         loaded_tasks: the result of the harness' `TaskManager.load`.
-        items: number of items of each task, the first ones; None is all.
-        chat_tasks: names of the tasks whose items are rendered by the model's chat template.
+        items: number of items per task, taken from the beginning; None means all.
+        chat_tasks: names of the tasks whose items are rendered with the model's chat template.
     """
 
     loaded_tasks: Mapping[str, Any]
@@ -461,12 +462,13 @@ class HarnessTasks:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """All metrics of all tasks and groups, under the harness' names. The metric of a filter
-        other than "none" is named `METRIC,FILTER`. See `scores.Task.evaluate`."""
+        """Return all metrics of all tasks and groups, with the harness' names; see
+        `scores.Task.evaluate`. The metric of a filter other than "none" is named
+        `METRIC,FILTER`."""
         import lm_eval
 
         with _by_itself():
-            # simple_evaluate would do the same, and then collect information about the machine,
+            # simple_evaluate would do the same and then collect information about the machine,
             # which takes seconds.
             found = lm_eval.evaluate(
                 harness_model(loaded, batch_size, on_texts, chats=bool(self.chat_tasks)),
@@ -475,7 +477,7 @@ class HarnessTasks:
                 bootstrap_iters=_BOOTSTRAP_ITERATIONS,
                 log_samples=False,
                 apply_chat_template=bool(self.chat_tasks),
-                # As the harness' command does with a template.
+                # The harness' command line does the same if a template is applied.
                 fewshot_as_multiturn=bool(self.chat_tasks),
             )
         assert found is not None
@@ -487,15 +489,15 @@ class HarnessTasks:
 
 
 def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTasks:
-    """The tasks, some or all of them to be rendered by the model's chat template: see
-    `ready_tasks`. A message says which."""
+    """Return the tasks with chat-template rendering enabled for some or all of them (see
+    `ready_tasks`), and print a message that names them."""
     applied = set()
     for name, task in harness.loaded_tasks["tasks"].items():
         asked = (task.get_config("metadata") or {}).get("apply_chat_template")
         if asked if wanted is None else wanted:
             applied.add(name)
         else:
-            # The harness has one setting for all tasks.
+            # The harness has only one setting for all tasks.
             task.build_all_requests = partial(_build_plainly, task.build_all_requests)
     others = sorted(set(harness.loaded_tasks["tasks"]) - applied)
     if applied:
@@ -523,16 +525,16 @@ def ready_harness(
 
     Args:
         names: names of tasks, groups or tags.
-        items: number of items of each task, the first ones; None is all.
-        task_folder: folder with further tasks in the harness' YAML format. If it has all tasks of
-            `names`, the harness' own tasks are not listed, which would take seconds. The harness
-            runs Python code that such a folder contains.
+        items: number of items per task, taken from the beginning; None means all.
+        task_folder: folder with additional tasks in the harness' YAML format. If it contains all
+            tasks in `names`, the harness' own tasks are not indexed, which would take seconds. The
+            harness runs any Python code that the folder contains.
 
     Raises:
         MissingDependencyError: the harness is not installed.
         ConfigError: a name is unknown, or `task_folder` does not exist.
         InputError: a task or its data can't be loaded, or the task runs generated code or is
-            multimodal, which is not supported.
+            multimodal; neither is supported.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -554,7 +556,7 @@ def ready_harness(
         try:
             found = manager.load(list(names))
         except Exception as error:
-            # A task's files and the library that loads its data can raise any error.
+            # A task's files, and the library that loads its data, can raise any error.
             raise InputError(
                 f"lm-eval:{','.join(names)} can't be loaded: {type(error).__name__}: "
                 f"{str(error)[:300]}"
@@ -562,10 +564,10 @@ def ready_harness(
     for name, task in found["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise InputError(
-                f"task lm-eval:{name} runs code that the model wrote, or shows it pictures, which "
-                "is not done here: take it out"
+                f"task lm-eval:{name} runs generated code or is multimodal, which is not "
+                "supported: remove it from the tasks"
             )
-        # The defaults of simple_evaluate, which is not called.
+        # Apply the defaults of simple_evaluate, which is not called.
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -574,7 +576,7 @@ def ready_harness(
 
 def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
     """Convert the harness' results `{"acc,none": ..., "acc_stderr,none": ...}` to metrics by name.
-    Values that are not finite numbers are left out."""
+    Values that are not finite are omitted."""
     found: dict[str, Metric] = {}
     for key, value in figures.items():
         name, comma, kind = key.partition(",")
@@ -592,12 +594,12 @@ def _is_finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """A context for calls of the harness: random generators have the harness' default seeds, its
-    output goes to stderr, and it starts no processes. The exit restores the random states of
-    Python, numpy and torch."""
+    """Context manager for calls of the harness: random generators have the harness' default seeds,
+    its output goes to stderr, and it starts no processes. On exit, the random states of Python,
+    numpy and torch are restored."""
     states = random.getstate(), np.random.get_state()
     before = os.environ.get("DISABLE_MULTIPROC")
-    # The harness' bootstrap would fork this process, which is unsafe with threads.
+    # The harness' bootstrap would fork this process, which is unsafe if there are threads.
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
         with torch.random.fork_rng(), contextlib.redirect_stdout(sys.stderr):
@@ -614,14 +616,14 @@ def _by_itself() -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
-#: The harness' default limit of new tokens, for tasks that set none.
+#: The harness' default limit of new tokens, for tasks without a limit.
 _MAX_NEW_TOKENS = 256
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 class _HarnessMethods:
-    """The methods of the harness' interface `lm_eval.api.model.LM`, where they are documented."""
+    """Methods of the harness' interface `lm_eval.api.model.LM`, which documents them."""
 
     def __init__(self, loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> None:
         super().__init__()
@@ -647,9 +649,9 @@ class _HarnessMethods:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The token ids of a text, with a BOS token before them if the model expects one and the
-        text does not begin with it. Names of special tokens in the text are encoded as these
-        tokens, as the harness does it."""
+        """Return the token ids of a text, preceded by a BOS token if the model expects one and the
+        text does not begin with it. As in the harness, names of special tokens in the text are
+        encoded as these tokens."""
         tokenizer = self._tokenizer
         ids = tokenizer.encode(string, special_tokens=True)
         begins = tokenizer.bos_token is not None and string.startswith(tokenizer.bos_token)
@@ -661,14 +663,17 @@ class _HarnessMethods:
     ) -> str:
         render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True)
         begun = ""
-        if not add_generation_prompt:  # the last message is the beginning of the answer
+        if not add_generation_prompt:  # The last message is the beginning of the answer.
             *chat_history, last = chat_history
             begun = last["content"]
         try:
             return render(chat_history) + begun
         except InputError:
-            # As the harness does: some templates refuse system messages.
-            _say_once("note: the chat template refuses a task's system message: it is left out")
+            # As in the harness, because some templates refuse system messages.
+            _say_once(
+                "note: the chat template refuses system messages, so a task's system message is "
+                "omitted"
+            )
             return render([one for one in chat_history if one["role"] != "system"]) + begun
 
     def loglikelihood(
@@ -687,7 +692,7 @@ class _HarnessMethods:
         for pair in pairs:
             if not 0 < len(pair.continuation) <= self._limit:
                 raise InputError(
-                    f"a task has a text of {len(pair.continuation)} tokens to be scored, and the "
+                    f"a task has a text of {len(pair.continuation)} tokens to score, but the "
                     f"model's context has room for 1 to {self._limit}"
                 )
         return [(one.logprob, one.is_greedy) for one in self._scored(pairs)]
@@ -703,7 +708,7 @@ class _HarnessMethods:
         )
 
     def _windows(self, ids: list[int]) -> list[TokenPair]:
-        """A text split into windows of the model's context length, so that each token is predicted
+        """Split a text into windows of the model's context length such that each token is predicted
         once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -727,21 +732,21 @@ class _HarnessMethods:
                 done += 1
                 if self._on_texts is not None:
                     self._on_texts(done, len(texts))
-        # As the harness does: new tokens are decoded without the prompt, which drops the space
-        # before the first word.
+        # As in the harness, new tokens are decoded without the prompt, which drops the space before
+        # the first word.
         return [
             before_stops(self._tokenizer.decode(text.token_ids), text.config.stop) for text in texts
         ]
 
     def _text_of(self, context: str, options: Mapping[str, Any], *, number: int) -> Continuation:
-        """The prompt of a request with its sampling settings, truncated from the left so that
-        prompt and new tokens fit into the model's context."""
+        """Return the prompt of a request with its sampling settings. The prompt is truncated from
+        the left so that it fits into the model's context together with the new tokens."""
         config = sampling_of(options, number)
         room = self._limit - config.max_new_tokens
         if room < 1:
             raise InputError(
-                f"a task asks for {config.max_new_tokens} new tokens, and the model's "
-                f"context has room for {self._limit}: set its max_gen_toks to less"
+                f"a task requests {config.max_new_tokens} new tokens, but the model's context "
+                f"has room for only {self._limit}: lower its max_gen_toks"
             )
         ids = self.tok_encode(context)[-room:] or [self._tokenizer.separator_id]
         return continuation(self._loaded, ids, config)
@@ -750,14 +755,14 @@ class _HarnessMethods:
 def harness_model(
     loaded: LoadedModel, batch_size: int, on_texts: Progress | None, *, chats: bool = False
 ) -> Any:
-    """The model as a `lm_eval.api.model.LM`.
+    """Wrap a model as an `lm_eval.api.model.LM`.
 
     Args:
         loaded: a model with a tokenizer.
-        batch_size: number of texts that are computed at a time.
+        batch_size: number of texts per forward pass.
         on_texts: function that is called after each batch with the numbers of completed and of all
             texts.
-        chats: end answers also at the token that ends a turn of the chat template.
+        chats: True also ends answers at the token that ends a turn of the chat template.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -767,17 +772,18 @@ def harness_model(
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]
-        """See `_HarnessMethods`. Defined here because the base class is in an optional package."""
+        """Model interface of the harness; see `_HarnessMethods`. Defined here because the base
+        class is in an optional package."""
 
     return FirstlightLM(loaded, batch_size, on_texts)
 
 
 def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
-    """The sampling settings of a task's `generation_kwargs`.
+    """Return the sampling settings of a task's `generation_kwargs`.
 
     Args:
         options: the request's options.
-        number: number of the request, which is its seed if it samples.
+        number: number of the request, used as its seed if the request samples.
 
     Raises:
         ConfigError: an option is unknown, or out of range.
@@ -786,8 +792,8 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(
-            f"a task's generation_kwargs have {', '.join(unknown)}, which is not known here "
-            f"(known: {', '.join(sorted(known))})"
+            f"a task's generation_kwargs contain {', '.join(unknown)}, which is not supported "
+            f"(supported: {', '.join(sorted(known))})"
         )
     until = options.get("until") or []
     limits = [options[name] for name in _TOKEN_LIMITS if options.get(name) is not None]
@@ -802,7 +808,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """The text before the first occurrence of any of the stop texts."""
+    """Return the text before the first occurrence of any of the stop texts."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text

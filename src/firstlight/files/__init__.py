@@ -1,1 +1,1 @@
-"""Files and folders that appear whole or not at all, and the one place that writes to the disk."""
+"""Atomic writing of files and folders, and the only module that writes to the disk."""

@@ -1,8 +1,8 @@
-"""Atomic writing of files and folders, and reading of whole files and JSON.
+"""Atomic writing of files and folders, and reading of complete files and JSON.
 
-A file or folder is written under a temporary name beside its final path, synced, and renamed, so
-that a reader never sees an incomplete one under the final name. After a failure the temporary files
-are removed. All writing goes through the object `disk` of disk.py.
+A file or folder is written under a temporary name in the folder of its final path, synced, and then
+renamed, so readers never see an incomplete file under the final name. Temporary files are removed
+after a failure. All writing goes through the object `disk` in disk.py.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from firstlight.files.disk import HashedFile, OutputFile
 
 _TEMPORARY_PREFIX = ".tmp-"
 
-#: Bytes that are copied at a time.
+#: Block size for copying, in bytes.
 _COPIED_BYTES = 1 << 20
 
-#: Largest accepted size of a JSON file; the largest known files, indexes of a model's tensors, have
+#: Maximum size of a JSON file in bytes; the largest known files, indexes of a model's tensors, have
 #: 10 MB.
 MAX_JSON_BYTES = 1 << 24
-#: Largest accepted number of lists and objects in a JSON file, because each takes about 25 times
-#: its bytes in memory. The largest tokenizers, whose merges are lists, have 600,000.
+#: Maximum number of lists and objects in a JSON file. Each takes about 25 times as many bytes in
+#: memory as in the file. The largest tokenizers, whose merges are lists, have 600,000.
 _MAX_JSON_VALUES = 1_000_000
 
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """A context that turns an `OSError` into a `StorageError` with a readable message.
+    """Context manager that turns an `OSError` into a `StorageError` with a readable message.
 
     Args:
-        path: the path that is being written. The message names it if the error itself has no path,
-            as when the disk is full.
+        path: the path that is being written. The message names it if the error itself does not
+            include a path, for example when the disk is full.
     """
     try:
         yield
@@ -58,13 +58,15 @@ def replacing(path: Path) -> Iterator[OutputFile]:
     """Yield a file that replaces `path` atomically if the block ends without an error.
 
     Raises:
-        StorageError: a file system error, or `path` exists and is no regular file. `path` is
-            unchanged.
+        StorageError: a file system error occurred, or `path` exists and is not a regular file.
+            `path` is unchanged.
     """
     with storage_errors(path):
-        # Replacing a device such as /dev/null would break all programs.
+        # Replacing a device such as /dev/null would break other programs.
         if path.exists() and not path.is_file():
-            raise StorageError(f"{path} is no file that could be replaced: choose another name")
+            raise StorageError(
+                f"{path} is not a regular file and can't be replaced: choose another name"
+            )
         temporary = _temporary_name(path)
         try:
             with OutputFile(temporary) as file:
@@ -77,7 +79,7 @@ def replacing(path: Path) -> Iterator[OutputFile]:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write `content` (a text as UTF-8) to `path` atomically; missing folders are created.
+    """Write `content` (text is encoded as UTF-8) to `path` atomically; missing folders are created.
 
     Raises:
         StorageError: a file system error; the old file is unchanged.
@@ -88,7 +90,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """`value` as indented JSON with a final newline.
+    """Return `value` as indented JSON with a final newline.
 
     Raises:
         ValueError: `value` contains a NaN or an infinity.
@@ -108,23 +110,25 @@ def new_folder(
     """Yield an empty temporary folder that becomes `path` if the block ends without an error.
 
     Every file in it is synced before the rename. If the block raises, the temporary folder is
-    removed and `path` does not appear. What a killed process left is removed by the next call for
-    the same `path`.
+    removed and `path` is not created. Leftovers of a killed process are removed by the next call
+    for the same `path`.
 
     Args:
-        path: the folder's final path; it must not exist, or be an empty folder.
-        replace: True allows any folder at `path`, which stays until the new one is complete.
-        aside: new name of an old folder at `path`; None deletes the old folder.
+        path: the folder's final path, which must not exist or must be an empty folder.
+        replace: True allows `path` to be a non-empty folder, which is kept until the new one is
+            complete.
+        aside: new path for the old folder at `path`; None deletes the old folder.
         synced: True if the caller syncs all files, as `OutputFile` does.
 
     Raises:
-        StorageError: a file system error, or `path` is not empty, a mount point, or the current
-            folder.
+        StorageError: a file system error occurred, or `path` is not empty, is a mount point, or is
+            the current folder.
     """
     with storage_errors(path):
-        # If `path` is a link to a folder, the link stays, and its target is replaced.
+        # If `path` is a link to a folder, the link is kept and its target is replaced.
         path = Path(os.path.realpath(path))
-        # A mount point can't be replaced; a user's shell would stay in the replaced folder.
+        # A mount point can't be replaced. If the current folder were replaced, the user's shell
+        # would remain in the old one.
         if os.path.ismount(path):
             raise StorageError(f"{path} is a mount point: choose a folder inside it")
         if path.is_dir() and os.path.samefile(path, os.curdir):
@@ -152,9 +156,10 @@ def new_folder(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder's lock, which ends with the process; yield False if it could not be taken.
+    """Hold a folder's lock, which is released when the process ends; yield False if the lock could
+    not be acquired.
 
-    On a file system without locks no process gets one, so that no folder counts as abandoned.
+    On a file system without locks, no process gets a lock, so no folder is considered abandoned.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -169,13 +174,14 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete the temporary folders for `path` of processes that were killed."""
+    """Delete the temporary folders for `path` that killed processes left behind."""
     name = re.compile(rf"{re.escape(_TEMPORARY_PREFIX + path.name)}-[0-9a-f]{{8}}")
     for folder in path.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if name.fullmatch(folder.name) is None:
-                continue  # of another folder, such as NAME-2
-            # An empty folder may be one that another process has made and not locked yet.
+                continue  # Belongs to another folder, such as NAME-2.
+            # An empty folder may have just been created by another process that has not locked it
+            # yet.
             if any(folder.iterdir()):
                 with _locked(folder) as abandoned:
                     if abandoned:
@@ -183,7 +189,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _sync_tree(folder: Path, *, files: bool) -> None:
-    """Sync a folder and the folders in it to the disk, and with `files` also their files."""
+    """Sync a folder and its subfolders to the disk; with `files`, also sync their files."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             seam.disk.sync_folder(path)
@@ -195,8 +201,8 @@ def _sync_tree(folder: Path, *, files: bool) -> None:
 
 def _swap(new: Path, path: Path, aside: Path | None) -> None:
     """Rename the folder `new` to `path`; rename the old folder to `aside`, or delete it if None."""
-    # Under a name that `_remove_abandoned` does not know: after a kill between the two renames, it
-    # is the only complete folder.
+    # Use a name that `_remove_abandoned` does not match: if the process is killed between the two
+    # renames, this is the only complete folder.
     old = _temporary_name(path.with_name(f"{path.name}-aside")) if aside is None else aside
     seam.disk.rename(path, old)
     try:
@@ -205,7 +211,8 @@ def _swap(new: Path, path: Path, aside: Path | None) -> None:
         seam.disk.rename(old, path)
         raise
     if aside is None:
-        # Sync before deleting: a power failure could keep the deletions and lose the renames.
+        # Sync before deleting, because a power failure could otherwise keep the deletions and lose
+        # the renames.
         seam.disk.sync_folder(path.parent)
         _remove(old)
 
@@ -227,7 +234,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder atomically, also if the power fails: rename it to a temporary name, then
+    """Delete a folder atomically, even if the power fails: rename it to a temporary name, then
     delete its files.
 
     Raises:
@@ -251,8 +258,8 @@ def remove_file(path: Path) -> None:
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Give the files of a folder a second name (a hard link) in another folder; a file that cannot
-    be linked, as on another disk, is copied. Subfolders are included.
+    """Hard-link the files of a folder, including subfolders, into another folder. A file that can't
+    be linked, for example because it is on another disk, is copied.
 
     Raises:
         StorageError: a file system error.
@@ -273,12 +280,12 @@ def link_files(source: Path, target: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Keep a damaged file as NAME.damaged (NAME.damaged-2 and so on if that exists) before it is
-    replaced; return the new path.
+    """Preserve a damaged file as NAME.damaged (or NAME.damaged-2 and so on if that exists) before
+    it is replaced; return the new path.
 
-    The file gets a second name (a hard link), so that if the process is killed before the
-    replacement, its readable part is still at the old path. If there can be no hard link (`path` is
-    no file, or the file system has none), it is renamed.
+    The new path is a hard link, so if the process is killed before the replacement, the readable
+    part of the file is still at the old path. If a hard link is impossible (`path` is not a file,
+    or the file system does not support links), the file is renamed.
 
     Raises:
         StorageError: a file system error.
@@ -299,14 +306,14 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files and folders of killed processes directly inside `folder`."""
+    """Delete temporary files and folders that killed processes left directly inside `folder`."""
     for path in sorted(folder.glob(f"{_TEMPORARY_PREFIX}*")):
         _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """Delete a file, or a folder with its contents. Errors are ignored: remaining files have a
-    temporary name, and the next `remove_leftovers` deletes them."""
+    """Delete a file, or a folder with its contents. Errors are ignored: any remaining files have a
+    temporary name, so the next `remove_leftovers` deletes them."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():
             seam.disk.unlink(path)
@@ -356,7 +363,7 @@ def write_probe(folder: Path, size: int) -> None:
 
 
 def require_free(path: Path, advice: str) -> None:
-    """Refuse to overwrite something: `path` must not exist or be an empty folder.
+    """Refuse to overwrite anything: `path` must not exist or must be an empty folder.
 
     Raises:
         InputError: `path` exists; the message ends with `advice`.
@@ -364,34 +371,35 @@ def require_free(path: Path, advice: str) -> None:
     if path.is_dir() and not any(path.iterdir()):
         return
     if path.exists() or path.is_symlink():
-        raise InputError(f"folder {path} exists already and is not overwritten: {advice}")
+        raise InputError(f"folder {path} already exists and is not overwritten: {advice}")
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def forget_cached(path: Path) -> None:
-    """Drop the operating system's cached copy of a synced file, so that the next reading comes from
-    the disk. Does nothing on a system without `posix_fadvise`."""
+    """Drop the operating system's cached copy of a synced file, so that the next read comes from
+    the disk. Does nothing on systems without `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Args:
-        max_bytes: largest accepted size in bytes; a longer file is not read.
+        max_bytes: maximum size in bytes; a longer file is not read.
 
     Raises:
-        InputError: the file is missing, unreadable, too long, or a folder, pipe or device.
+        InputError: the file is missing, unreadable or too long, or the path is a folder, pipe or
+            device.
     """
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a process that writes into it.
+        # Without O_NONBLOCK, opening a named pipe would block until a process writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
@@ -399,7 +407,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
                 kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
                 raise InputError(f"{path} can't be read: it is {kind}")
             if found.st_size > max_bytes:
-                raise InputError(f"{path} is longer than the {max_bytes:,} bytes it may have")
+                raise InputError(f"{path} is longer than the limit of {max_bytes:,} bytes")
             with open(descriptor, "rb", closefd=False) as file:
                 return file.read()
         finally:
@@ -411,16 +419,16 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def plain_lines(text: str) -> str:
-    """A text with "\\r\\n" and "\\r" replaced by "\\n", as Python does in text files."""
+    """Replace "\\r\\n" and "\\r" with "\\n", as Python does when it reads text files."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file; a file of more than `max_bytes` bytes is refused unread.
+    """Read a JSON file. A file of more than `max_bytes` bytes is refused without being read.
 
     Raises:
-        InputError: the file is missing, unreadable, too long, not UTF-8 or not JSON, has too many
-            lists and objects or a key twice, or has NaN or Infinity, which JSON does not allow.
+        InputError: the file is missing, unreadable, too long, not UTF-8 or not JSON; or it has too
+            many lists and objects, duplicate keys, or NaN or Infinity, which JSON does not allow.
     """
     return parse_json(path, read_file(path, max_bytes))
 
@@ -428,10 +436,11 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 def read_json_object(
     path: Path, kind: type[FirstlightError], fault: str = "is not a JSON object"
 ) -> dict[str, Any]:
-    """Read a JSON file that holds one object.
+    """Read a JSON file that contains one object.
 
     Raises:
-        kind: the file can't be read (see `read_json`), or has no object (message: `fault`).
+        kind: the file can't be read (see `read_json`), or its value is not an object (the message
+            is `fault`).
     """
     try:
         value = read_json(path)
@@ -443,7 +452,7 @@ def read_json_object(
 
 
 def parse_json(path: Path, content: bytes) -> Any:
-    """The value of a JSON file from its bytes; error messages name `path`.
+    """Parse the bytes of a JSON file; error messages name `path`.
 
     Raises:
         InputError: see `read_json`.
@@ -458,7 +467,7 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 
 def require_few_values(path: Path, content: bytes) -> None:
-    """Refuse JSON that would take far more memory than the size of its file.
+    """Refuse JSON that would take far more memory than the file size.
 
     Raises:
         InputError: the content has too many lists and objects.
@@ -466,33 +475,34 @@ def require_few_values(path: Path, content: bytes) -> None:
     count = content.count(b"[") + content.count(b"{")
     if count > _MAX_JSON_VALUES:
         raise InputError(
-            f"{path} holds {count:,} lists and objects, more than the {_MAX_JSON_VALUES:,} that "
-            "are read"
+            f"{path} contains {count:,} lists and objects, more than the limit of "
+            f"{_MAX_JSON_VALUES:,}"
         )
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"JSON does not allow the number {name}")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook of `json.loads` that refuses duplicate keys: programs differ in which value they use.
+    """Build an object in `json.loads` (as `object_pairs_hook`), refusing duplicate keys, because
+    programs differ in which value they use.
 
     Raises:
-        ValueError: a key is given twice.
+        ValueError: a key occurs twice.
     """
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"key {twice!r} is given twice")
+        raise ValueError(f"key {twice!r} occurs twice")
     return value
 
 
 def _missing(path: Path) -> list[Path]:
-    """`path` and the folders above it that do not exist yet, innermost first."""
+    """Return those of `path` and its parent folders that do not exist yet, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def _temporary_name(path: Path) -> Path:
-    """A random temporary name in the folder of `path`."""
+    """Return a random temporary name in the folder of `path`."""
     return path.with_name(f"{_TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}")

@@ -1,8 +1,8 @@
-"""The cache on this machine, and its locks.
+"""The cache folder on this machine and its locks.
 
 The cache is $FIRSTLIGHT_CACHE, otherwise $XDG_CACHE_HOME/firstlight, otherwise ~/.cache/firstlight.
-Corpora from URLs (`data/remote.py`) and compiled kernels are kept in it; models from the hub are in
-that of huggingface_hub (`weights/hub.py`).
+It stores corpora from URLs (`data/remote.py`) and compiled kernels; models from the hub are in the
+cache of huggingface_hub (`weights/hub.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from firstlight.files.atomic import storage_errors
 
 
 def cache_folder() -> Path:
-    """The cache's folder."""
+    """Return the cache's folder."""
     if own := os.environ.get("FIRSTLIGHT_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"
@@ -27,17 +27,18 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def held(path: Path, work: str, progress: bool) -> Iterator[None]:
-    """Hold a lock of the cache, after waiting for any other process that holds it.
+    """Acquire a lock of the cache, waiting for any other process that holds it.
 
-    The lock is released at the end of the block, and by the kernel if the process ends (`flock`).
+    The lock is released at the end of the block, or by the kernel if the process ends (`flock`).
 
     Args:
         path: the lock file, which is created if necessary and never deleted.
-        work: the work under the lock, for the message "waiting for another process, which is ...".
+        work: description of the work under the lock, for the message "waiting for another process,
+            which is ...".
         progress: print this message while waiting.
 
     Raises:
-        StorageError: the lock's file can't be made or locked.
+        StorageError: the lock file can't be created or locked.
     """
     with storage_errors(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

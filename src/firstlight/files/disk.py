@@ -1,5 +1,5 @@
-"""File system operations: everything that firstlight writes goes through the object `disk`, which
-tests replace in order to simulate errors."""
+"""File system operations. Everything that firstlight writes goes through the object `disk`, which
+tests replace to simulate errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-#: Size of the buffer in bytes that collects small writes.
+#: Size in bytes of the buffer that collects small writes.
 _GATHERED_BYTES = 1 << 20
 
 
 class Disk:
     """Firstlight's write operations on the file system, with one method for each system call.
 
-    Tests replace `disk` by another object that counts the calls, lets one fail, writes only a part
-    of the bytes, or ends the process. All methods may raise OSError.
+    Tests replace `disk` with an object that counts the calls, makes one fail, writes only part of
+    the bytes, or ends the process. All methods may raise OSError.
     """
 
     def create(self, path: Path) -> FileIO:
@@ -32,15 +32,16 @@ class Disk:
         return open(path, "ab", buffering=0)
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes; return the number of written bytes, which may be smaller than `data`."""
+        """Write bytes; return the number of bytes written, which may be less than the length of
+        `data`."""
         return file.write(data)
 
     def sync(self, file: FileIO) -> None:
-        """Force a file's bytes to the disk."""
+        """Sync a file's bytes to the disk."""
         os.fsync(file.fileno())
 
     def truncate(self, file: FileIO, size: int) -> None:
-        """Cut a file to `size` bytes."""
+        """Truncate a file to `size` bytes."""
         os.ftruncate(file.fileno(), size)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -48,7 +49,7 @@ class Disk:
         os.replace(source, target)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name (a hard link), which must not exist yet."""
+        """Create a hard link to a file; `target` must not exist yet."""
         os.link(source, target, follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
@@ -64,7 +65,7 @@ class Disk:
         os.rmdir(path)
 
     def sync_folder(self, path: Path) -> None:
-        """Force a folder's entries (new names, renames) to the disk."""
+        """Sync a folder's entries (new names, renames) to the disk."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -77,17 +78,17 @@ disk = Disk()
 
 
 class OutputFile:
-    """A new file that is written sequentially, and synced to the disk when the `with` block ends
+    """A new file that is written sequentially and synced to the disk when the `with` block ends
     without an error.
 
-    If the block raises, the incomplete file stays; the caller has to remove it.
+    If the block raises, the incomplete file remains and the caller must remove it.
 
     Attributes:
         path: the file's path.
         size: number of bytes written.
 
     Raises:
-        OSError: a file system error in any method, or the file exists already.
+        OSError: a file system error in any method, or the file already exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,8 +105,8 @@ class OutputFile:
         with self._file:
             if error is None:
                 self._write_gathered()
-                # Sync by the same descriptor: Linux may report an error of writing cached data only
-                # to descriptors that were open when it occurred.
+                # Sync with the same descriptor: Linux may report errors in writing back cached data
+                # only to descriptors that were open when the error occurred.
                 disk.sync(self._file)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -118,7 +119,7 @@ class OutputFile:
         _write_all(self._file, data)
 
     def write_over_start(self, data: bytes) -> None:
-        """Replace the first bytes, such as a header with the length of the data. Nothing may be
+        """Overwrite the first bytes, such as a header with the length of the data. Nothing may be
         written afterwards."""
         self._write_gathered()
         self._file.seek(0)
@@ -131,7 +132,7 @@ class OutputFile:
 
 class HashedFile(OutputFile):
     """An `OutputFile` that computes the SHA-256 of the bytes passed to it, so that the file on the
-    disk can be compared with it."""
+    disk can be verified against it."""
 
     def __init__(self, path: Path) -> None:
         self._hash = hashlib.sha256()
@@ -149,8 +150,7 @@ class HashedFile(OutputFile):
 
 
 class AppendedFile:
-    """A file to which records are appended. A record that can be written only in part is removed
-    again.
+    """A file to which records are appended. A partially written record is removed again.
 
     Raises:
         OSError: a file system error in any method.
@@ -166,7 +166,7 @@ class AppendedFile:
                 stack.pop_all()
 
     def append(self, data: bytes) -> None:
-        """Append all of the bytes, or none."""
+        """Append all of the bytes or none of them."""
         size = os.fstat(self._file.fileno()).st_size
         try:
             _write_all(self._file, data)
@@ -176,7 +176,7 @@ class AppendedFile:
             raise
 
     def sync(self) -> None:
-        """Force the appended bytes to the disk."""
+        """Sync the appended bytes to the disk."""
         disk.sync(self._file)
 
     def close(self) -> None:
@@ -185,10 +185,11 @@ class AppendedFile:
 
 
 def _write_all(file: FileIO, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes, in several calls if the system writes only a part (an almost full disk)."""
+    """Write all bytes, in several calls if the system writes only part of them (as on an almost
+    full disk)."""
     rest = memoryview(data)
     while rest:
         taken = disk.write(file, rest)
         if not taken:
-            raise OSError(errno.EIO, "the disk takes nothing", file.name)
+            raise OSError(errno.EIO, "the disk accepts no more bytes", file.name)
         rest = rest[taken:]

@@ -1,9 +1,9 @@
-"""The one seam for hostile input: a child process with limits of memory and processor time.
+"""Isolation of untrusted input: a child process with limits on memory and processor time.
 
-Some files are small programs: a chat template, the steps of a tokenizer.json, a JSON Schema. A
-library that runs them has no limits of its own, and a call into it can only be stopped from
-outside. So a `LimitedProcess` makes such calls in a child process, which is killed when a call
-exceeds a limit, and started again for the next one.
+Some files are small programs: a chat template, the steps of a tokenizer.json, a JSON Schema. The
+libraries that run them have no limits, and a call into them can only be stopped from outside. A
+`LimitedProcess` therefore makes such calls in a child process, which is killed when a call exceeds
+a limit and restarted for the next call.
 
     limit            kept by
     processor time   a timer in the child (ITIMER_PROF), whose signal ends it even inside C code
@@ -12,10 +12,10 @@ exceeds a limit, and started again for the next one.
                      memory while it waits. macOS does not enforce RLIMIT_DATA, so there a child may
                      take more for the tenth of a second between two looks.
 
-The child is in a session of its own, so Ctrl-C in a terminal does not reach it. It ends when its
+The child is in a separate session, so Ctrl-C in a terminal does not reach it. It ends when its
 connection is closed, which also happens when the parent is killed.
 
-Requests and answers are JSON, not pickles: the child may be under the control of its input.
+Requests and answers are JSON rather than pickles, because malicious input may control the child.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from typing import Any
 from firstlight import errors
 from firstlight.errors import FirstlightError, describe_os_error
 
-#: Seconds between two looks at the child's memory, and after which a call is given up, per second
-#: of processor time that it may take. The latter has room for a busy machine.
+#: Interval in seconds between checks of the child's memory, and timeout in seconds per second of
+#: processor time that a call may take. The timeout allows for a busy machine.
 _LOOK_SECONDS, _PATIENCE = 0.1, 20.0
-#: Processor time, in seconds, that a child may take to start.
+#: Limit of processor time for starting a child, in seconds.
 _START_SECONDS = 30.0
 
 
 class LimitExceededError(FirstlightError):
-    """A call exceeded a limit, or ended its process. The message says which limits there are."""
+    """A call exceeded a limit or ended its process. The message states the limits."""
 
 
 class LimitedProcess:
-    """Calls a function in a child process, within limits. Safe for threads and forks.
+    """Calls a function in a child process within limits. Safe to use with threads and forks.
 
     Args:
-        factory: the function that makes the function to call, as "module:name". The module should
-            import little, because the child starts in the time that this takes.
+        factory: function that creates the function to call, as "module:name". The module should
+            import little, because its imports delay the start of the child.
         arguments: arguments of `factory`, as JSON data.
-        memory: bytes that the child may take beyond what it has when `factory` returns.
+        memory: bytes that the child may allocate after `factory` returns.
 
     Attributes:
-        lock: lock that is held during a call.
+        lock: lock held during a call.
     """
 
     def __init__(self, factory: str, arguments: tuple[Any, ...] = (), *, memory: int) -> None:
@@ -75,14 +75,14 @@ class LimitedProcess:
         """Start the child if it does not run; return the number of starts so far.
 
         Raises:
-            FirstlightError: the child can't start, or the factory raised this error.
+            FirstlightError: the child could not be started, or the factory raised this error.
         """
         with self.lock:
             if self._process is None:
                 self._connection, theirs = Pipe()
                 with theirs:
-                    # The child finds modules where this process does, but not in its current
-                    # folder, whose modules could hide others.
+                    # The child searches the same paths for modules as this process, except the
+                    # current folder, whose modules could shadow others.
                     paths = [path for path in sys.path if path]
                     code = f"import sys; sys.path[:] = {paths!r}; " + _CHILD_CODE
                     try:
@@ -93,7 +93,7 @@ class LimitedProcess:
                             stdout=subprocess.DEVNULL,
                             stderr=subprocess.DEVNULL,
                             start_new_session=True,
-                            # A page about a panic of Rust code would take 50 MB, and is not shown.
+                            # The backtrace of a Rust panic would take 50 MB and is not shown.
                             env={**os.environ, "RUST_BACKTRACE": "0"},
                         )
                     except OSError as error:
@@ -116,20 +116,20 @@ class LimitedProcess:
     def _cannot_start(self, reason: str) -> FirstlightError:
         module = self._factory.partition(":")[0]
         return FirstlightError(
-            f"the child process that limits foreign files can't start ({reason}): free memory, or "
-            f"see what `{sys.executable} -c 'import {module}'` says"
+            f"the child process for untrusted files can't start ({reason}): free some memory, or "
+            f"run `{sys.executable} -c 'import {module}'` to see the error"
         )
 
     def call(self, request: Any, *, seconds: float) -> Any:
-        """The function's result for `request`; both are JSON data.
+        """Call the function with `request` and return its result; both are JSON data.
 
         Args:
             request: the function's argument.
             seconds: limit of processor time.
 
         Raises:
-            LimitExceededError: the call exceeded a limit, or ended its process.
-            FirstlightError: the child can't start, or the function raised this error.
+            LimitExceededError: the call exceeded a limit or ended its process.
+            FirstlightError: the child could not be started, or the function raised this error.
         """
         with self.lock:
             self.start()
@@ -144,7 +144,7 @@ class LimitedProcess:
 
     def _exchange(self, request: Any, seconds: float) -> Any:
         try:
-            # Text as it is: escapes would take six bytes for a character.
+            # Unescaped text, because escapes would take six bytes per character.
             content = json.dumps([request, seconds], ensure_ascii=False)
             self._connection.send_bytes(content.encode("utf-8", "surrogatepass"))
             until = time.monotonic() + _PATIENCE * max(seconds, 1.0)
@@ -160,7 +160,8 @@ class LimitedProcess:
                 f"more than {seconds:g} s of processor time or {self._memory >> 20:,} MiB of memory"
             ) from None
         except BaseException:
-            # Such as Ctrl-C: the answer to this request must not be taken for that to the next.
+            # An exception such as Ctrl-C: the answer to this request must not be mistaken for that
+            # to the next.
             self.close()
             raise
         if not kind:
@@ -176,16 +177,17 @@ class LimitedProcess:
         assert self._process is not None
         with contextlib.suppress(psutil.Error):
             return int(psutil.Process(self._process.pid).memory_info().rss)
-        return 0  # it has ended, which reading its answer will show
+        return 0  # The child has ended, which reading its answer will show.
 
     def forget(self) -> None:
-        """In a process that was forked from the one of the child: leave the child to that process.
-        Otherwise both would talk to it, and it would outlive the other process."""
+        """Detach from the child after a fork, leaving it to the process that started it. Otherwise
+        both processes would talk to the child, and it would outlive the process that started it."""
         self.lock = threading.RLock()
         if self._process is not None:
             self._finalizer.detach()
             self._connection.close()
-            self._process.returncode = 0  # not a child of this process, which must not wait for it
+            # The child does not belong to this process, which must not wait for it.
+            self._process.returncode = 0
             self._process = None
 
 
@@ -212,13 +214,13 @@ _CHILD_CODE = "from firstlight.files.limits import serve; serve(int(sys.argv[1])
 
 
 def serve(descriptor: int) -> None:
-    """In the child: answer requests until the connection is closed.
+    """Answer requests in the child until the connection is closed.
 
     Args:
         descriptor: file descriptor of the connection.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The parent may ignore or block it, which a child inherits.
+    # The parent may ignore or block the signal, which a child inherits.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     connection = Connection(descriptor)
@@ -229,13 +231,13 @@ def serve(descriptor: int) -> None:
         except (EOFError, ConnectionError):
             return
         request, seconds = json.loads(content.decode("utf-8", "surrogatepass"))
-        # RLIMIT_CPU has whole seconds, and counts all calls of the process together.
+        # RLIMIT_CPU is in whole seconds and counts all calls of the process together.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = ""
         try:
             result: Any = function(request)
         except MemoryError:
-            raise  # the end of this process
+            raise  # The exception ends this process.
         except Exception as error:  # noqa: BLE001 - the parent raises it
             kind, result = type(error).__name__, str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -246,7 +248,7 @@ def serve(descriptor: int) -> None:
 
 
 def _prepare(request: tuple[str, list[Any], int]) -> Callable[[Any], Any]:
-    """Make the function to call, then limit the memory."""
+    """Create the function to call, then limit the memory."""
     factory, arguments, memory = request
     module, _, name = factory.partition(":")
     function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)(*arguments)

@@ -1,8 +1,8 @@
-"""Writes safetensors files, one tensor after the other.
+"""Writing of safetensors files, one tensor at a time.
 
-The safetensors library opens and writes files by itself. Here the bytes go through an `OutputFile`
-(disk.py), which can hash them, and only one tensor at a time is copied to the CPU. The bytes are
-the same as the library's (huggingface/safetensors, `serialize` in tensor.rs):
+The safetensors library opens and writes files on its own. Here, the bytes go through an
+`OutputFile` (disk.py), which can hash them, and only one tensor at a time is copied to the CPU. The
+bytes are identical to the library's (huggingface/safetensors, `serialize` in tensor.rs):
 
 - the header's length in bytes, as a little-endian integer of 8 bytes;
 - the header as compact JSON, padded with spaces to a multiple of 8 bytes;
@@ -21,8 +21,8 @@ from torch import Tensor
 from firstlight.errors import StorageError
 from firstlight.files.disk import OutputFile
 
-#: The library's names of the dtypes, in the order in which it declares them. In a file, tensors
-#: with a later dtype of this table come first.
+#: The library's dtype names, in the order in which it declares them. In a file, tensors with a
+#: later dtype in this table come first.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -43,7 +43,8 @@ _NAMES = {
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 _METADATA = "__metadata__"
 
-#: Bytes that are hashed and written at a time: few enough to stay in the processor's cache.
+#: Number of bytes that are hashed and written at a time; small enough to stay in the processor's
+#: cache.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -56,16 +57,17 @@ def write_tensors(
         file: an open file.
         tensors: dense tensors by name, on any device, with any shape and strides; they may share
             memory. A tensor that is not contiguous or not on the CPU is copied when it is written.
-        metadata: entries of the header's `__metadata__`; None writes none.
+        metadata: entries of the header's `__metadata__`; None omits it.
 
     Raises:
-        StorageError: a tensor has a dtype, layout or name that a safetensors file can't hold.
+        StorageError: a tensor has a dtype, layout or name that the safetensors format does not
+            support.
         OSError: a file system error.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided or name == _METADATA:
             raise StorageError(
-                f"{file.path.name} can't be written: a safetensors file can't hold "
+                f"{file.path.name} can't be written: the safetensors format does not support "
                 f"tensor '{name}' of {tensor.dtype}, {tensor.layout}"
             )
     names = sorted(tensors, key=lambda name: (-_RANKS[tensors[name].dtype], name))
@@ -78,7 +80,8 @@ def write_tensors(
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    """The JSON header with dtype, shape and place of each tensor; places are in the given order."""
+    """Return the JSON header with dtype, shape and offsets of each tensor, in the order of
+    `tensors`."""
     entries: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
@@ -94,7 +97,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in row-major order, in chunks of `_CHUNK_BYTES`."""
+    """Yield a tensor's bytes in row-major order, in chunks of `_CHUNK_BYTES`."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, len(flat), _CHUNK_BYTES):
         yield flat[start : start + _CHUNK_BYTES].numpy().data

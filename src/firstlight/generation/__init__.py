@@ -1,1 +1,2 @@
-"""Text generation: sampling, decoding token by token, beam search, chat and JSON by a schema."""
+"""Text generation: sampling, token-by-token decoding, beam search, chat and JSON constrained by a
+schema."""

@@ -1,4 +1,4 @@
-"""Answers in parts: the reasoning, the text and the tool calls in what a model writes.
+"""Parser of model output: splits an answer into reasoning, text and tool calls.
 
 A model marks the parts in the format of its chat template:
 
@@ -31,7 +31,7 @@ _CALLS = {
     "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",
     "<|python_tag|>": "",
 }
-#: Tokens that are written inside of tool calls.
+#: Tokens that occur inside tool calls.
 _INSIDE_CALLS = (
     "[ARGS]",
     "[CALL_ID]",
@@ -75,7 +75,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A part of an answer; only one of the fields is not empty.
+    """A part of an answer; exactly one of the fields is non-empty.
 
     Attributes:
         content: text of the answer.
@@ -96,12 +96,12 @@ class AnswerFormat:
         prompt_ids: the conversation, up to the beginning of the answer.
         tools: JSON schemas of the tools' parameters, by name; without tools, only gpt-oss' format
             has tool calls.
-        forced: the one mode of an answer that a grammar forces: "call" is a tool call as JSON,
-            "content" any text; None without a grammar.
+        forced: mode that a grammar forces on the answer: "call" for a tool call as JSON, "content"
+            for any text; None without a grammar.
 
     Attributes:
-        start: mode at the beginning of an answer: "content", "reasoning", "call", "header" (of
-            gpt-oss), or "start", where the first marker decides.
+        start: mode at the beginning of an answer: "content", "reasoning", "call", "header"
+            (gpt-oss), or "start" if the first marker decides.
         modes: mode -> the markers that end it -> the mode after them.
         shown: special tokens that are markers.
         tools: see Args.
@@ -141,16 +141,17 @@ class AnswerFormat:
 
 
 def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer with a tool call, for the formats that have such tokens."""
+    """Return the ids that end an answer with a tool call, for the formats that have such tokens."""
     special = tokenizer.special_tokens
     return tuple(special[name] for name in _CALL_ENDS if name in special)
 
 
 class AnswerParser:
-    """Splits one answer into its parts while it is written.
+    """Splits one answer into its parts while it is being generated.
 
-    Text that may be the beginning of a marker, and a tool call, are held back until it is decided.
-    White space beside reasoning and tool calls is left out.
+    Text that may be the beginning of a marker is held back until it is clear whether it is one; a
+    tool call is held back until it is complete. White space around reasoning and tool calls is
+    dropped.
 
     Args:
         format: the answer's format.
@@ -164,11 +165,11 @@ class AnswerParser:
         self._trimmed = format.start == "reasoning"
 
     def push(self, piece: str, *, ended: bool = False) -> list[AnswerPart]:
-        """Add a piece of the answer; return the parts that are certain with it.
+        """Add newly generated text; return the parts of the answer that are now final.
 
         Args:
-            piece: the text.
-            ended: True if the answer ends with it.
+            piece: the new text.
+            ended: True if the answer ends with this text.
         """
         self._held += piece
         return [part for part in self._parts(ended) if part != AnswerPart()]
@@ -201,7 +202,7 @@ class AnswerParser:
             self._held = ""
         elif self._mode in ("content", "reasoning"):
             end = len(self._held) - max([overlap(self._held, m) for m in markers], default=0)
-            if markers:  # white space is held back, too, because it is left out before one
+            if markers:  # White space before a marker is dropped, so it is held back, too.
                 end = len(self._held[:end].rstrip())
             text, self._held = self._held[:end], self._held[end:]
             yield self._part(text, "")
@@ -211,20 +212,22 @@ class AnswerParser:
         self._held, self._trimmed = rest, True
 
     def _mode_after(self, header: str) -> str:
-        """The mode after a header of gpt-oss' format."""
+        """Return the mode after a header of gpt-oss' format."""
         tool = re.search(r"to=(?:functions\.)?([\w.-]+)", header)
         self._name = tool[1] if tool else None
         return "call" if tool else "reasoning" if "analysis" in header else "content"
 
     def _part(self, text: str, marker: str) -> AnswerPart:
-        """The part that ends before a marker, or, if that is "", with the answer."""
+        """Return the part that ends before `marker`, or at the end of the answer if `marker` is
+        ""."""
         if self._mode == "call":
             try:
                 return AnswerPart(calls=self._calls(text))
-            except (ValueError, RecursionError):  # it stays in the text, as it was written
+            # An invalid call remains in the text as the model wrote it.
+            except (ValueError, RecursionError):
                 shown = "" if self._name else self._marker
                 return AnswerPart(f"{shown}{text}{'' if self._name else marker}")
-        if self._mode == "header":  # an incomplete one, unless the model does not write headers
+        if self._mode == "header":  # An incomplete header, unless the model does not write headers.
             is_header = "<|channel|>" in text or "<|start|>" in text
             return AnswerPart("" if is_header else text)
         if self._trimmed:
@@ -235,10 +238,10 @@ class AnswerParser:
         return AnswerPart(text)
 
     def _calls(self, text: str) -> list[ToolCall]:
-        """The calls in the text of a call.
+        """Parse the text of one or more tool calls.
 
         Raises:
-            ValueError: it is not in the format.
+            ValueError: the text is not in the expected format.
         """
         if self._name is not None:
             return [ToolCall(self._name, _as_json(json.loads(text or "{}")))]
@@ -253,14 +256,15 @@ class AnswerParser:
                 found.append(ToolCall(name[1], _as_json(value)))
             else:
                 found += [_call(one) for one in (value if isinstance(value, list) else [value])]
-        # Without a marker, other JSON is an answer like any other.
+        # Without a marker, JSON that does not name a known tool is an ordinary answer.
         is_known = all(call.name in self._format.tools for call in found)
         if not found or not (self._marker or is_known):
             raise ValueError("no call")
         return found
 
     def _parameters(self, name: str, text: str) -> str:
-        """The arguments of a call that are written one by one: texts, or JSON of other types."""
+        """Return the arguments of a call whose format lists them individually. Strings are plain
+        text; values of other types are JSON."""
         schemas = self._format.tools.get(name, {}).get("properties")
         values: dict[str, Any] = dict(_PARAMETER.findall(text))
         for key, value in values.items():
@@ -280,8 +284,8 @@ def _call(value: Any) -> ToolCall:
 
 
 def _as_json(arguments: Any) -> str:
-    if isinstance(arguments, str):  # some models write JSON as text
+    if isinstance(arguments, str):  # Some models write the arguments as a JSON string.
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError("arguments are an object")
+        raise ValueError("arguments must be an object")
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

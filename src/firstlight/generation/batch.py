@@ -1,5 +1,5 @@
-"""Decoding of sequences of different lengths in one batch, which sequences join and leave at any
-step (continuous batching), and its decoding step through torch.compile and CUDA graphs.
+"""Continuous batching: decoding of sequences of different lengths in one batch, which they can join
+and leave at any step. The decoding step can use torch.compile and CUDA graphs.
 
 On a CUDA GPU, steps are recorded as CUDA graphs, compiled or not; see `RecordedSteps`."""
 
@@ -34,10 +34,11 @@ from firstlight.models.rope import DynamicRope, LongRope
 #: shapes (each needs a CUDA graph), a smaller step reads fewer unused positions.
 _REACH_STEP = 64
 
-#: `BatchDecoder.pass_tokens` on a CPU and on a GPU, which take about as long for them.
+#: `BatchDecoder.pass_tokens` on a CPU and on a GPU; both take about the same time for that many
+#: tokens.
 _CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
-#: Greatest number of logits (elements) in memory at a time while a prompt is scored.
+#: Maximum number of logits (elements) in memory at a time while a prompt is scored.
 _MOST_LOGITS = 2**22
 
 
@@ -46,7 +47,7 @@ _Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class BatchDecoder:
-    """Runs a model over several sequences: holds their key-value cache and lengths. The caller
+    """Runs a model over several sequences and holds their key-value cache and lengths. The caller
     chooses the tokens.
 
     The sequences are numbered from 0 to `len(decoder)` - 1. When a sequence is removed, the last
@@ -54,20 +55,20 @@ class BatchDecoder:
 
     Args:
         model: a model in evaluation mode.
-        max_sequences: greatest number of sequences at a time.
-        max_tokens: greatest length of each sequence, its prompt and new tokens together; at most
-            the model's context.
+        max_sequences: maximum number of sequences at a time.
+        max_tokens: maximum length of each sequence, its prompt and new tokens together; at most the
+            model's context.
         reuse_prefixes: reuse the cached keys and values of an earlier sequence that begins with the
-            same tokens, as in a conversation. A prompt that is computed in two parts is rounded
-            differently, in the last digit.
+            same tokens, as in a conversation. Results for a prompt computed in two parts can differ
+            in the last digit because of rounding.
         compile: decode through torch.compile, see `CompiledStep`. The first step takes about a
             minute, unless `warm_up` was called.
 
     Attributes:
         lengths: tokens of each sequence so far.
         cache: keys and values of all sequences.
-        pass_tokens: greatest number of tokens, padding included, of prompts that `add_many`
-            computes together. Fewer would leave a part of the device idle.
+        pass_tokens: maximum number of tokens, including padding, in prompts that `add_many`
+            computes together. A smaller limit would leave part of the device idle.
 
     Raises:
         ConfigError: the model can't be compiled on this machine.
@@ -88,12 +89,12 @@ class BatchDecoder:
         lay_out(model)
         parameter = next(model.parameters())
         self._device = parameter.device
-        # The cache is longer than the greatest reach, because torch.compile would specialise the
+        # The cache is longer than the maximum reach, because torch.compile would specialise the
         # step to a reach that equals the size of the cache.
         cache_tokens = self.max_tokens + (_REACH_STEP if compile else 0)
         self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
         self._compiled = CompiledStep(model, self.cache) if compile else None
-        #: Step of few sequences in place of the model's forward pass.
+        #: Decoding step for few sequences, used in place of the model's forward pass.
         self._llama_step = None if compile else llama_step(model, self.cache)
         self._is_recorded = _can_record(model, self._device, self.cache)
         steps = RecordedSteps if self._is_recorded else RaggedSteps
@@ -103,7 +104,7 @@ class BatchDecoder:
         self.pass_tokens = _CPU_PASS_TOKENS if is_cpu else _GPU_PASS_TOKENS
         self.lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes
-        #: Tokens whose keys and values are in each row of the cache, also of removed sequences.
+        #: Tokens whose keys and values are in each row of the cache, including removed sequences.
         self._stored: list[list[int]] = [[] for _ in range(max_sequences)]
 
     def __len__(self) -> int:
@@ -123,9 +124,9 @@ class BatchDecoder:
 
         Args:
             prompt_ids: token ids of the prompt, at least one.
-            on_logits: function that is called with the logits [T, V] of the prompt's positions,
-                some positions at a time, in order. With it, the prompt may fill the context.
-            may_fill: True allows a prompt that fills the context also without `on_logits`.
+            on_logits: function that is called with the logits [T, V] of the prompt's positions, in
+                order and in chunks of positions. With `on_logits`, the prompt may fill the context.
+            may_fill: True allows a prompt to fill the context even without `on_logits`.
 
         Raises:
             ConfigError, ModelError: see `require_prompt`.
@@ -138,11 +139,11 @@ class BatchDecoder:
             cache.length = self._take_prefix(prompt_ids)
         cache.least_length = len(prompt_ids)
         input_ids = upload([list(prompt_ids[cache.length :])], self._device)
-        self._stored[len(self)] = []  # until the whole prompt is computed
+        self._stored[len(self)] = []  # Empty until the whole prompt is computed.
         if on_logits is None:
             logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
         else:
-            # In parts: all logits of a long prompt would take gigabytes.
+            # In chunks, because all logits of a long prompt would take gigabytes.
             tokens = max(_MOST_LOGITS // self.model.config.vocab_size, 1)
             for ids in torch.split(input_ids, tokens, dim=1):
                 logits_TV = self.model(ids, cache=cache)[0]
@@ -175,8 +176,8 @@ class BatchDecoder:
         return torch.cat(parts)
 
     def _together(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Number of the first prompts to compute in one pass, at least one."""
-        # Padding would change a state, and frequencies that depend on the text's length.
+        """Return how many of the first prompts to compute in one pass, at least one."""
+        # Padding would change recurrent states, and rotary frequencies that depend on the length.
         scaling = getattr(self.model.config, "rope_scaling", None)
         if self.cache.has_states or isinstance(scaling, DynamicRope | LongRope):
             return 1
@@ -193,7 +194,7 @@ class BatchDecoder:
         input_ids_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
         for row, prompt_ids in enumerate(prompts):
             input_ids_BT[row, : len(prompt_ids)] = torch.tensor(prompt_ids)
-            self._stored[first + row] = []  # until the prompts are computed
+            self._stored[first + row] = []  # Empty until the prompts are computed.
         # The causal mask hides padding at the end, and later tokens overwrite it in the cache.
         logits_BV: Tensor = self.model(
             upload(input_ids_BT, self._device),
@@ -215,7 +216,8 @@ class BatchDecoder:
             for stored in self._stored
         ]
         if self.cache.has_states:
-            # A state includes all tokens of its row, so that only a whole row is a usable prefix.
+            # A recurrent state covers all tokens of its row, so only a whole row is a usable
+            # prefix.
             whole = zip(shared, self._stored, strict=True)
             shared = [count if count == len(stored) else 0 for count, stored in whole]
         row, length = max(enumerate(shared), key=lambda entry: entry[1])
@@ -224,7 +226,8 @@ class BatchDecoder:
         return length
 
     def _is_long(self, token_ids: Sequence[int]) -> bool:
-        """True if a text has the rotary frequencies of long texts, see `FamilyConfig.long_from`."""
+        """Return True if the sequence is long enough to use the rotary frequencies of long texts;
+        see `FamilyConfig.long_from`."""
         first = self.model.config.long_from
         return first is not None and len(token_ids) >= first
 
@@ -240,8 +243,8 @@ class BatchDecoder:
         assert max(self.lengths) < self.max_tokens, "a sequence is full"
         for number, length in enumerate(self.lengths):
             if length + 1 == self.model.config.long_from:
-                # The cached keys were rotated by the frequencies of short texts, so all are
-                # computed again, as in transformers' Phi-3.
+                # The cached keys were rotated with the frequencies for short texts, so all keys are
+                # recomputed, as in transformers' Phi-3.
                 input_ids = upload([self._stored[number]], self._device)
                 cache = self.cache.sequence(number)
                 cache.least_length = length + 1
@@ -266,7 +269,7 @@ class BatchDecoder:
         reach = -(-longest // _REACH_STEP) * _REACH_STEP
         spare = 0
         if self._is_recorded:
-            # Fewer shapes: rows of the cache that no sequence has are computed with the others.
+            # To have fewer shapes, unused rows of the cache are computed together with the others.
             reach = _REACH_STEP * _ladder(reach // _REACH_STEP)
             spare = min(_ladder(count), self.max_sequences) - count
             for row in range(count, count + spare):
@@ -276,26 +279,26 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def keep(self, ids_B: Tensor, ids: list[int]) -> None:
-        """Keep tokens that were chosen on a GPU for the next step, which then need not be copied to
-        it. The argument `keep` of `choose_tokens` after a step.
+        """Keep tokens that were chosen on a GPU for the next step, so they need not be copied to
+        the GPU again. Passed as `keep` to `choose_tokens` after a step.
 
         Args:
             ids_B: the next token of each sequence, int64 on the model's device.
-            ids: the same tokens, at the latest when `step` is called.
+            ids: list that contains the same tokens by the time `step` is called.
         """
         self._ragged.keep(ids_B, ids)
 
     @torch.inference_mode()
     @varying_lengths()
     def warm_up(self) -> None:
-        """With `compile`, compile the step now, for one sequence and for several. Call it before
-        the first sequence is added; without `compile` it does nothing."""
-        assert not any(self._stored), "there are texts already"
+        """Compile the decoding step now, for one sequence and for several. Must be called before
+        the first sequence is added; does nothing without `compile`."""
+        assert not any(self._stored), "warm_up must be called before the first sequence is added"
         for count in {1, min(2, self.max_sequences)} if self._compiled is not None else ():
             self._logits([0] * count, [0] * count)
 
     def room(self, number: int) -> int:
-        """Number of tokens that can be added to a sequence."""
+        """Return the number of tokens that can be added to a sequence."""
         return self.max_tokens - self.lengths[number]
 
     def remove(self, number: int) -> None:
@@ -311,14 +314,15 @@ class BatchDecoder:
 def _eager(
     model: Model, cache: KVCache, input_ids_B1: Tensor, lengths_B: Tensor, reach: int
 ) -> Tensor:
-    """See `CompiledStep.__call__`. Not a method of the decoder: a reference from the decoder to
-    itself would keep its cache in memory until the garbage collector runs."""
+    """Run one decoding step without compilation; see `CompiledStep.__call__`. This is not a method
+    because a reference from the decoder to itself would keep its cache in memory until the garbage
+    collector runs."""
     logits_BV: Tensor = model(input_ids_B1, cache=cache.ragged(lengths_B, reach))[:, -1]
     return logits_BV
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens of the longest common prefix of two texts."""
+    """Return the length of the longest common prefix of two token sequences."""
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -337,7 +341,7 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
     """
     limit = model.config.max_position_embeddings
     if not prompt_ids:
-        raise ConfigError("the prompt has no tokens: the model needs at least one to go on from")
+        raise ConfigError("the prompt has no tokens: the model needs at least one to continue from")
     if len(prompt_ids) + room > limit:
         raise ConfigError(
             f"the prompt has {len(prompt_ids)} tokens, and the model's context is {limit}: "
@@ -345,13 +349,13 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         )
     if max(prompt_ids) >= model.config.vocab_size:
         raise ModelError(
-            f"the tokenizer gives id {max(prompt_ids)}, beyond the model's vocabulary of "
-            f"{model.config.vocab_size}: they don't belong together"
+            f"the prompt has token id {max(prompt_ids)}, but the model's vocabulary has only "
+            f"{model.config.vocab_size} tokens: use the model's own tokenizer"
         )
 
 
-#: Greatest number of recorded steps; each takes some hundred KiB of GPU memory for its kernels. 64
-#: texts of up to 4,096 tokens have 11 numbers of texts and 11 reaches.
+#: Maximum number of recorded steps; each takes a few hundred KiB of GPU memory for its kernels. Up
+#: to 64 sequences of up to 4,096 tokens need 11 batch sizes times 11 reaches.
 _MOST_RECORDED = 128
 
 
@@ -359,8 +363,8 @@ class CompiledStep:
     """A model's forward pass over one new token of each sequence, compiled.
 
     On a CPU, torch.compile's inductor treats the weights as constants ("freezing") and copies them
-    into another layout for its matrix products. The step is compiled when it is first called for
-    one sequence, for several sequences (of any number and lengths), and for more sequences than
+    into another layout for its matrix products. The step is compiled on its first call for one
+    sequence, for several sequences (of any number and length), and for more sequences than
     `few_rows.MOST_ROWS`.
 
     Args:
@@ -376,19 +380,19 @@ class CompiledStep:
         self._device = cache.keys[0].device
         if not can_compile(self._device):
             raise ConfigError(
-                "compiled decoding needs a C++ compiler on a CPU and triton on a GPU: install g++ "
-                "or clang, or decode without"
+                "compiled decoding needs a C++ compiler on a CPU and triton on a GPU: install "
+                "g++ or clang, or decode without compiling compiling"
             )
         if cache.has_states:
             raise ConfigError(
-                f"compiled decoding is not built for {model.config.model_type} models, whose "
-                "linear attention keeps a state: decode without"
+                f"compiled decoding does not support {model.config.model_type} models, whose "
+                "linear attention keeps a state: decode without compiling"
             )
         ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)
 
     def __call__(self, input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
-        """The logits [B, V] after one more token of each sequence.
+        """Return the logits [B, V] after one more token of each sequence.
 
         Args:
             input_ids_B1: the new tokens, int64.
@@ -421,26 +425,28 @@ class CompiledStep:
 
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
-    """True if decoding steps can be CUDA graphs: nothing in a step is done or read by the CPU."""
+    """Return True if decoding steps can be recorded as CUDA graphs, that is, if no part of a step
+    runs on or is read by the CPU."""
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
-    # A model in training may have an engine's hooks, which exchange weights between processes, and
-    # recording takes memory that the next training step needs.
+    # A model in training may have an engine's hooks, which exchange weights between processes.
+    # Recording would also take memory that the next training step needs.
     return isinstance(model.lm_head, FewRowsLinear | Int8Linear)
 
 
 def _ladder(number: int) -> int:
-    """The least of 1, 2, 4, 8, 16, 24, 32, ... that is not below a number."""
+    """Return the smallest of 1, 2, 4, 8, 16, 24, 32, ... that is at least `number`."""
     return min(1 << (number - 1).bit_length(), -(-number // 8) * 8) if number > 1 else 1
 
 
 class RaggedSteps:
-    """Decoding steps of sequences of different lengths. Their new tokens and lengths are tensors on
-    the device, which a step advances, so that the host copies them only if the sequences changed.
+    """Decoding steps for sequences of different lengths. The new tokens and the lengths are tensors
+    on the device, which each step advances; the host copies them only if the sequences have
+    changed.
 
     Args:
         compute: the step. The cache, which it also reads and writes, must keep its address.
-        max_sequences: greatest number of sequences.
+        max_sequences: maximum number of sequences.
         device: device of the model.
     """
 
@@ -449,21 +455,21 @@ class RaggedSteps:
         self._ids_B, self._lengths_B = (
             torch.zeros(max_sequences, dtype=torch.int64, device=device) for _ in range(2)
         )
-        #: Tokens and lengths that are on the device, as far as the host knows.
+        #: Tokens and lengths that the host knows to be on the device.
         self._known: tuple[list[int], list[int]] = [], []
 
     def __call__(self, ids: list[int], lengths: list[int], rows: int, reach: int) -> Tensor:
-        """The logits [rows, V] after one more token of each sequence.
+        """Return the logits [rows, V] after one more token of each sequence.
 
         Args:
             ids: the new tokens.
             lengths: length of each sequence before its new token, at least one.
-            rows: number of rows to compute, which depends on the number of sequences alone; those
+            rows: number of rows to compute, which depends only on the number of sequences; rows
                 beyond the sequences are spare.
             reach: see `RaggedCache`.
         """
         if self._known != (ids, lengths):
-            # Spare rows begin at length 0, and so stay shorter than the sequences.
+            # Spare rows start at length 0, so they stay shorter than the sequences.
             spare = [0] * (rows - len(ids))
             new_2B = upload([[*ids, *spare], [*lengths, *spare]], self._ids_B.device)
             self._ids_B[:rows], self._lengths_B[:rows] = new_2B
@@ -481,14 +487,14 @@ class RaggedSteps:
     def keep(self, ids_B: Tensor, ids: list[int]) -> None:
         """See `BatchDecoder.keep`."""
         _, lengths = self._known
-        if len(lengths) == len(ids_B):  # else the last step was computed in another way
+        if len(lengths) == len(ids_B):  # Otherwise the last step did not use these tensors.
             self._ids_B[: len(ids_B)] = ids_B
             self._known = ids, lengths
 
 
 class RecordedSteps(RaggedSteps):
-    """Decoding steps as CUDA graphs, one for each shape, that is number of rows and reach:
-    launching the kernels of a step one by one takes many times as long as running them.
+    """Decoding steps as CUDA graphs, one for each shape (number of rows and reach), because
+    launching the kernels of a step individually takes many times as long as running them.
 
     The first step of a shape is computed without recording, because compilation, loading of kernels
     and persistent allocations can't be recorded. The second step is recorded and replayed; later
@@ -522,14 +528,15 @@ class RecordedSteps(RaggedSteps):
     def _record(self, rows: int, reach: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            # One memory pool for all graphs: they are never replayed at the same time, so that
-            # their intermediate results can share memory.
+            # One memory pool for all graphs: they are never replayed at the same time, so their
+            # intermediate results can share memory.
             self._pool = torch.cuda.graph_pool_handle()
-        # A graph that the garbage collector frees during the recording would make it invalid.
+        # If the garbage collector freed another graph during the recording, the recording would
+        # become invalid.
         collects = gc.isenabled()
         gc.disable()
         try:
-            # "thread_local", so that other threads can use the GPU during the recording.
+            # "thread_local" lets other threads use the GPU during the recording.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 return graph, super()._run(rows, reach)
         finally:
@@ -539,13 +546,13 @@ class RecordedSteps(RaggedSteps):
 
 @contextlib.contextmanager
 def _settings(device: torch.device) -> Iterator[None]:
-    """A context with the compiler's settings for decoding."""
+    """Context manager that applies the compiler settings for decoding."""
     # Imported here, because importing inductor takes a second and plain decoding does not need it.
     import torch._inductor.config as inductor_config
 
-    # Freezing as an option of torch.compile would come too late: the weights are arguments by then.
-    # The limits are raised because torch counts recompilations of a function over all models of a
-    # process.
+    # Setting freezing as an option of torch.compile would be too late, because the weights are
+    # arguments by then. The limits are raised because torch counts recompilations of a function
+    # over all models of a process.
     with (
         inductor_config.patch(freezing=device.type == "cpu"),
         torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096),

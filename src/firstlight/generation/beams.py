@@ -1,4 +1,4 @@
-"""Beam search: a search for a likely continuation among a bounded number of candidates."""
+"""Beam search: finds a likely continuation by tracking a limited number of candidates."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class _Beam:
     logprob: float
 
     def score(self, is_ended: bool) -> float:
-        """Mean log-probability per token; the end token of an ended text counts as a token."""
+        """Return the mean log-probability per token; the end token of an ended text counts as a
+        token."""
         return self.logprob / max(len(self.token_ids) + is_ended, 1)
 
 
 def search(
     loaded: LoadedModel, prompt: str, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Generation:
-    """The best continuation that a beam search finds.
+    """Return the best continuation that a beam search finds.
 
     Args:
         loaded: model and tokenizer.
@@ -63,12 +64,12 @@ def beam_search(
     config: SamplingConfig,
     eos_token_ids: Collection[int],
 ) -> tuple[list[int], str]:
-    """Beam search, as in transformers with length_penalty 1.
+    """Run a beam search, as in transformers with length_penalty 1.
 
-    In each step the `config.beams` continuations with the greatest sum of log-probabilities are
-    kept. Texts that have ended are kept apart, ranked by their mean log-probability per token. The
-    search stops when there are `config.beams` ended texts and the best beam's mean, at its present
-    length, is not above that of the worst ended text.
+    In each step the `config.beams` continuations with the largest sum of log-probabilities are
+    kept. Ended texts are kept in a separate list, ranked by their mean log-probability per token.
+    The search stops when there are `config.beams` ended texts and the mean of the best beam at its
+    current length is not above that of the worst ended text.
 
     Args:
         model: a model in evaluation mode.
@@ -90,14 +91,14 @@ def beam_search(
     parameter = next(model.parameters())
     device = parameter.device
     cache = model.make_cache(count, len(prompt_ids) + most, parameter.dtype)
-    # There is one beam at first; the prompt is computed in all rows, so that each row's cache has
-    # it.
+    # There is one beam at first, but the prompt is computed in all rows so that each row's cache
+    # contains it.
     ids_BT = torch.tensor([list(prompt_ids)] * count, device=device)
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
         if cache.length + 1 == model.config.long_from:
-            # The cached keys were rotated by the frequencies of short texts, so all are computed
-            # again.
+            # The cached keys were rotated with the frequencies for short texts, so all keys are
+            # recomputed.
             rows_BT = [[*prompt_ids, *beam.token_ids[:-1]] for beam in beams]
             rows_BT += rows_BT[:1] * (count - len(rows_BT))
             cache.least_length, cache.length = cache.length + 1, 0
@@ -126,8 +127,8 @@ def _next_beams(
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:
-    """The beams after one more token, likeliest first, and for each the index of the beam that it
-    continues.
+    """Return the beams after one more token, most likely first, and for each the index of the beam
+    that it continues.
 
     Args:
         beams: the beams so far.
@@ -143,8 +144,8 @@ def _next_beams(
     ]
     scores_N = torch.cat(scores)
     vocab_size = logits_BV.shape[1]
-    # As many candidates as all beams' end tokens and `config.beams` more, so that enough beams are
-    # left if all end tokens are among the likeliest.
+    # Take `config.beams` candidates in addition to the end tokens of all beams, so that enough
+    # beams remain even if every end token is among the most likely tokens.
     wanted = min((1 + max(len(ends), 1)) * config.beams, len(scores_N))
     values, places = scores_N.topk(wanted)
     following, rows = list[_Beam](), list[int]()
@@ -167,7 +168,8 @@ def _next_beams(
 def _logprobs(
     logits_V: Tensor, beam: _Beam, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Tensor:
-    """Log-probabilities of a beam's next token after penalties and biases, fp64 [V] on the CPU."""
+    """Return the log-probabilities of a beam's next token after penalties and biases, fp64 [V] on
+    the CPU."""
     if not logits_V.max().isfinite():
         raise ModelError("the model's outputs are not finite numbers: its weights are unusable")
     if config.repetition_penalty != 1:
@@ -178,6 +180,6 @@ def _logprobs(
 
 
 def _is_settled(best: _Beam, ended: Sequence[_Beam], count: int) -> bool:
-    """True if there are `count` ended texts and the best beam, at its present length, has no
-    greater mean than the worst of them."""
+    """Return True if there are `count` ended texts and the mean of the best beam, at its current
+    length, is not above that of the worst ended text."""
     return len(ended) == count and ended[-1].score(True) >= best.score(False)

@@ -1,4 +1,4 @@
-"""Conversations with a model: holds the messages, renders them as the model's input, and generates
+"""Conversations with a model: stores the messages, renders them as model input and generates
 answers."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from firstlight.tokenizer.messages import fit_messages
 #: Default settings of answers.
 CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 
-#: Least number of tokens of a `ConversationDecoder`'s cache; larger caches are powers of two.
+#: Minimum number of tokens in a `ConversationDecoder`'s cache; larger sizes are powers of two.
 _SMALLEST_DECODER = 1024
 
 #: A message: "role" ("system", "user" or "assistant"), "content", and the assistant's
@@ -34,7 +34,7 @@ Message = dict[str, str]
 
 
 class ReasoningText(str):
-    """A piece of an answer that is part of the reasoning before its text."""
+    """Part of an answer that belongs to the reasoning before its text."""
 
     __slots__ = ()
 
@@ -43,13 +43,13 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-#: Words of chat templates that are not variables, or whose values come from the conversation.
+#: Words in chat templates that are not variables, or whose values come from the conversation.
 _TEMPLATE_OWN = {"messages", "message", "role", "content", "add_generation_prompt", "for", "if"}
 
 
 def template_words(tokenizer: Tokenizer) -> set[str]:
-    """The words of a tokenizer's chat template, among which are the variables that can be set;
-    empty without a template."""
+    """Return the words in a tokenizer's chat template, which include the variables that can be set.
+    Empty without a template."""
     return set(re.findall(r"\w+", tokenizer.chat_template or "")) - _TEMPLATE_OWN
 
 
@@ -67,11 +67,11 @@ def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -
 
 
 def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
-    """The greatest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true, and
-    `fits` must be monotonic: if n turns fit, fewer turns do, too.
+    """Return the largest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true,
+    and `fits` must be monotonic: if n turns fit, fewer turns also fit.
 
-    The search doubles n and then bisects, so that `fits` is never called with more than twice the
-    result (or 1), because its time grows with n.
+    The search doubles n and then bisects, so `fits`, whose cost grows with n, is never called with
+    more than twice the result (or 1).
     """
     known, beyond = 0, 1
     while beyond <= count and fits(beyond):
@@ -84,15 +84,16 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 class ConversationDecoder:
-    """A decoder for one text at a time, which keeps the key-value cache of the last text. For the
-    next text, only tokens after the common prefix are computed. Several conversations can share it.
+    """Decoder for one text at a time. It keeps the key-value cache of the last text, so only the
+    tokens after the common prefix of the next text are computed. Several conversations can share
+    it.
 
-    The cache grows with the texts; after each growth, the whole text is computed again.
+    The cache grows with the texts; each time it grows, the whole text is computed again.
 
     Args:
         model: a model in evaluation mode.
-        compile: see `BatchDecoder`. With it, the cache has the size of the model's context from the
-            beginning, and the first call of `with_room` compiles.
+        compile: see `BatchDecoder`. If True, the cache has the size of the model's context from the
+            start, and the first call of `with_room` compiles the step.
     """
 
     def __init__(self, model: Model, *, compile: bool = False) -> None:
@@ -100,18 +101,19 @@ class ConversationDecoder:
         self._decoder: BatchDecoder | None = None
 
     def with_room(self, tokens: int) -> BatchDecoder:
-        """A decoder without sequences, with room for a text of `tokens` tokens; at most the model's
+        """Return an empty decoder with room for a text of `tokens` tokens, at most the model's
         context."""
         if self._decoder is None or self._decoder.max_tokens < tokens:
-            self._decoder = None  # frees its memory before the new cache is allocated
+            self._decoder = None  # Free its memory before the new cache is allocated.
             size = max(_SMALLEST_DECODER, 1 << (tokens - 1).bit_length())
-            if self._compile:  # a larger decoder would be compiled again
+            if self._compile:  # A larger decoder would have to be compiled again.
                 size = self._model.config.max_position_embeddings
             self._decoder = BatchDecoder(
                 self._model, 1, size, reuse_prefixes=True, compile=self._compile
             )
             self._decoder.warm_up()
-        while len(self._decoder):  # left by an exception, such as a KeyboardInterrupt
+        # Sequences can be left by an exception such as KeyboardInterrupt.
+        while len(self._decoder):
             self._decoder.remove(0)
         return self._decoder
 
@@ -123,13 +125,13 @@ class AnswerStats:
     Attributes:
         prompt_tokens: number of tokens in the prompt.
         new_tokens: number of tokens in the answer, without the end token.
-        dropped: number of oldest turns that did not fit into the context and were left out; for a
-            model without a chat template, number of tokens.
+        dropped: number of oldest turns that were dropped because they did not fit into the context;
+            number of tokens for a model without a chat template.
         first_token_seconds: seconds until the first token.
-        seconds: seconds of the whole answer.
+        seconds: seconds until the end of the answer.
         finish_reason: "stop" at the end of the turn, "length" at a limit, "interrupted" if the
             answer was stopped or failed.
-        seed: seed that gives the same answer to the same prompt.
+        seed: seed that reproduces the answer to the same prompt.
     """
 
     prompt_tokens: int
@@ -142,7 +144,7 @@ class AnswerStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second after the first token; 0 for an answer of one token or none."""
+        """New tokens per second after the first token; 0 if the answer has at most one token."""
         seconds = self.seconds - self.first_token_seconds
         return (self.new_tokens - 1) / seconds if self.new_tokens > 1 and seconds > 0 else 0.0
 
@@ -152,7 +154,7 @@ class _Prompt:
     """The model's input for an answer.
 
     Attributes:
-        ids: token ids of the history, without what was dropped, and the user's message.
+        ids: token ids of the retained history and the user's message.
         history: the messages before the user's message.
         text: the user's message.
         dropped: see `AnswerStats`.
@@ -166,21 +168,21 @@ class _Prompt:
 
 class ChatSession:
     """A conversation with a model, rendered by the chat template of its tokenizer. If the tokenizer
-    has no template, the conversation is one text to which the user and the model add in turn.
+    has no template, the conversation is one text that the user and the model continue in turns.
 
     The messages are rendered again for each answer, but only tokens that are not in the cache are
-    computed. The text of messages never becomes a control token. A prompt may fill the context
-    except `answer_room`: the oldest turns (a question with its answer) that do not fit are left out
-    of it, but not the system message. `messages` keeps all messages.
+    computed. The text of messages never becomes a control token. A prompt may use the whole context
+    except `answer_room`: the oldest turns (a question with its answer) that do not fit are dropped
+    from the prompt, but never the system message. `messages` keeps all messages.
 
     Only `stop` may be called from another thread.
 
     Args:
         loaded: a model from `firstlight.load`.
         system: the system message; None for none.
-        settings: sampling settings; see the property. None is `CHAT_SETTINGS` with the settings of
-            the model's generation_config.json. With a seed, the n-th answer, counted from 0, is
-            sampled with the seed plus n.
+        settings: sampling settings; see the property. None means `CHAT_SETTINGS` combined with the
+            settings in the model's generation_config.json. With a seed, answer number n (counted
+            from 0) is sampled with the seed plus n.
         decoder: decoder that several conversations on the same model share, to save memory; None
             creates one.
         template_options: further variables of the chat template, such as `enable_thinking`.
@@ -193,8 +195,8 @@ class ChatSession:
 
     Raises:
         ModelError: the model has no tokenizer.
-        ConfigError: there is a system message or a template option, and the model has no chat
-            template, or one that does not use the option.
+        ConfigError: a system message or a template option was passed, but the model has no chat
+            template, or the template does not use the option.
         InputError, TokenizerError: the template can't be used, or does not support system messages.
     """
 
@@ -217,7 +219,7 @@ class ChatSession:
         self._stopping = False
         require_template_options(self._tokenizer, template_options)
         if self.has_template:
-            self._encoded([_message("user", "1")])  # raises now if the template is broken
+            self._encoded([_message("user", "1")])  # Fail early if the template is broken.
         if system:
             self.set_system(system)
 
@@ -240,7 +242,8 @@ class ChatSession:
 
     @property
     def settings(self) -> SamplingConfig:
-        """Sampling settings of the next answers; another seed restarts their numbering."""
+        """Sampling settings of the next answers; a different seed restarts the numbering of
+        answers."""
         return self._settings
 
     @settings.setter
@@ -268,14 +271,14 @@ class ChatSession:
             return
         if not self.has_template:
             raise ConfigError(
-                "the model has no chat template, so that it knows no system message: "
-                "begin your first message with that text"
+                "the model has no chat template and therefore no system message: begin your "
+                "first message with that text"
             )
         system, user = _message("system", text), _message("user", "1")
         if self._encoded([system, user]) == self._encoded([user]):
             raise InputError(
-                "the model's chat template leaves system messages out: "
-                "put that text into your first message"
+                "the model's chat template ignores system messages: put that text into your "
+                "first message"
             )
         self.messages[:] = [system, *turns]
 
@@ -304,12 +307,12 @@ class ChatSession:
         self._stopping = True
 
     def answer(self, text: str) -> Iterator[str]:
-        """Answer a message; returns an iterator over the pieces of the answer. Those of its
-        reasoning (see `answers`) are `ReasoningText`.
+        """Answer a message and return an iterator over the generated text. Text that belongs to the
+        reasoning (see `answers`) has the type `ReasoningText`.
 
-        From the first piece on, `messages` has the message and the answer so far. If the iterator
-        is closed early, the answer stays as it is; if generation fails, message and answer are
-        removed again.
+        Once the first text is generated, `messages` contains the message and the answer so far. If
+        the iterator is closed early, the partial answer is kept; if generation fails, both the
+        message and the answer are removed.
 
         Args:
             text: the user's message. Without a chat template, it may be empty: the model then
@@ -317,7 +320,7 @@ class ChatSession:
 
         Raises:
             InputError: the message is blank, or the template refuses the conversation.
-            ConfigError: the message with the system message does not fit into the context.
+            ConfigError: the message and the system message together do not fit into the context.
             ModelError: the model can't be used.
         """
         self._stopping = False
@@ -327,7 +330,7 @@ class ChatSession:
         """Answer the last message again and replace its answer; see `answer`.
 
         Raises:
-            ConfigError: there is no message, or see `answer`.
+            ConfigError: there is no message to answer; or see `answer`.
             InputError, ModelError: see `answer`.
         """
         if not self._has_turns:
@@ -366,7 +369,7 @@ class ChatSession:
                     yield from _add_parts(answer, parts)
                     if self._stopping:
                         break
-                if parser and text.finish_reason is None:  # what was held back
+                if parser and text.finish_reason is None:  # Emit the text that was held back.
                     yield from _add_parts(answer, parser.push("", ended=True))
         except Exception:
             self.messages[:] = before
@@ -420,22 +423,22 @@ class ChatSession:
         return [*lead, *ids[len(ids) - (limit - len(lead)) :]], len(ids) - limit
 
     def _require_fit(self, tokens: int, what_else: str) -> int:
-        """Greatest number of tokens of a prompt. Raises `ConfigError` if `tokens`, those of the
-        message (and `what_else`), are more."""
+        """Return the maximum number of tokens in a prompt. Raises `ConfigError` if `tokens`, the
+        number in the message (and `what_else`), exceeds it."""
         limit = self.context - self.answer_room
         if tokens > limit:
             raise ConfigError(
-                f"the message{what_else} has {tokens:,} tokens, and the model's context of "
-                f"{self.context:,} has room for {limit:,}, with {self.answer_room:,} left for the "
-                "answer: shorten it"
+                f"the message{what_else} has {tokens:,} tokens, but the model's context of "
+                f"{self.context:,} tokens has room for only {limit:,}, since "
+                f"{self.answer_room:,} are reserved for the answer: shorten the message"
             )
         return limit
 
 
 def _add_parts(answer: Message, parts: Sequence[AnswerPart]) -> Iterator[str]:
-    """Add parts to a message; yields them as the pieces of an answer."""
+    """Add parts to a message, and yield each of them as text."""
     for part in parts:
-        # Without tools, calls are text.
+        # Without tools, calls are shown as text.
         content = part.content + "".join(f"{call.name} {call.arguments}" for call in part.calls)
         if part.reasoning:
             answer["reasoning_content"] = answer.get("reasoning_content", "") + part.reasoning

@@ -1,4 +1,5 @@
-"""Settings of text generation: `SamplingConfig`, which the command line reads without torch."""
+"""Settings of text generation. This module does not import torch, so the command line can use
+`SamplingConfig` quickly."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 
 from firstlight.errors import ConfigError
 
-#: Greatest number of beams. It is limited because each beam has a key-value cache of its own.
+#: Maximum number of beams. Limited because each beam has a separate key-value cache.
 _MOST_BEAMS = 64
 
 
@@ -16,40 +17,41 @@ class SamplingConfig:
     """Settings of sampling, beam search and the length of the new text.
 
     Attributes:
-        max_new_tokens: greatest number of new tokens.
+        max_new_tokens: maximum number of new tokens.
         temperature: divisor of the logits; a higher temperature gives unlikely tokens more
-            probability; 0 always chooses the likeliest token.
-        top_k: number of likeliest tokens to choose from, together with any that are as likely as
+            probability; 0 always chooses the most likely token.
+        top_k: number of most likely tokens to choose from, together with any that are as likely as
             the last of them; 0 is off.
-        top_p: choose from the fewest likeliest tokens whose probabilities sum to at least this; 1
-            is off (Holtzman et al. 2020). Applied after temperature and top_k.
-        seed: seed of the random numbers; the same seed gives the same text. Without a seed, one is
-            drawn.
-        min_p: least probability of a token relative to that of the likeliest token; 0 is off
+        top_p: probability mass to choose from: only the smallest set of most likely tokens whose
+            probabilities sum to at least this value is kept; 1 is off (Holtzman et al. 2020).
+            Applied after temperature and top_k.
+        seed: random seed; the same seed gives the same text. By default, a seed is drawn at random.
+        min_p: minimum probability of a token relative to that of the most likely token; 0 is off
             (Nguyen et al. 2024). Applied after temperature and before top_k and top_p.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
             tokens that the prompt or the new text contains; 1 is off (Keskar et al. 2019).
         stop: texts that end the continuation; they are not part of it.
-        logprobs: number of likeliest tokens whose log-probabilities are returned for each new
-            token, besides its own; None returns none.
+        logprobs: number of most likely tokens whose log-probabilities are returned for each new
+            token, in addition to the token's own; None returns none.
         frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each
             time that it was chosen; 0 is off. Defined as in OpenAI's API.
         presence_penalty: number from -2 to 2 that is subtracted from the logit of each token that
             was chosen before; 0 is off. Defined as in OpenAI's API.
-        logit_bias: numbers from -100 to 100 by token id, added to the logits of these tokens.
-        prompt_logprobs: number of likeliest tokens whose log-probabilities are returned for each
-            token of the prompt, besides its own; None returns none. With it, `max_new_tokens` may
-            be 0.
-        slide: continue beyond the model's context: when the context is full, its latest half
-            becomes the new prompt, and older text is forgotten.
-        slide_tokens: number of the oldest tokens that slide forgets each time the context is full,
-            instead of half of the context. With 1, as in LLMs-from-scratch, each further token is
-            computed from the whole context, which takes longer.
-        beams: number of beams of a beam search, which does not sample, and returns the text with
-            the greatest mean log-probability per token that it finds; 1 is off.
-        choices: number of likeliest tokens that are returned for each new token, with their
-            probability by the model and their probability in the choice (after penalties, biases,
-            temperature, top_k, top_p and min_p); None returns none.
+        logit_bias: mapping from token id to a number from -100 to 100 that is added to the token's
+            logit.
+        prompt_logprobs: number of most likely tokens whose log-probabilities are returned for each
+            token of the prompt, in addition to the token's own; None returns none. If set,
+            `max_new_tokens` may be 0.
+        slide: continue beyond the model's context: when the context is full, its most recent half
+            becomes the new prompt and older text is dropped.
+        slide_tokens: number of oldest tokens that `slide` drops each time the context is full,
+            instead of half of the context. With 1, as in LLMs-from-scratch, each additional token
+            is computed from the full context, which takes longer.
+        beams: number of beams; 1 is off. Beam search does not sample; it returns the text with the
+            highest mean log-probability per token that it finds.
+        choices: number of most likely tokens that are returned for each new token, with their
+            probability according to the model and their sampling probability (after penalties,
+            biases, temperature, top_k, top_p and min_p); None returns none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -104,12 +106,14 @@ class SamplingConfig:
         if self.beams > 1:
             self._require_beams()
         if self.slide_tokens is not None and not self.slide:
-            raise ConfigError("slide_tokens is for slide: add slide, or leave slide_tokens out")
+            raise ConfigError("slide_tokens requires slide: enable slide, or omit slide_tokens")
         if self.slide and self.prompt_logprobs is not None:
-            raise ConfigError("slide forgets text, and prompt_logprobs needs all of it: keep one")
+            raise ConfigError(
+                "slide drops old text, but prompt_logprobs needs all of it: use only one of them"
+            )
 
     def _require_beams(self) -> None:
-        """Refuse settings that a beam search, which does not sample, can't apply."""
+        """Refuse settings that beam search can't apply because it does not sample."""
         changed = {
             "temperature": self.temperature not in (0, SamplingConfig.temperature),
             "top_k": self.top_k > 0,
@@ -122,4 +126,4 @@ class SamplingConfig:
             "prompt_logprobs": self.prompt_logprobs is not None,
         }
         if unfit := [name for name, is_set in changed.items() if is_set]:
-            raise ConfigError(f"beams is not for {unfit[0]}: leave one of them out")
+            raise ConfigError(f"beam search does not support {unfit[0]}: omit beams or {unfit[0]}")

@@ -1,5 +1,4 @@
-"""The continuation of one text: chooses its tokens from logits, decodes them to text, and finds
-its end."""
+"""Continuation of one text: chooses tokens from logits, decodes them and detects the end."""
 
 from __future__ import annotations
 
@@ -20,7 +19,10 @@ from firstlight.generation.structured import Constraint
 from firstlight.hardware.device import upload
 from firstlight.tokenizer import TextStream, Tokenizer
 
-_NOT_FINITE = "the model's outputs are not finite numbers: its weights are unusable"
+_NOT_FINITE = (
+    "the model's outputs are not finite: its weights are damaged or it has diverged, so use "
+    "another checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,15 @@ class Generation:
 
     Attributes:
         prompt: text of the prompt.
-        text: the new text, before any stop text.
-        token_ids: ids of the new tokens, without the end token; if a stop text occurred, up to the
-            token that completed it.
+        text: the new text, up to but excluding the stop text.
+        token_ids: ids of the new tokens, without the end token. If a stop text occurred, the last
+            id is the token that completed it.
         prompt_tokens: number of tokens of the prompt, including the beginning-of-text token.
         finish_reason: "stop" at an end token or stop text, "length" at a limit.
-        seed: seed that gives the same text again.
+        seed: seed that reproduces the text.
         logprobs: log-probability of each of `token_ids`; None if the config does not ask for them.
-        choices: likeliest tokens at each of `token_ids`; None if the config does not ask for them.
+        choices: most likely tokens at the position of each of `token_ids`; None if the config does
+            not ask for them.
     """
 
     prompt: str
@@ -57,9 +60,9 @@ class Continuation:
         config: sampling settings; without a seed, one is drawn.
         context: the model's context, in tokens.
         eos_token_ids: tokens that end the text.
-        tokenizer: tokenizer that decodes the tokens; with None, pieces of text are empty and stop
+        tokenizer: tokenizer that decodes the tokens; with None, the returned text is empty and stop
             texts have no effect.
-        constraint: constraint on the tokens; the text ends when the constraint is complete. None
+        constraint: constraint on the tokens; the text ends when the constraint is satisfied. None
             allows all tokens.
         shown: see `TextStream`.
 
@@ -72,9 +75,9 @@ class Continuation:
         prompt_logprobs: log-probabilities of all prompt tokens but the first; None if the config
             does not ask for them.
         choices: see `Generation`.
-        is_plain: True if the next token depends on the logits and the generator alone: without
-            penalties, biases and a constraint.
-        settings: settings that texts must share for their tokens to be chosen together.
+        is_plain: True if the next token depends only on the logits and the random generator, that
+            is, without penalties, biases or a constraint.
+        settings: settings that texts must have in common for their tokens to be chosen together.
     """
 
     def __init__(
@@ -119,8 +122,8 @@ class Continuation:
 
     @property
     def score_prompt(self) -> Callable[[Tensor], None] | None:
-        """Argument `on_logits` of `BatchDecoder.add`, which gets the prompt's logits [T, V]; None
-        if the config does not ask for log-probabilities of the prompt."""
+        """Callback for `BatchDecoder.add(on_logits=...)` that records log-probabilities from the
+        prompt's logits [T, V]; None if the config does not ask for them."""
         return None if self.prompt_logprobs is None else self._score_prompt
 
     def _score_prompt(self, logits_TV: Tensor) -> None:
@@ -133,11 +136,12 @@ class Continuation:
             self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
 
     def draw_number(self) -> float:
-        """The random number of the next token; 0 with temperature 0, which needs none."""
+        """Return the random number for the next token; 0 with temperature 0, which does not
+        sample."""
         return uniform(self._generator) if self.config.temperature else 0.0
 
     def shifted(self, logits_V: Tensor) -> Tensor:
-        """The logits [V] of the next token after penalties, biases and the constraint.
+        """Return the logits [V] of the next token after penalties, biases and the constraint.
 
         Raises:
             ConfigError: see `sampling.shifted`.
@@ -147,21 +151,22 @@ class Continuation:
         return shifted(logits_V, self.config, self._seen, self._counts, allowed_V=allowed_V)
 
     def push(self, chosen: Chosen | Exception) -> str:
-        """Append the next token, or end the text; return the text that is final with it, which is
+        """Append the next token, or end the text. Return the text that has become final, which is
         often empty.
 
         If `finish_reason` is None afterwards, the caller computes the logits after the last of
         `token_ids`, and calls `choose_tokens` and `push` again.
 
         Args:
-            chosen: result of `choose_tokens` for this text; an error is raised.
+            chosen: result of `choose_tokens` for this text; an exception is raised here.
 
         Raises:
-            Exception: `chosen` is one.
+            Exception: `chosen` is an exception.
             SchemaError: the constraint takes too long to follow.
         """
         assert self.finish_reason is None
-        if len(self.token_ids) >= self._most:  # no new token was asked for, or has room
+        # No new token was requested, or there is no room for one.
+        if len(self.token_ids) >= self._most:
             return self._end("length")
         if isinstance(chosen, Exception):
             raise chosen
@@ -203,7 +208,7 @@ class Chosen:
     Attributes:
         token_id: id of the token.
         logprob: log-probability of the token; None if the config does not ask for it.
-        choices: likeliest tokens; empty if the config does not ask for them.
+        choices: most likely tokens; empty if the config does not ask for them.
     """
 
     token_id: int
@@ -219,13 +224,13 @@ def choose_tokens(
     """Choose the next token of several texts. The host reads from a GPU once.
 
     Args:
-        texts: texts that continue, without a finish reason.
+        texts: texts that are not finished.
         logits_BV: logits of their next tokens.
         keep: function that is called with the ids of the tokens, int64 [B] on the device, and a
-            list that has the same ids as soon as they are read.
+            list that will contain the same ids once they are read.
 
     Returns:
-        The argument of `Continuation.push` for each text. An exception is for its own text only.
+        The argument of `Continuation.push` for each text. An exception concerns only its own text.
     """
     if not logits_BV.is_cuda:  # Apple's GPUs have no fp64
         logits_BV = logits_BV.cpu()
@@ -241,7 +246,7 @@ def choose_tokens(
         numbers_B = upload(numbers, logits_BV.device, torch.float64) if config.temperature else None
         columns = [_columns(logits_BV, shifted_BV, config, numbers_B)]
     else:
-        # Both in one copy: numbers of rows are exact in fp64.
+        # Copy both at once: row indices are exact in fp64.
         both_2B = upload([order, numbers], logits_BV.device, torch.float64)
         order_B, numbers_B = both_2B[0].long(), both_2B[1]
         sizes = [len(rows) for rows in groups.values()]
@@ -253,7 +258,7 @@ def choose_tokens(
     ids: list[int] = []
     if keep is not None:
         ids_B = torch.cat([one[0] for one in columns])[:, 0]
-        if len(groups) > 1:  # back in the order of the texts
+        if len(groups) > 1:  # Restore the order of the texts.
             ids_B = torch.empty_like(ids_B).index_copy_(0, order_B, ids_B)
         keep(ids_B, ids)
     read = iter(_read([column for one in columns for column in one]))
@@ -270,8 +275,8 @@ def choose_tokens(
 def _shifted(
     texts: Sequence[Continuation], logits_BV: Tensor
 ) -> tuple[Tensor, dict[int, Exception]]:
-    """The logits [B, V] after penalties, biases and constraints; and by row the errors of texts
-    whose logits could not be changed."""
+    """Return the logits [B, V] after penalties, biases and constraints, and a mapping from row to
+    the error of each text whose constraint or bias failed."""
     shifted, errors = dict[int, Tensor](), dict[int, Exception]()
     for row, text in enumerate(texts):
         if not text.is_plain:
@@ -281,7 +286,7 @@ def _shifted(
                 errors[row] = error
     if shifted:
         rows = [shifted[row] if row in shifted else logits_BV[row] for row in range(len(texts))]
-        # One text alone need not be copied.
+        # The logits of a single text need not be copied.
         logits_BV = rows[0][None] if len(rows) == 1 else torch.stack([row.float() for row in rows])
     return logits_BV, errors
 
@@ -289,7 +294,7 @@ def _shifted(
 def _columns(
     logits_GV: Tensor, shifted_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
 ) -> list[Tensor]:
-    """What `_chosen` reads for each of G texts with the same settings, [G, W] each."""
+    """Return the tensors that `_chosen` reads for G texts with the same settings, each [G, W]."""
     ids_G1, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
     columns = [ids_G1, logits_GV.amax(-1, keepdim=True)]
     if config.logprobs is not None:
@@ -305,10 +310,10 @@ def _columns(
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
-    """The values of tensors of two dimensions, which are read from a GPU in one copy."""
+    """Return the values of two-dimensional tensors, which are read from a GPU in one copy."""
     if not tensors[0].is_cuda:
         return [tensor.tolist() for tensor in tensors]
-    # Ids and numbers of fp32 are exact in fp64.
+    # Ids and fp32 values are exact in fp64.
     values = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
     return [
         [list(itertools.islice(values, tensor.shape[1])) for _ in range(len(tensor))]
@@ -319,7 +324,7 @@ def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
 def _chosen(
     config: SamplingConfig, ids: list[float], largest: list[float], *further: list[float]
 ) -> Chosen | Exception:
-    """A text's token, from its rows of `_columns`."""
+    """Return the token of a text from its rows of `_columns`."""
     if not math.isfinite(largest[0]):
         return ModelError(_NOT_FINITE)
     token_id = int(ids[0])
@@ -329,15 +334,15 @@ def _chosen(
         logprob, further = _token_logprob(token_id, *further[:3]), further[3:]
     for one, model, sampled in zip(*further, strict=True):
         choices.append(TokenChoice(int(one), model, sampled, int(one) == token_id))
-    # The chosen token comes last, unless it is among the likeliest.
+    # The chosen token comes last, unless it is among the most likely.
     if any(choice.is_chosen for choice in choices[:-1]):
         choices.pop()
     return Chosen(token_id, logprob, choices)
 
 
 class StopTexts:
-    """Passes on the pieces of a text until a stop text occurs. Text that may be the beginning of a
-    stop text is held back until this is decided.
+    """Passes text through until a stop text occurs. Text that may be the beginning of a stop text
+    is held back until it is clear whether it is one.
 
     Args:
         texts: the stop texts, none of them empty.
@@ -352,7 +357,7 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Add a piece; return the text that is now certain not to be part of a stop text."""
+        """Add text; return the text that is now certain not to be part of a stop text."""
         if not self._texts:
             return piece
         text = self._held + piece
@@ -365,13 +370,13 @@ class StopTexts:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """End the text; return what was held back."""
+        """End the text; return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Greatest number of characters at the end of the text that are a proper prefix of `stop`."""
+    """Return the length of the longest suffix of the text that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -382,9 +387,9 @@ class TokenChoice:
 
     Attributes:
         token_id: id of the token.
-        model: its probability by the model.
-        sampled: its probability in the choice, after penalties, biases, temperature, min_p, top_k
-            and top_p; with temperature 0, 1 for the chosen token and 0 for others.
+        model: its probability according to the model.
+        sampled: its sampling probability, after penalties, biases, temperature, min_p, top_k and
+            top_p; with temperature 0, 1 for the chosen token and 0 for the others.
         is_chosen: True for the token that was chosen.
     """
 
@@ -396,12 +401,13 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a token by the model, before temperature and all other sampling settings.
+    """Log-probability of a token according to the model, before temperature and all other sampling
+    settings.
 
     Attributes:
         token_id: id of the token.
         logprob: natural logarithm of its probability.
-        top: (id, log-probability) of the likeliest tokens, likeliest first.
+        top: (id, log-probability) of the most likely tokens, most likely first.
     """
 
     token_id: int
@@ -410,12 +416,13 @@ class TokenLogprob:
 
 
 def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """For each of T positions, the log-probabilities of its token and of the `top` likeliest.
+    """Return the log-probabilities of the token and of the `top` most likely tokens at each of T
+    positions.
 
     Args:
         logits_TV: logits of the positions.
         token_ids: T token ids.
-        top: number of likeliest tokens.
+        top: number of most likely tokens.
 
     Raises:
         ModelError: a logit is NaN or infinite.
@@ -429,8 +436,8 @@ def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[T
 
 
 def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probability [T, 1] of a token of each position, and the ids and log-probabilities
-    [T, N] of the `top` likeliest."""
+    """Return the log-probability [T, 1] of a token of each position, and the ids and
+    log-probabilities [T, N] of the `top` most likely."""
     logprobs_TV = logits_TV.float().log_softmax(-1)
     best = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))
     return logprobs_TV.gather(1, ids_T1), best.indices, best.values
@@ -439,5 +446,5 @@ def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tenso
 def _token_logprob(
     token_id: int, logprob: list[float], ids: list[float], values: list[float]
 ) -> TokenLogprob:
-    """The log-probability of a token, from its rows of `_logprob_columns`."""
+    """Return the log-probability of a token, from its rows of `_logprob_columns`."""
     return TokenLogprob(token_id, logprob[0], tuple(zip(map(int, ids), values, strict=True)))

@@ -1,4 +1,4 @@
-"""Loads a model for generation, and continues one text piece by piece or many texts in a batch."""
+"""Loading a model for generation, and continuing one text as a stream or many texts in a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import GENERATION_CONFIG_NAME
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
-#: Name of a dtype for `load` -> dtype in which weights are loaded; None is the file's.
+#: Dtype name for `load` -> dtype in which weights are loaded; None keeps the file's dtype.
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -56,16 +56,16 @@ def load(
         device: device of the weights: "cpu", "cuda", ...
         dtype: "auto" (the file's), "float32", "bfloat16", "float16", or "int8". "int8" rounds the
             weights of linear layers to 8 bits (`Int8Linear`) and casts all other weights to
-            bfloat16; such a model is for generation only, and not for a CUDA GPU.
-        way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
-            overwritten in place while the model exists; "sequential" reads each tensor directly
-            into its parameter; "straight" reads the whole file first, which takes twice the memory;
-            "auto" is "mmap" on the CPU if no weight is converted, else "sequential".
-        best: load the checkpoint of a run folder with the lowest validation loss, not the newest.
+            bfloat16; such a model supports only generation, and not on a CUDA GPU.
+        way: "mmap" maps the file into memory, which takes almost no time, but requires that the
+            file is not overwritten in place while the model exists; "sequential" reads each tensor
+            directly into its parameter; "straight" reads the whole file first, which takes twice
+            the memory; "auto" is "mmap" on the CPU if no weight is converted, else "sequential".
+        best: load a run folder's checkpoint with the lowest validation loss instead of the newest.
 
     Raises:
-        ConfigError: `dtype` or `way` is unknown, or `dtype` is not for the device, or `best` is set
-            and `checkpoint` is not a run folder.
+        ConfigError: `dtype` or `way` is unknown, the device does not support `dtype`, or `best` is
+            set and `checkpoint` is not a run folder.
         ModelError, CheckpointError, TokenizerError: the model is missing, damaged or of an unknown
             kind.
     """
@@ -74,11 +74,11 @@ def load(
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
     if dtype == "int8" and torch.device(device).type == "cuda":
-        # torch's kernel for it is slower than a cast of the weights, which moves 2.5 times as many
+        # torch's int8 kernel is slower than casting the weights, which moves 2.5 times as many
         # bytes as a product in bf16.
         raise ConfigError(
-            "dtype int8 is for CPUs: on a GPU it would take longer than bfloat16, so use bfloat16 "
-            "or the device cpu"
+            "dtype int8 is supported only on CPUs, because it is slower than bfloat16 on a GPU: "
+            "use bfloat16 or the device cpu"
         )
     loaded = read_model_folder(
         checkpoint,
@@ -99,21 +99,21 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
 
     Args:
         text: a new continuation.
-        decoder: a decoder without sequences; it has none afterwards, either.
+        decoder: an empty decoder; it is empty again afterwards.
 
     Yields:
-        For each new token, the text that is final with it; it is often empty.
+        The text that has become final with each new token, which is often empty.
 
     Raises:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     assert len(decoder) == 0
-    # Half of the context is kept when it is full: with less the model would forget more than
-    # needed, with more it would compute the kept text again more often.
+    # Half of the context is kept when it is full. Keeping less would drop more text than needed;
+    # keeping more would recompute the kept text more often.
     kept = max(decoder.max_tokens // 2, 1)
     slides_by = text.config.slide_tokens
     if slides_by is not None:
-        # The next token comes on top of a full context, of which the oldest tokens go.
+        # The next token is added to a full context, so the oldest tokens are dropped.
         kept = max(decoder.max_tokens + 1 - slides_by, 1)
     prompt_ids = text.prompt_ids
     if text.config.slide and len(prompt_ids) >= decoder.max_tokens:
@@ -126,7 +126,8 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
             if decoder.room(0):
                 (chosen,) = next_tokens([text], decoder)
             else:
-                # Computed again, because positions now count from the beginning of the kept text.
+                # The text is recomputed because positions now count from the beginning of the kept
+                # text.
                 decoder.remove(0)
                 kept_ids = [*text.prompt_ids, *text.token_ids][-kept:]
                 logits_V = decoder.add(kept_ids, may_fill=slides_by is not None)
@@ -140,21 +141,23 @@ def pieces_of_many(
     texts: Sequence[Continuation], decoder: BatchDecoder
 ) -> Iterator[tuple[int, str]]:
     """Continue texts to their ends, `decoder.max_sequences` at a time. When a text ends, the next
-    one takes its place at once.
+    one starts immediately.
 
     Args:
         texts: new continuations.
-        decoder: a decoder without sequences.
+        decoder: an empty decoder.
 
     Yields:
-        For each new token, the index of its text and the piece of text that is final with it.
+        For each new token, the index of its text and the newly final part of that text.
 
     Raises:
         ConfigError: the config of a text has `slide` or `beams`.
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     if any(text.config.slide or text.config.beams > 1 for text in texts):
-        raise ConfigError("slide and beams are for one text at a time: leave them out of a batch")
+        raise ConfigError(
+            "slide and beams do not support batches: omit them, or generate one text at a time"
+        )
     assert len(decoder) == 0
     waiting = deque(range(len(texts)))
     running: list[int] = []
@@ -176,7 +179,7 @@ def pieces_of_many(
 
 
 def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """Append the prompts of texts to a decoder; return their first tokens, see `choose_tokens`.
+    """Append the prompts of texts to a decoder and return their first tokens; see `choose_tokens`.
 
     Raises:
         ConfigError, ModelError: see `require_prompt`.
@@ -188,7 +191,7 @@ def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[C
 
 
 def next_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """The next tokens of all texts of a decoder, in the order of its sequences, see
+    """Return the next tokens of all texts of a decoder, in the order of its sequences; see
     `choose_tokens`."""
     logits_BV = decoder.step([text.token_ids[-1] for text in texts])
     return choose_tokens(texts, logits_BV, decoder.keep if logits_BV.is_cuda else None)
@@ -213,7 +216,7 @@ def continuation(
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
-    """The model's tokenizer.
+    """Return the model's tokenizer.
 
     Raises:
         ModelError: the model's folder has no tokenizer.
@@ -226,8 +229,9 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 def with_model_settings(
     config: SamplingConfig, loaded: LoadedModel, named: Collection[str]
 ) -> SamplingConfig:
-    """The config with the settings of the model's generation_config.json, except those that the
-    user has named. A beam search, which does not sample, keeps its config.
+    """Return the config with settings replaced by those in the model's generation_config.json,
+    except the settings that the user has named. With beam search, which does not sample, the config
+    is unchanged.
 
     Raises:
         ConfigError: a setting of the model is out of range.
@@ -240,7 +244,7 @@ def with_model_settings(
 
 
 class GenerationStream:
-    """An iterable over the pieces of a continuation, which it generates while it is iterated.
+    """Iterable that generates a continuation and yields its text as it is generated.
 
     Args:
         loaded: a model from `load`.
@@ -250,7 +254,7 @@ class GenerationStream:
             see `firstlight.generation.batch`.
 
     Attributes:
-        result: the whole continuation, after the last piece; None before.
+        result: the complete continuation; None until the iteration ends.
 
     Raises:
         ModelError: the model folder has no tokenizer.
@@ -271,7 +275,7 @@ class GenerationStream:
         prompt_ids = self._tokenizer.encode_prompt(self._prompt)
         if self._config.beams > 1:
             if self._compile:
-                raise ConfigError("beams is not for compiled decoding: leave one of them out")
+                raise ConfigError("compiled decoding does not support beams: omit one of them")
             self.result = search(self._loaded, self._prompt, prompt_ids, self._config)
             yield self.result.text
             return
@@ -325,30 +329,31 @@ def generate(
     compile: bool = False,
 ) -> Generation:
     """Continue a text. `SamplingConfig` describes the settings in more detail. For temperature,
-    top_k, top_p, min_p and repetition_penalty, None is the value of the model's
+    top_k, top_p, min_p and repetition_penalty, None means the value in the model's
     generation_config.json, or else the default of `SamplingConfig`.
 
     Args:
-        checkpoint: a folder or hub id as for `load`, or a model that `load` returned.
+        checkpoint: a folder or hub id as in `load`, or a model that `load` returned.
         prompt: text to continue; an empty one starts from the model's beginning-of-text token.
-        max_new_tokens: greatest number of new tokens.
-        temperature: divisor of the logits; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to choose from; 0 is all.
-        top_p: least total probability of the likeliest tokens to choose from; 1 is all.
-        seed: seed of the random choice; None draws one.
-        min_p: least probability of a token, relative to the likeliest token's; 0 is off.
+        max_new_tokens: maximum number of new tokens.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number of most likely tokens to choose from; 0 means all.
+        top_p: minimum total probability of the most likely tokens to choose from; 1 means all.
+        seed: random seed; None draws one.
+        min_p: minimum probability of a token relative to that of the most likely token; 0 is off.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
             tokens that the prompt or the new text contains; 1 is off.
         stop: texts that end the continuation.
-        logprobs: number of likeliest tokens whose log-probabilities are returned; None is off.
+        logprobs: number of most likely tokens whose log-probabilities are returned; None is off.
         frequency_penalty: number subtracted from a token's logit for each time that it was chosen.
         presence_penalty: number subtracted from the logit of each token that was chosen before.
         logit_bias: token id -> number added to its logit.
         slide: continue beyond the model's context.
-        slide_tokens: number of the oldest tokens that slide forgets each time the context is full;
-            None forgets half of the context.
-        beams: number of beams of a beam search; 1 is no beam search.
-        choices: number of likeliest tokens that are returned with their probabilities; None is off.
+        slide_tokens: number of oldest tokens that slide drops each time the context is full; None
+            drops half of the context.
+        beams: number of beams; 1 disables beam search.
+        choices: number of most likely tokens that are returned with their probabilities; None is
+            off.
         compile: see `GenerationStream`.
 
     Raises:
@@ -379,18 +384,19 @@ def generate_batch(
     batch_size: int = 8,
     compile: bool = False,
 ) -> list[Generation]:
-    """Continue several texts in a batch. Each continuation is as from `generate`, up to rounding.
+    """Continue several texts in a batch. Each continuation equals that of `generate`, up to
+    rounding.
 
-    When a text ends, the next one takes its place at once. With a seed in the config, every text is
-    sampled with this seed; without one, each text has another seed. A batch rounds differently from
-    a single text, in the last digit of fp32: if two tokens are equally likely up to this digit, the
-    other token may be chosen.
+    When a text ends, the next one starts immediately. With a seed in the config, every text is
+    sampled with this seed; otherwise each text gets a different seed. A batch is rounded
+    differently from a single text in the last digit of fp32: if two tokens are equally likely up to
+    this digit, a different token may be chosen.
 
     Args:
         loaded: a model from `load`.
         prompts: texts to continue.
         config: see `SamplingConfig`.
-        batch_size: greatest number of texts that are generated at a time.
+        batch_size: maximum number of texts that are generated at a time.
         compile: see `GenerationStream`.
 
     Returns:

@@ -1,11 +1,11 @@
-"""Linear layers for few rows on a CPU, as in decoding, where each text has one new token.
+"""Linear layers optimised for few rows on a CPU, as in decoding, where each text has one new token.
 
-Such a layer is limited by memory bandwidth: its time is that of reading the weights. torch's
+Such a layer is limited by memory bandwidth: it takes as long as reading its weights. torch's
 kernels for one row were measured at a third of the memory bandwidth, because they read several rows
 of the matrix at once and do not prefetch across pages. The kernels in `few_rows.cpp` read rows in
-order and prefetch further ahead. They are compiled when they are first needed, in one or two
-seconds, and kept in the user's cache folder.
-Weights can be rounded to 8 bits (`Int8Linear`), which halves the bytes to read.
+order and prefetch further ahead. They are compiled on first use, which takes one or two seconds,
+and kept in the user's cache folder. Weights can be rounded to 8 bits (`Int8Linear`), which halves
+the bytes to read.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.moe import Router
 
-#: Greatest number of rows for the kernels. With more rows, arithmetic takes more time than reading
-#: the weights, and torch's kernels are faster.
+#: Maximum number of rows for the kernels. With more rows, arithmetic takes longer than reading the
+#: weights, and torch's kernels are faster.
 MOST_ROWS = 8
 
 _FLAGS = (
@@ -49,10 +49,10 @@ _FLAGS = (
     "-fPIC",
 )
 _SOURCE = Path(__file__).with_suffix(".cpp")
-#: Time limit of the compiler, which takes some seconds on idle cores.
+#: Time limit of the compiler in seconds; it takes a few seconds on idle cores.
 _COMPILER_SECONDS = 120.0
 
-#: Linux's setting of pages of 2 MiB: "always [madvise] never".
+#: Linux setting for 2 MiB pages: "always [madvise] never".
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _Kernel = Callable[..., None]
@@ -89,7 +89,7 @@ def use_few_rows(model: Model) -> None:
         model: a model for generation.
     """
     for module in model.modules():
-        # Exactly these classes: a subclass may have another forward pass.
+        # Only these exact classes, because a subclass may have a different forward pass.
         if type(module) is nn.Linear:
             module.__class__ = FewRowsLinear
         elif type(module) is Conv1D:
@@ -113,14 +113,14 @@ def lay_out(model: Model) -> None:
 
 @torch.no_grad()
 def use_large_pages(model: Model, *, is_mapped: bool) -> None:
-    """Copy the weights of linear layers, in place, to memory with pages of 2 MiB, where Linux has
-    them: with pages of 4 KiB, looking up addresses takes a sixth of a decoding step. Values and
-    ties stay the same.
+    """Move the weights of linear layers, in place, to memory with 2 MiB pages, where Linux supports
+    them. With 4 KiB pages, address translation takes a sixth of a decoding step. Values and ties
+    stay the same.
 
     Args:
-        model: a model after `use_few_rows` that no decoder has used yet. Conv1D layers are left to
-            `lay_out`.
-        is_mapped: True if the parameters are memory-mapped files, which stay in place.
+        model: a model after `use_few_rows` that no decoder has used yet. Conv1D layers are handled
+            by `lay_out`.
+        is_mapped: True if the parameters are memory-mapped files, which are not moved.
     """
     weights = [
         layer.weight_int8 if isinstance(layer, Int8Linear) else layer.weight
@@ -135,7 +135,7 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
             return
         memory = mmap.mmap(-1, ends[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # another system, or no memory
+    except OSError:  # Another operating system, or not enough memory.
         return
     for weight, start in zip(weights, [0, *ends], strict=False):
         place = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=start)
@@ -143,8 +143,8 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
 
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """True if `few_rows_linear` can be used: `x` has at most `MOST_ROWS` rows and is on the CPU,
-    there is a kernel for the dtypes, and neither gradients nor autocast are enabled.
+    """Return True if `few_rows_linear` can be used: `x` has at most `MOST_ROWS` rows and is on the
+    CPU, there is a kernel for the dtypes, and neither gradients nor autocast are enabled.
 
     Args:
         x: [..., in].
@@ -162,13 +162,13 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x @ weight.T, times the scale, plus the bias: summed in fp32 and rounded once. The bits of a
-    row's result do not depend on the other rows.
+    """Return x @ weight.T, times the scale, plus the bias, summed in fp32 and rounded once. The
+    result of a row is bitwise independent of the other rows.
 
     Args:
         x: [..., in], float32 or bfloat16, with at most `MOST_ROWS` rows.
         weight: [out, in], contiguous, in x's dtype; or int8, if x is bfloat16.
-        scale, bias: [out] in x's dtype; None is 1 and 0.
+        scale, bias: [out] in x's dtype; None means 1 and 0.
 
     Returns:
         [..., out] in x's dtype.
@@ -199,7 +199,8 @@ def _few_rows_linear(
     return out
 
 
-# Not `torch.library.custom_op`, whose overhead for each call takes longer than a small product.
+# `torch.library.custom_op` is not used because its overhead per call exceeds the time of a small
+# product.
 _operators = torch.library.Library("firstlight", "FRAGMENT")  # type: ignore[no-untyped-call]
 _operators.define(  # type: ignore[no-untyped-call]
     "few_rows_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias) -> Tensor",
@@ -220,35 +221,36 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int
 
 
 def has_kernels() -> bool:
-    """True if the kernels for few rows can be used on this machine."""
+    """Return True if the kernels for few rows can be used on this machine."""
     return bool(_products())
 
 
 def ready_to_compile() -> None:
     """Make torch.compile treat the result of `has_kernels` as a constant.
 
-    It is not a decorator, because importing torch's compiler takes a second and most programs that
-    generate do not use it.
+    This is not a decorator because importing torch's compiler takes a second, and most programs
+    that generate text do not use it.
     """
     torch.compiler.assume_constant_result(has_kernels)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
 def _products() -> dict[torch.dtype, _Kernel]:
-    """Dtype of weights -> kernel of a product; empty if the kernels can't be compiled or loaded."""
+    """Return the matrix-product kernel for each dtype of weights; empty if the kernels can't be
+    compiled or loaded."""
     return _kernels("product", [ctypes.c_void_p] * 5 + [ctypes.c_long] * 3 + [ctypes.c_int])
 
 
 @functools.cache
 def steps() -> dict[torch.dtype, _Kernel]:
-    """Dtype of weights -> kernel of a decoding step, see `llama_step.LlamaStep`; empty if the
-    kernels can't be compiled or loaded."""
+    """Return the kernel of a decoding step for each dtype of weights (see `llama_step.LlamaStep`);
+    empty if the kernels can't be compiled or loaded."""
     pointer = ctypes.c_void_p
     return _kernels("step", [pointer] * 5 + [ctypes.c_long, pointer, ctypes.c_int])
 
 
 def _kernels(kind: str, types: list[Any]) -> dict[torch.dtype, _Kernel]:
-    """Dtype of weights -> kernel of this kind with arguments of these types."""
+    """Return the kernel of this kind, with arguments of these types, for each dtype of weights."""
     library = _library()
     if library is None:
         return {}
@@ -269,7 +271,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compiled() -> Path:
-    """Path of the kernels' shared library, which is compiled if it does not exist yet.
+    """Return the path of the kernels' shared library, compiling it if it does not exist yet.
 
     Raises:
         OSError, StorageError, SubprocessError: the library can't be compiled.
@@ -277,8 +279,8 @@ def _compiled() -> Path:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler")
-    # The name depends on the processor, because machines with different instructions may share a
-    # home folder.
+    # The name depends on the processor, because machines with different instruction sets may share
+    # a home folder.
     parts = (_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = _cache_folder()
@@ -288,15 +290,15 @@ def _compiled() -> Path:
             built = Path(temporary) / library.name
             command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILER_SECONDS)
-            # `write_file` syncs the file before it gets its name: after a power failure there must
-            # be no library with missing content.
+            # `write_file` syncs the file before renaming it, so a power failure can't leave a
+            # truncated library.
             write_file(library, built.read_bytes())
     return library
 
 
 def _cache_folder() -> Path:
-    """The user's cache folder for libraries, which only the user may write to, because code in it
-    is executed.
+    """Return the user's cache folder for libraries. Only the user may be able to write to it,
+    because the libraries in it are executed.
 
     Raises:
         OSError: the folder can't be created, or others can write to it.
@@ -310,7 +312,7 @@ def _cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """Text that identifies this machine's processor and its vector instructions."""
+    """Return a string that identifies this machine's processor and its vector instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -321,20 +323,20 @@ def _processor() -> str:
 
 # 8-bit weights
 
-#: Greatest number of rows for torch's int8 kernel on a CPU; with more rows it is faster to convert
+#: Maximum number of rows for torch's int8 kernel on a CPU; with more rows it is faster to convert
 #: the weights to bf16 first.
 _INT8_ROWS = 16
 #: torch's kernel reads past the end of rows whose length is not a multiple of this number, so rows
-#: are padded with zeros to one.
+#: are padded with zeros to a multiple.
 ROW_MULTIPLE = 32
 
 
 class Int8Linear(nn.Module):
-    """A linear layer, [..., in] to [..., out], with int8 weights from -127 to 127 and a scale for
-    each output: half the bytes of bf16. Inputs and outputs are bf16.
+    """Linear layer, [..., in] to [..., out], with int8 weights from -127 to 127 and one scale per
+    output. It has half the size of a bf16 layer. Inputs and outputs are bf16.
 
     Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8). Weights are rounded to nearest;
-    the weight of an output with the greatest absolute value becomes 127 or -127.
+    the weight with the largest absolute value for each output becomes 127 or -127.
 
     Args:
         weight: weights to quantise, [out, in].
@@ -342,7 +344,7 @@ class Int8Linear(nn.Module):
 
     Attributes:
         weight_int8: [out, in], with `in` padded by zeros to a multiple of 32.
-        scale: weight that the integer 1 stands for, bf16 [out].
+        scale: weight represented by the integer 1, bf16 [out].
     """
 
     weight_int8: Tensor
@@ -372,7 +374,8 @@ class Int8Linear(nn.Module):
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise weights [out, in]: int8 of the same shape, and their scale, bf16 [out]."""
+    """Quantise weights [out, in]; return int8 weights of the same shape and their scale, bf16
+    [out]."""
     scale = weight.float().abs().amax(1).div(127).clamp(min=torch.finfo(torch.bfloat16).tiny)
     scale = scale.to(torch.bfloat16)
     integers = (weight.float() / scale.float()[:, None]).round().clamp(-127, 127)

@@ -1,7 +1,7 @@
-"""A decoding step of a plain Llama for few texts on a CPU, as one call of `few_rows.cpp`.
+"""Decoding step of a plain Llama for few texts on a CPU, as a single call into `few_rows.cpp`.
 
-As single operations of torch, a step of a small model takes twice the time of reading its weights:
-each layer has 20 operations, which start threads and allocate results.
+As separate torch operations, a step of a small model takes twice as long as reading its weights,
+because each layer has 20 operations that start threads and allocate results.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from firstlight.models import KVCache, Llama, Model
 from firstlight.models.llama import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.ops import Embedding, attention
 
-#: Sizes that the kernel takes: a head has whole vectors, of up to 16 numbers.
+#: The kernel requires head sizes that are a multiple of this, so a head consists of whole vectors
+#: of up to 16 numbers.
 _HEAD_MULTIPLE = 16
-#: Greatest number of texts of a step. For more, torch's products are faster.
+#: Maximum number of texts in a step. For more texts, torch's products are faster.
 MOST_TEXTS = 16
 
 
 class _Linear(ctypes.Structure):
-    """`Linear` in few_rows.cpp; the other two are `Layer` and `Llama`."""
+    """The struct `Linear` in few_rows.cpp; the next two classes are `Layer` and `Llama`."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "scale", "bias")]
 
@@ -53,23 +54,24 @@ class _Llama(ctypes.Structure):
 
 
 class LlamaStep:
-    """The decoding step of the first sequences of a cache: see `llama_step`, which makes it.
+    """Decoding step for the first sequences of a cache. Created by `llama_step`.
 
-    Results are rounded where the model's own operations round; only attention keeps fp32 between
-    its operations.
+    Results are rounded at the same points as in the model; only attention keeps fp32 between its
+    operations.
 
     Args:
-        model: a model that `_is_plain`, whose parameters are not replaced afterwards.
+        model: a model that satisfies `_is_plain`; its parameters must not be replaced afterwards.
         cache: its cache.
 
     Attributes:
-        most_rows: greatest number of sequences.
+        most_rows: maximum number of sequences.
     """
 
     def __init__(self, model: Llama, cache: KVCache) -> None:
         config = model.config
         final_norm: Any = model.final_norm
-        self._model, self._cache = model, cache  # whose memory the pointers are to
+        # Keep the model and cache alive: the pointers refer to their memory.
+        self._model, self._cache = model, cache
         self._dtype, self._rows = model.embedding.weight.dtype, len(model.embedding.weight)
         self.most_rows = min(MOST_TEXTS, len(cache.keys[0]))
         self._kernel = steps()[_weight(model.lm_head).dtype]
@@ -91,7 +93,8 @@ class LlamaStep:
             own.window = config.attention_spec(number).window or 0
         threads, width = torch.get_num_threads(), config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        # The buffers of `Work` in few_rows.cpp: of all threads, and of each.
+        # Sizes of the buffers of `Work` in few_rows.cpp: shared by all threads, and for each
+        # thread.
         shared = (config.hidden_size, width, keys, keys, width, config.intermediate_size)
         each = (config.head_dim, config.head_dim, max(cache.max_tokens, config.head_dim))
         normed = self.most_rows * _padded(config.hidden_size)
@@ -120,7 +123,7 @@ class LlamaStep:
         self._threads = threads
 
     def __call__(self, token_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """The logits [B, V] after one more token of each sequence.
+        """Return the logits [B, V] after one more token of each sequence.
 
         Args:
             token_ids: the new tokens of the first B sequences, at most `most_rows`.
@@ -138,7 +141,7 @@ class LlamaStep:
         assert rows == len(lengths) <= self.most_rows
         ids_B, positions_B = torch.tensor([token_ids, lengths], dtype=torch.int64, device="cpu")
         ((cos, sin),) = self._model.rotary.tables(positions_B[:, None], positions_B + 1)
-        # As rounded as in `LlamaAttention.rotate`.
+        # Rounded as in `LlamaAttention`.
         cos, sin = (table.to(self._dtype).float().contiguous() for table in (cos, sin))
         logits_BV = torch.empty(rows, self._llama.vocab, dtype=self._dtype, device="cpu")
         self._kernel(
@@ -155,8 +158,8 @@ class LlamaStep:
 
 
 def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
-    """The step of a model and its cache; None if the model is not a plain Llama, or not on a CPU
-    with kernels for its dtype.
+    """Return a decoding step for a model and its cache; None if the model is not a plain Llama, or
+    not on a CPU with kernels for its dtype.
 
     Args:
         model: a model in evaluation mode, after `few_rows.use_few_rows`.
@@ -166,8 +169,8 @@ def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
 
 
 def _is_plain(model: Model) -> TypeGuard[Llama]:
-    """True if all that the model's forward pass does is what the kernel does: no subclass, no
-    replaced function, one dtype."""
+    """Return True if the kernel does exactly the same as the model's forward pass: there are no
+    subclasses and no replaced functions, and all tensors have one dtype."""
     if type(model) is not Llama or model.config.head_dim % _HEAD_MULTIPLE:
         return False
     config = model.config
@@ -192,7 +195,7 @@ def _is_plain(model: Model) -> TypeGuard[Llama]:
             for module in modules
             if isinstance(module, LlamaAttention)
         )
-        # Neither fake nor distributed.
+        # Neither fake nor distributed tensors.
         and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
         and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         and all(parameter.dtype == dtype for parameter in model.parameters())
@@ -206,7 +209,7 @@ def _padded(size: int) -> int:
 
 
 def _weight(layer: nn.Linear | Int8Linear) -> Tensor:
-    """Weights [out, in] of a linear layer."""
+    """Return the weight [out, in] of a linear layer."""
     return layer.weight_int8 if isinstance(layer, Int8Linear) else layer.weight
 
 

@@ -1,4 +1,4 @@
-"""Sampling: the choice of tokens from a model's logits."""
+"""Sampling of tokens from a model's logits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def sample_rows(
         numbers_G: a number from `uniform` for each text; None only with temperature 0.
 
     Returns:
-        The ids, int64 [G, 1], and the probabilities that they were drawn by, fp32 [G, V]; None
-        instead of the probabilities with temperature 0.
+        The ids, int64 [G, 1], and the probabilities from which they were drawn, fp32 [G, V]; with
+        temperature 0, None instead of the probabilities.
     """
     if config.temperature == 0:
         return logits_GV.argmax(-1, keepdim=True), None
@@ -41,7 +41,7 @@ def shifted(
     counts: Mapping[int, int] | None = None,
     allowed_V: Tensor | None = None,
 ) -> Tensor:
-    """Logits [V] after penalties and biases, with -inf for tokens that are not allowed.
+    """Return logits [V] after penalties and biases, with -inf for tokens that are not allowed.
 
     Args:
         logits_V: the model's logits of one position.
@@ -63,24 +63,24 @@ def shifted(
 
 
 def uniform(generator: torch.Generator) -> float:
-    """A random number from 0 to 1, without 1, with all digits of fp64. The generator is on the CPU,
-    so that a seed gives the same text on every device."""
+    """Return a random number in [0, 1) with the full precision of fp64. The generator is on the
+    CPU, so that a seed gives the same text on every device."""
     return float(torch.rand((), dtype=torch.float64, generator=generator))
 
 
 def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
-    """Draw an index [G, 1] by each row of probabilities [G, V], which need not sum to 1, and a
-    number from `uniform`, fp64 [G]. An index with probability 0 is never drawn.
+    """Draw one index per row, [G, 1], from probabilities [G, V], which need not sum to 1, using one
+    number from `uniform` per row, fp64 [G]. An index with probability 0 is never drawn.
 
     It uses the inverse of the cumulative distribution. torch.multinomial draws a number for every
     index, which takes twenty times as long with a vocabulary of 50,000.
     """
     cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
     totals_G = cumulative_GV[:, -1]
-    # Rounding may have made a product equal to its total, which is beyond the last index.
+    # A product rounded up to its total would select an index beyond the last.
     below_G = (numbers_G * totals_G).minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
     found_G1 = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)
-    # Probabilities that are not numbers would give an index beyond the last.
+    # NaN probabilities would give an index beyond the last.
     return found_G1.clamp_(max=probabilities_GV.shape[-1] - 1)
 
 
@@ -129,19 +129,19 @@ def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
     highest = max(config.logit_bias, default=-1)
     if highest >= vocab_size:
         raise ConfigError(
-            f"logit_bias names the token id {highest}, and the model has {vocab_size} tokens: "
-            f"ids go from 0 to {vocab_size - 1}"
+            f"logit_bias has token id {highest}, but the model has {vocab_size} tokens: use ids "
+            f"from 0 to {vocab_size - 1}"
         )
 
 
 def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
-    """Probabilities to draw from, fp32 [..., V], from logits [..., V]: temperature, min-p, top-k
-    and top-p (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
+    """Return the probabilities to draw from, fp32 [..., V], for logits [..., V]. Temperature,
+    min-p, top-k and top-p (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
     logits_V = logits_V.float()
-    # The greatest logit becomes 0, so that a small temperature can't overflow.
+    # Shift the largest logit to 0 so that dividing by a small temperature can't overflow.
     logits_V = (logits_V - logits_V.amax(-1, keepdim=True)) / max(config.temperature, 1e-30)
     if config.min_p > 0:
-        # The likeliest token has logit 0, so that log(p / p_max) is the logit itself.
+        # The most likely token has logit 0, so the logit of any token is log(p / p_max).
         logits_V = logits_V.masked_fill(logits_V < math.log(config.min_p), float("-inf"))
     if 0 < config.top_k < logits_V.shape[-1]:
         smallest_kept = logits_V.topk(config.top_k).values[..., -1:]
@@ -150,7 +150,7 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
     if config.top_p < 1:
         ordered, order = probabilities_V.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        # `before > 0` keeps the likeliest token also if top_p is rounded to 0 in fp32.
+        # `before > 0` keeps the most likely token even if top_p is rounded to 0 in fp32.
         dropped = (before >= config.top_p) & (before > 0)
         probabilities_V = probabilities_V.scatter(-1, order, ordered.masked_fill(dropped, 0.0))
         probabilities_V = probabilities_V / probabilities_V.sum(-1, keepdim=True)

@@ -1,9 +1,9 @@
-"""Constrained decoding: each token of a text is chosen among the tokens that a JSON Schema allows.
+"""Constrained decoding: each token is chosen among the tokens that a JSON Schema allows.
 
-The library llguidance computes the allowed tokens. It has no bound on time and memory for an
-arbitrary schema, so `Matchers` runs in two child processes with limits (see `files.limits`): the
-first tries each new schema before its text is begun; the second follows the texts that are being
-generated. Running texts therefore never wait for a new schema that takes too long.
+The library llguidance computes the allowed tokens. For an arbitrary schema, it can take unlimited
+time and memory, so `Matchers` runs in two child processes with limits (see `files.limits`). The
+first tries each new schema before generation starts; the second follows the texts that are being
+generated. Running texts therefore never wait for a slow new schema.
 
 torch and numpy are imported inside functions, because the child processes do not need them.
 """
@@ -27,13 +27,13 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Limits: seconds of processor time to try a new schema, and for a token.
+#: Limits of processor time in seconds: to try a new schema, and per token.
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
-#: Limit of a process' memory, in bytes beyond what it has with the vocabulary loaded.
+#: Memory limit of a process in bytes, not counting the loaded vocabulary.
 _MEMORY = 256 * 2**20
-#: Greatest number of characters of a schema, and number of tokens that are tried with a new schema.
+#: Maximum number of characters in a schema, and number of tokens that are tried with a new schema.
 _LONGEST_SCHEMA, _TRIED_TOKENS = 2**16, 24
-#: Greatest number of characters of llguidance's text in an error message.
+#: Maximum number of characters of llguidance's message in an error message.
 _LONGEST_ERROR = 200
 
 
@@ -57,7 +57,7 @@ class Vocabulary:
 
 
 def can_structure() -> bool:
-    """True if llguidance is installed."""
+    """Return True if llguidance is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
@@ -79,7 +79,7 @@ class Grammars:
         self._tried = functools.lru_cache(maxsize=256)(self._try)
 
     def constraint(self, schema: dict[str, Any]) -> Constraint:
-        """Create the constraint for one text that follows a schema. A new schema is tried first,
+        """Create the constraint that makes one text follow a schema. A new schema is tried first,
         which takes up to `_SCHEMA_SECONDS`.
 
         Raises:
@@ -88,7 +88,7 @@ class Grammars:
         text = json.dumps(schema, ensure_ascii=False)
         if len(text) > _LONGEST_SCHEMA:
             raise SchemaError(
-                f"the schema has {len(text):,} characters, and {_LONGEST_SCHEMA:,} are the limit: "
+                f"the schema has {len(text):,} characters, and the limit is {_LONGEST_SCHEMA:,}: "
                 "shorten it"
             )
         problem = self._tried(text)
@@ -98,7 +98,7 @@ class Grammars:
         return Constraint(self._following, next(self._numbers), text)
 
     def _try(self, schema: str) -> str | None:
-        """Reason why a schema can't be followed; None if it can."""
+        """Return the reason why a schema can't be followed, or None if it can."""
         request = {"text": 0, "tokens": [], "schema": schema, "walk": _TRIED_TOKENS}
         try:
             self._trying.ask(request, _SCHEMA_SECONDS)
@@ -114,7 +114,7 @@ class Grammars:
 
 
 class Constraint:
-    """Constraint on the tokens of one text by a schema.
+    """Constraint of a schema on the tokens of one text.
 
     Args:
         process: process that follows the text.
@@ -128,13 +128,13 @@ class Constraint:
         self._schema = schema
         self._tokens: list[int] = []
         self._mask: bytes | None = None
-        #: Number of the start of the process that knows the text; 0 if none does.
+        #: Number of the process start that knows the text; 0 if none does.
         self._known_in = 0
         weakref.finalize(self, process.note_end, number)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """True for the tokens that may come next, bool [V] on the CPU; for end tokens if the text
-        may end here."""
+        """Return True for the tokens that may come next, bool [V] on the CPU; for end tokens if the
+        text may end here."""
         import numpy as np
         import torch
 
@@ -154,12 +154,13 @@ class Constraint:
         return self._follow([token_id])
 
     def _follow(self, tokens: list[int]) -> bool:
-        """Tell the process the new tokens and set `_mask`; return True if the text is complete."""
+        """Send the new tokens to the process and set `_mask`; return True if the text is
+        complete."""
         with self._process.lock:
             request: dict[str, Any] = {"text": self._number, "tokens": tokens}
             if self._known_in != self._process.start():
-                # The process does not know the text: it is new, or the process was started again
-                # after the schema of another text had taken too much.
+                # The process does not know the text, either because the text is new or because the
+                # process was restarted after another schema exceeded a limit.
                 request |= {"schema": self._schema, "tokens": self._tokens}
                 self._known_in = self._process.start()
             complete, self._mask = self._process.ask(request, _TOKEN_SECONDS)
@@ -167,7 +168,7 @@ class Constraint:
 
 
 class _Process(LimitedProcess):
-    """A process that follows texts: see `Matchers`.
+    """Child process that follows texts; see `Matchers`.
 
     Args:
         vocabulary: tokens of the model.
@@ -189,7 +190,7 @@ class _Process(LimitedProcess):
             return super().start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> tuple[bool, bytes]:
-        """Send a request; return whether the text is complete, and the mask of the tokens that may
+        """Send a request. Return True if the text is complete, and the mask of the tokens that may
         follow (see `Matchers`).
 
         Args:
@@ -197,7 +198,7 @@ class _Process(LimitedProcess):
             seconds: limit of processor time for it.
 
         Raises:
-            SchemaError: the schema is not understood, or takes too much time or memory.
+            SchemaError: the schema is not supported, or takes too much time or memory.
         """
         with self.lock, _schema_limits():
             ended, self._ended = self._ended, []
@@ -208,7 +209,7 @@ class _Process(LimitedProcess):
         return found["complete"], bytes.fromhex(found["mask"])
 
     def note_end(self, number: int) -> None:
-        """Note that a text has ended; the process learns it with the next request."""
+        """Note that a text has ended; the process is informed with the next request."""
         self._ended.append(number)
 
 
@@ -222,11 +223,11 @@ def _schema_limits() -> Iterator[None]:
         ) from None
 
 
-#: One space at most between the parts of an object or array, so that a model can't write endless
+#: At most one space between the elements of an object or array, so that a model can't write endless
 #: white space.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-#: Options that override those in a schema (`x-guidance`). Not `lenient`: keywords that llguidance
-#: does not support are errors.
+#: Options that override those in a schema (`x-guidance`). `lenient` is off, so keywords that
+#: llguidance does not support are errors.
 _OPTIONS = {**_SEPARATORS, "whitespace_pattern": None, "lenient": False, "coerce_one_of": False}
 
 #: llguidance's limits for one schema, see its `ParserLimits`.
@@ -262,8 +263,8 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Token ids of a text, by the longest token at each position. llguidance does not need the
-        tokenizer's own ids."""
+        """Encode a text with the longest matching token at each position. llguidance does not need
+        the exact ids of the tokenizer."""
         content = text.encode() if isinstance(text, str) else text
         found, place = [], 0
         while place < len(content):
@@ -272,13 +273,13 @@ class _Vocabulary:
                     found.append(self._ids[content[place:end]])
                     break
             else:
-                end = place + 1  # no token begins here: skip one byte
+                end = place + 1  # No token starts here, so skip one byte.
             place = end
         return found
 
 
 class Matchers:
-    """llguidance's matchers of the texts that follow a schema, by the number of the text.
+    """The llguidance matchers of all texts that follow a schema, by text number.
 
     Args:
         tokens, special: see `_Vocabulary`.
@@ -310,8 +311,8 @@ class Matchers:
 
         Returns:
             `{"error": str}`, or `{"complete": bool, "mask": str}`. The mask of the allowed next
-            tokens, in hexadecimal, has one bit for each id, the lowest bit of a byte first; it is
-            empty if no token can follow.
+            tokens, in hexadecimal, has one bit for each id, the lowest bit of a byte first; the
+            mask is empty if no token can follow.
         """
         for number in request.get("forget", ()):
             self._matchers.pop(number, None)
@@ -338,9 +339,9 @@ class Matchers:
             del self._matchers[number]
             return {"error": matcher.get_error()}
         stopped = matcher.is_stopped()
-        # Stopped without being complete: no text satisfies the schema.
+        # The matcher stopped before the text was complete, so no text satisfies the schema.
         if stopped and not matcher.is_accepting():
-            return {"error": "nothing satisfies the schema"}
+            return {"error": "no text satisfies the schema"}
         return {"complete": stopped, "mask": "" if stopped else mask.hex()}
 
     def _opened(self, schema: str) -> Any:

@@ -1,1 +1,1 @@
-"""Serving of a model over HTTP: the OpenAI-compatible server and the chat page."""
+"""Serving a model over HTTP: the OpenAI-compatible server and the chat page."""

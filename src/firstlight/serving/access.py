@@ -1,5 +1,5 @@
-"""Access to the server and to the chat page: the host, origin and API key of a request, refusals as
-errors in OpenAI's format, and headers that keep a page from using other hosts.
+"""Access control for the server and the chat page: checks of a request's host, origin and API key,
+error responses in OpenAI's format, and headers that prevent a page from using other hosts.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from firstlight.serving.config import is_loopback
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 
-#: Status in the metrics for a request whose client disconnected, as in nginx.
+#: HTTP status recorded in the metrics for a request whose client disconnected, as in nginx.
 CLIENT_GONE = 499
 
-#: HTTP status -> `type` of the error. For other statuses it is "invalid_request_error" below 500,
-#: "server_error" from 500 on.
+#: HTTP status -> `type` of the error. For other statuses, it is "invalid_request_error" below 500
+#: and "server_error" otherwise.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
 }
 
-#: Message to the client for an internal failure, whose cause is only logged.
-FAILED = "the server failed to answer this; its log says why"
-OUT_OF_MEMORY = "the server has too little memory for this text: ask for fewer max_tokens"
+#: Message sent to the client after an internal failure, whose cause is only logged.
+FAILED = "the server failed to answer this request: see its log for the reason"
+OUT_OF_MEMORY = "the server has too little memory for this text: lower max_tokens"
 
-#: <link> and <meta> tags with the URL of another host, from which a browser may fetch something.
+#: <link> and <meta> tags with the URL of another host, which a browser might fetch.
 _FOREIGN_TAG = re.compile(r"<(?:link|meta)\b[^>]*[\"'](?:https?:)?//[^>]*>", re.IGNORECASE)
 _INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.IGNORECASE | re.DOTALL)
 _PAGE_HEADERS = {
@@ -51,11 +51,11 @@ _PAGE_HEADERS = {
 }
 
 
-# The docstrings of the classes are descriptions in the OpenAPI document.
+# The docstrings of these classes are descriptions in the OpenAPI document.
 
 
 class ErrorDetails(BaseModel):
-    """The problem of a request."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -70,17 +70,17 @@ class Error(BaseModel):
 
 
 class RequestError(HTTPException):
-    """A request that is refused, or that failed.
+    """Error response to a request that was refused or that failed.
 
     Args:
         status: HTTP status.
         message: problem and remedy, for the client.
-        param: field of the request with the problem.
+        param: name of the invalid field in the request.
         code: error code for programs.
         headers: additional headers of the response.
 
     Attributes:
-        content: JSON of the error.
+        content: JSON body of the error.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class RequestError(HTTPException):
 
 
 class ClientGoneError(RequestError):
-    """The client closed the connection; nobody reads the response."""
+    """The client closed the connection, so no one will read the response."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client closed the connection")
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """Return the value of a header, whose name is in lower case; None without it, "" if there are
-    several."""
+    """Return the value of a header, or None if it is missing and "" if it occurs several times.
+    `name` must be in lower case."""
     values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
     if not values:
         return None
@@ -120,18 +120,18 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 class Access:
-    """The allowed hosts and origins, and the API key, of a server.
+    """Allowed hosts and origins of a server, and its API key.
 
-    A server at a loopback address is answered only under the names of the local machine, and those
-    in `hosts`: an attacker can let the name of a web page resolve to this machine (DNS rebinding).
-    The ports of Host and of the server are not compared, so that tunnels work.
+    A server at a loopback address answers only requests to the names of the local machine and those
+    in `hosts`, because an attacker can make a host name resolve to this machine (DNS rebinding).
+    The port in the Host header is not compared with the server's port, so that tunnels work.
 
     Args:
         host: name or address at which the server listens.
-        key: API key; None requires none.
-        hosts: further allowed names in the header Host. Without any, a server at an address other
-            than loopback allows all names.
-        origins: allowed origins of other web pages (values of the header Origin).
+        key: API key; None disables the check.
+        hosts: additional allowed names in the Host header. If empty, a server at a non-loopback
+            address allows all names.
+        origins: allowed origins of other web pages (values of the Origin header).
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Access:
         return self._key_digest is not None
 
     def require(self, scope: Scope) -> None:
-        """Refuse a request by its host or origin.
+        """Refuse a request whose host or origin is not allowed.
 
         Raises:
             RequestError: status 403.
@@ -164,21 +164,23 @@ class Access:
         if not name or not is_allowed:
             raise RequestError(
                 403,
-                "this server does not answer to the name in the header Host: use localhost, or "
-                "start the server with --allowed-host",
+                "the Host header of the request is not allowed: use localhost, or start the "
+                "server with --allowed-host",
                 code="host_not_allowed",
             )
         origin = header(scope, b"origin")
-        scheme = scope["scheme"].replace("ws", "http")  # Origin is the page's, also of WebSockets
+        # Origin is that of the page, also for WebSockets.
+        scheme = scope["scheme"].replace("ws", "http")
         if origin is not None and origin.lower() not in {f"{scheme}://{host}", *self.origins}:
             raise RequestError(
                 403,
-                "web pages of this Origin may not call this server: start it with --allowed-origin",
+                "web pages from this Origin are not allowed to call the server: start it with "
+                "--allowed-origin",
                 code="origin_not_allowed",
             )
 
     def require_key(self, scope: Scope) -> None:
-        """Refuse a request with a missing or wrong API key. /health needs none.
+        """Refuse a request with a missing or wrong API key. /health does not require a key.
 
         Raises:
             RequestError: status 401.
@@ -186,7 +188,7 @@ class Access:
         if self._key_digest is None or scope["path"] == "/health":
             return
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
-        # Digests have equal lengths, so that the time of the comparison says nothing about the key.
+        # Digests have equal length, so the time of the comparison reveals nothing about the key.
         digest = hashlib.sha256(key.encode("latin-1")).digest()
         if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._key_digest):
             raise RequestError(
@@ -198,14 +200,14 @@ class Access:
 
 
 class RequestGuard:
-    """An ASGI layer that refuses requests that have no access or too long a head, answers CORS
-    preflights, adds headers to responses, and counts requests.
+    """ASGI middleware that refuses requests without access or with an oversized head, answers CORS
+    preflights, adds headers to responses and counts requests.
 
     Args:
-        app: application that gets the accepted requests.
+        app: application that receives the accepted requests.
         access: allowed hosts and origins, and the API key.
-        max_header_bytes: greatest size of path, query and headers together.
-        count: callback with path and status of each request.
+        max_header_bytes: maximum size of path, query and headers together.
+        count: callback that gets the path and status of each request.
     """
 
     def __init__(
@@ -219,8 +221,8 @@ class RequestGuard:
         self._max_header_bytes, self._count = max_header_bytes, count
         self._answer: ASGIApp = self._answer_with_key
         if access.origins:
-            # Outside the check of the key: browsers send no key with a preflight, and pages can
-            # read the error of a wrong one.
+            # CORS comes before the key check: browsers send no key with a preflight, and pages can
+            # then read the error for a wrong key.
             self._answer = CORSMiddleware(
                 self._answer_with_key,
                 allow_origins=sorted(access.origins),
@@ -230,7 +232,7 @@ class RequestGuard:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Handle an ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -264,20 +266,21 @@ class RequestGuard:
             await self._app(scope, receive, send)
 
     def _require_head_size(self, scope: Scope) -> None:
-        """uvicorn's own limit has an effect only if the head arrives in several pieces."""
+        """Refuse an oversized head. uvicorn's limit works only if the head arrives in several
+        parts."""
         size = len(scope["raw_path"]) + len(scope["query_string"])
         if size + sum(len(k) + len(v) for k, v in scope["headers"]) > self._max_header_bytes:
             raise RequestError(
                 431,
-                f"the head of the request is longer than {self._max_header_bytes:,} bytes: send "
-                "shorter headers",
+                f"the request's path and headers are longer than {self._max_header_bytes:,} "
+                "bytes: send shorter headers",
             )
 
 
 class LoopbackGuard:
-    """An ASGI layer that accepts only requests of the local machine and of the page itself (see
-    `Access`). It adds headers to responses that keep the page from using other hosts, and removes
-    tags that refer to other hosts from HTML.
+    """ASGI middleware that accepts only requests from the local machine and from the page itself
+    (see `Access`). It adds response headers that prevent the page from using other hosts, and
+    removes tags that refer to other hosts from HTML.
 
     Args:
         app: application that responds to accepted requests.
@@ -288,13 +291,13 @@ class LoopbackGuard:
         self._access = Access("127.0.0.1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Handle an ASGI connection."""
         try:
             self._access.require(scope)
         except RequestError as error:
-            await error.response(scope, receive, send)  # refuses a WebSocket, too
+            await error.response(scope, receive, send)  # This also refuses a WebSocket.
             return
-        # Without accept-encoding, because tags can't be found in a compressed page.
+        # Remove accept-encoding, because tags can't be found in a compressed page.
         headers = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]
         await self._app({**scope, "headers": headers}, receive, send)
 
@@ -315,11 +318,11 @@ async def _add_page_headers(
 
 
 def content_security_policy(host: str, html: str = "") -> str:
-    """Return the header Content-Security-Policy, which allows resources of this host and the inline
-    scripts of the page.
+    """Return the value of the Content-Security-Policy header, which allows resources of this host
+    and the inline scripts of the page.
 
     Args:
-        host: the request's header Host.
+        host: the request's Host header.
         html: HTML of the page; "" for other responses.
     """
     hashes = (
@@ -330,7 +333,7 @@ def content_security_policy(host: str, html: str = "") -> str:
     rules = (
         "default-src 'none'",
         f"script-src {scripts}",
-        "style-src 'self' 'unsafe-inline'",  # Chainlit's components write style attributes
+        "style-src 'self' 'unsafe-inline'",  # Chainlit's components use style attributes.
         "img-src 'self' data: blob:",
         "font-src 'self' data:",
         f"connect-src 'self' ws://{host}",

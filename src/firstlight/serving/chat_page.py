@@ -1,4 +1,5 @@
-"""The chat page: Chainlit, for a browser on this machine. Nothing is sent to other machines."""
+"""Chat page, based on Chainlit, for a browser on this machine. Nothing is sent to other
+machines."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from firstlight.serving.config import is_loopback, listening_socket, url_for
 
 T = TypeVar("T")
 
-#: Folder with Chainlit's configuration and the script of the page.
+#: Folder with Chainlit's configuration and the page's script.
 _FILES = Path(__file__).parent / "page"
 
 #: Environment variables that could make Chainlit require a login, or store or send conversations.
@@ -34,17 +35,17 @@ _FOREIGN_VARIABLES = re.compile(
     r"(CHAINLIT|OAUTH|SLACK|TEAMS|DISCORD|LITERAL)_\w+|DATABASE_URL|BUCKET_NAME"
 )
 
-#: Seconds for running answers to end when the server shuts down.
+#: Time for running answers to finish when the server shuts down, in seconds.
 _GRACE_SECONDS = 2
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of the page.
+    """Address of the page.
 
     Attributes:
         host: a loopback address.
-        port: the port; 0 is any free port.
+        port: the port; 0 selects any free port.
     """
 
     host: str
@@ -52,7 +53,7 @@ class Address:
 
 
 def require_web(host: str, port: int) -> Address:
-    """Check that the page can be served, before a model is loaded; return its address.
+    """Check that the page can be served before a model is loaded, and return its address.
 
     Raises:
         ConfigError: other machines could reach the host, or the port is invalid.
@@ -61,8 +62,8 @@ def require_web(host: str, port: int) -> Address:
     name = host.removeprefix("[").removesuffix("]")
     if not is_loopback(name):
         raise ConfigError(
-            f"the page has no passwords, so it can't be served at {name}: leave --host out, and "
-            "from another machine use a tunnel: ssh -L 8000:127.0.0.1:8000 THIS_MACHINE"
+            f"the page has no password protection, so it can't be served at {name}: omit --host, "
+            "and use a tunnel from other machines: ssh -L 8000:127.0.0.1:8000 THIS_MACHINE"
         )
     address = Address("127.0.0.1" if name == "localhost" else name, port)
     if not 0 <= port < 1 << 16:
@@ -79,9 +80,9 @@ def serve_chat(
     compile: bool = False,
     **options: Any,
 ) -> None:
-    """Serve the page until Ctrl-C. Every tab has its own conversation.
+    """Serve the page until Ctrl-C. Every browser tab has a separate conversation.
 
-    Can be called only once in a process, because Chainlit's application is a global object.
+    Can be called only once per process, because Chainlit's application is a global object.
 
     Args:
         loaded: a model from `firstlight.load`.
@@ -90,7 +91,7 @@ def serve_chat(
         options: `system`, `settings` and `template_options` of each new `ChatSession`.
 
     Raises:
-        StorageError: the port is taken.
+        StorageError: the port is in use.
         ConfigError: the model can't be compiled here.
         ConfigError, ModelError, InputError, TokenizerError: see `ChatSession`.
     """
@@ -103,7 +104,7 @@ def serve_chat(
     def new_session() -> ChatSession:
         return ChatSession(loaded, decoder=decoder, **options)
 
-    new_session()  # raises errors here, before the page is served
+    new_session()  # Raise errors now, before the page is served.
     with (
         contextlib.suppress(KeyboardInterrupt),
         listening_socket(address.host, address.port) as listener,
@@ -111,12 +112,13 @@ def serve_chat(
         _environment(_app_folder(Path(folder))),
     ):
         app = _chainlit_app(new_session, loaded.folder.name)
-        say(f"chat at {url_for(listener)} (Ctrl-C ends it)")
+        say(f"chat at {url_for(listener)} (press Ctrl-C to stop)")
         _serve(LoopbackGuard(app), listener)
 
 
 def _app_folder(folder: Path) -> Path:
-    """Copy Chainlit's files to its folder, which would otherwise be the working directory."""
+    """Copy Chainlit's files to `folder`, which replaces the working directory as Chainlit's
+    folder."""
     for part, name in ((".chainlit", "config.toml"), ("public", "page.js")):
         (folder / part).mkdir()
         shutil.copyfile(_FILES / name, folder / part / name)
@@ -125,14 +127,15 @@ def _app_folder(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """A context with the environment variables for Chainlit: without `_FOREIGN_VARIABLES`, and with
-    its folder."""
+    """Context manager that sets the environment variables for Chainlit: it removes
+    `_FOREIGN_VARIABLES` and sets Chainlit's folder."""
     before = dict(os.environ)
     for name in before:
         if _FOREIGN_VARIABLES.fullmatch(name):
             del os.environ[name]
     os.environ["CHAINLIT_APP_ROOT"] = str(folder)
-    os.environ["CHAINLIT_ENV_FILE"] = str(folder / "none")  # not the .env of the working directory
+    # Do not read .env in the working directory.
+    os.environ["CHAINLIT_ENV_FILE"] = str(folder / "none")
     os.environ["TRACELOOP_TELEMETRY"] = "false"
     try:
         yield
@@ -146,7 +149,7 @@ def _serve(app: Any, listener: socket.socket) -> None:
 
     config = uvicorn.Config(
         app,
-        lifespan="off",  # Chainlit's shutdown ends the whole process
+        lifespan="off",  # Chainlit's shutdown would end the whole process.
         log_level="error",
         server_header=False,
         ws_max_size=1 << 20,
@@ -159,12 +162,12 @@ def _serve(app: Any, listener: socket.socket) -> None:
 
 
 def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> Any:
-    """Chainlit's ASGI application, with callbacks that answer by the model."""
+    """Return Chainlit's ASGI application with callbacks that answer using the model."""
     chainlit: Any = importlib.import_module("chainlit")
     logging.getLogger("chainlit").setLevel(logging.ERROR)
     settings: Any = importlib.import_module("chainlit.config").config
     settings.run.headless = True
-    settings.code.data_layer = lambda: None  # nothing is stored
+    settings.code.data_layer = lambda: None  # Store nothing.
     page = _Page(chainlit, new_session, model_name)
     chainlit.on_chat_start(page.start)
     chainlit.on_settings_update(page.change)
@@ -174,14 +177,14 @@ def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> An
 
 
 class _Page:
-    """Chainlit's callbacks; each browser tab has a session of its own."""
+    """Chainlit's callbacks. Each browser tab has a separate session."""
 
     def __init__(
         self, chainlit: Any, new_session: Callable[[], ChatSession], model_name: str
     ) -> None:
         self._chainlit = chainlit
         self._new_session = new_session
-        # Replaced, so that the folder's name has no markup.
+        # Replace special characters, so that the folder's name can't contain markup.
         self._name = re.sub(r"[^\w. -]", " ", model_name)
         self._answers = Answers()
 
@@ -205,14 +208,15 @@ class _Page:
         session, reply = chainlit.user_session.get("session"), chainlit.Message("")
         notes, thoughts = [], ""
         if self._answers.busy:
-            notes = [chainlit.Message("Another tab's answer is being made; this one comes next.")]
+            notes = [chainlit.Message("Another tab's answer is being generated; this one is next.")]
             await notes[0].send()
         try:
             async with contextlib.aclosing(self._answers.pieces(session, message.content)) as parts:
                 async for part in parts:
                     while notes:
                         await notes.pop().remove()
-                    if isinstance(part, ReasoningText):  # shown until the text begins
+                    # The reasoning is shown until the text begins.
+                    if isinstance(part, ReasoningText):
                         thoughts += part
                         await reply.stream_token(part)
                     else:
@@ -232,22 +236,26 @@ class _Page:
             task.cancel()
 
 
-#: Field of `SamplingConfig` -> its label, description, and least and greatest value of its slider
-#: on the page; None is an input field for an integer.
+#: Field of `SamplingConfig` -> its label, its description, and the minimum and maximum of its
+#: slider on the page; None means an input field for an integer.
 _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
     "temperature": (
         "Temperature",
-        "0 takes the likeliest token, higher spreads the choice",
+        "0 always chooses the most likely token; higher values give more variety",
         (0, 2),
     ),
-    "top_k": ("Top k", "only the k likeliest tokens; 0 is off", None),
-    "top_p": ("Top p", "only the likeliest tokens that sum to p; 1 is off", (0.05, 1)),
-    "max_new_tokens": ("Answer length", "tokens of an answer, at most", None),
+    "top_k": ("Top k", "sample from the k most likely tokens; 0 is off", None),
+    "top_p": (
+        "Top p",
+        ("sample from the most likely tokens whose probabilities sum to p; 1 is off"),
+        (0.05, 1),
+    ),
+    "max_new_tokens": ("Answer length", "maximum number of tokens in an answer", None),
 }
 
 
 def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
-    """The widgets of the page's settings, with the values in `now`."""
+    """Return the widgets of the page's settings, showing the values in `now`."""
     found = []
     for name, (label, description, limits) in _SETTINGS.items():
         value = getattr(now, name)
@@ -261,7 +269,8 @@ def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
 
 
 def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> SamplingConfig:
-    """Sampling settings with the values that a page has sent; empty fields change nothing.
+    """Return the sampling settings updated with the values that a page has sent. Empty fields
+    change nothing.
 
     Raises:
         ConfigError: a value is not a number, or out of range.
@@ -269,11 +278,11 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
     changes: dict[str, Any] = {}
     for name, (_, _, limits) in _SETTINGS.items():
         value = values.get(name)
-        if value is None or value == "":  # the user has cleared the field
+        if value is None or value == "":  # The user has cleared the field.
             continue
         kind = int if limits is None else float
         try:
-            # Sliders send numbers, input fields send text.
+            # Sliders send numbers; input fields send text.
             changes[name] = kind(float(value))
             is_number = changes[name] == float(value)
         except (TypeError, ValueError, OverflowError):
@@ -285,8 +294,8 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
 
 
 class Answers:
-    """Generates the answers of one model, one at a time, in a thread, so that the event loop is
-    free."""
+    """Generates answers with one model, one at a time, in a thread, so that the event loop is not
+    blocked."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -297,8 +306,8 @@ class Answers:
         return self._lock.locked()
 
     async def pieces(self, session: ChatSession, text: str) -> AsyncGenerator[str, None]:
-        """Wait until all earlier answers are complete, then yield the pieces of an answer. Closing
-        or cancelling the generator ends the answer after the current token.
+        """Wait until all earlier answers are complete, then yield an answer's text as it is
+        generated. Closing or cancelling the generator ends the answer after the current token.
 
         Raises:
             FirstlightError: see `ChatSession.answer`.
@@ -315,8 +324,8 @@ class Answers:
 
 
 async def _in_thread(session: ChatSession, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread. A cancellation stops the session, and waits for the end of the
-    call, however often it is repeated: the model is in use until then."""
+    """Call a function in a thread. Cancellation stops the session but waits for the end of the
+    call, even if repeated, because the model is in use until then."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

@@ -1,5 +1,5 @@
-"""Limits of requests and options of the server, which the command line reads without importing the
-server; the API key, and the address to listen at.
+"""Limits on requests and options of the server, the API key, and the address to listen on. The
+command line uses this module without importing the server.
 """
 
 from __future__ import annotations
@@ -15,49 +15,50 @@ from typing import Any
 from firstlight.errors import ConfigError, StorageError
 from firstlight.files.atomic import read_file
 
-#: Environment variable with the API key.
+#: Environment variable that contains the API key.
 KEY_VARIABLE = "FIRSTLIGHT_API_KEY"
 
 _MAX_KEY_BYTES = 4096
 
-#: Greatest number of choices of a prompt.
+#: Maximum number of choices per prompt.
 MAX_CHOICES = 8
-#: Greatest number of prompts of a request, and of token ids of one prompt in the JSON. The encoder
-#: has the model's limit.
+#: Maximum number of prompts in a request, and of token ids in one JSON prompt. The encoder also
+#: applies the model's limit.
 MAX_PROMPTS, MAX_PROMPT_IDS = 64, 200_000
-#: Greatest number of messages of a conversation, and of parts of a message.
+#: Maximum number of messages in a conversation, and of parts in a message.
 MAX_MESSAGES, MAX_PARTS = 512, 64
-#: Greatest number of tools, and of the tool calls of a message.
+#: Maximum number of tools, and of tool calls in a message.
 MAX_TOOLS = 128
-#: Greatest number of stop texts, and of characters of a stop text.
+#: Maximum number of stop texts, and of characters in a stop text.
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
-#: Greatest `logprobs` of a completion, and `top_logprobs` of a chat.
+#: Maximum value of `logprobs` for a completion, and of `top_logprobs` for a chat.
 MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
-#: Greatest number of entries of `logit_bias`.
+#: Maximum number of entries of `logit_bias`.
 MAX_BIASES = 1024
-#: Greatest number of names and objects in the JSON of a body. Validating a body of a million bytes
-#: that is nothing but names would hold up the answers of other clients.
+#: Maximum number of names and objects in the JSON of a body. Validating a body of a million bytes
+#: that consists only of names would delay the answers to other clients.
 MAX_NAMES = 20_000
-#: OpenAI's default of `max_tokens` for completions. Without it, a chat's answer may fill the
+#: OpenAI's default for `max_tokens` in completions. A chat answer without `max_tokens` may fill the
 #: context.
 COMPLETION_TOKENS = 16
-#: Connections that the operating system queues until they are accepted.
+#: Number of connections that the operating system queues until they are accepted.
 BACKLOG = 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and connections that a server's options can change.
+    """Limits on requests and connections that can be changed by the server's options.
 
     Attributes:
-        request_timeout: seconds from a request's arrival in the queue to the end of its response.
-        header_timeout: seconds for the headers of a request to arrive.
-        body_timeout: seconds for the body of a request to arrive.
-        write_timeout: seconds that a client may leave sent bytes unread.
-        max_body_bytes: greatest size of a request's body, in bytes.
-        max_header_bytes: greatest size of a request's headers, in bytes.
-        max_connections: greatest number of simultaneous connections; a further one closes one that
-            waits for a request, or is refused with status 503.
+        request_timeout: maximum time from a request's arrival in the queue to the end of its
+            response, in seconds.
+        header_timeout: maximum time for the headers of a request to arrive, in seconds.
+        body_timeout: maximum time for the body of a request to arrive, in seconds.
+        write_timeout: maximum time that a client may leave sent bytes unread, in seconds.
+        max_body_bytes: maximum size of a request's body, in bytes.
+        max_header_bytes: maximum size of a request's headers, in bytes.
+        max_connections: maximum number of simultaneous connections; a new connection replaces one
+            that is waiting for a request, or is refused with status 503.
     """
 
     request_timeout: float = 600.0
@@ -70,7 +71,7 @@ class Limits:
 
 
 _MOST = 2**31
-#: Least and greatest value of each option that is a number.
+#: Minimum and maximum of each numeric option.
 _RANGES = {
     "port": (0, 65535),
     "max_batch_size": (1, 4096),
@@ -89,29 +90,29 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server: its address, its clients and its limits.
+    """Options of a server: address, access and limits.
 
     Attributes:
-        host: name or address to listen at; any but loopback addresses need an API key.
-        port: port to listen at; 0 is any free port.
+        host: name or address to listen on; all addresses except loopback require an API key.
+        port: port to listen on; 0 selects any free port.
         model_name: name of the model for clients.
-        api_key: key that clients must send; None requires none.
-        allowed_hosts: another name under which requests may reach the server (the header Host);
-            several are allowed.
-        allowed_origins: origin of another web page that may send requests (the header Origin);
-            several are allowed.
-        max_batch_size: greatest number of texts that are generated at a time.
-        max_queue: greatest number of waiting texts; more are refused with status 429.
-        compile: decode through torch.compile, which takes one or two minutes of compiling before
-            the first request.
-        max_context_tokens: greatest number of tokens of a text, prompt and answer together; without
-            it, the model's limit.
-        template_options: variables of the chat template, unless a request sets them.
-        shutdown_timeout: seconds for running answers to end, after a signal.
-        limits: limits of requests and connections.
+        api_key: key that clients must send; None disables the check.
+        allowed_hosts: additional name under which requests may reach the server (value of the Host
+            header); can be repeated.
+        allowed_origins: origin of another web page that may send requests (value of the Origin
+            header); can be repeated.
+        max_batch_size: maximum number of texts that are generated at a time.
+        max_queue: maximum number of waiting texts; more are refused with status 429.
+        compile: decode with torch.compile, which takes one or two minutes before the first request.
+        max_context_tokens: maximum number of tokens of a text, prompt and answer together; defaults
+            to the model's limit.
+        template_options: default values for variables of the chat template, which requests can
+            override.
+        shutdown_timeout: time for running answers to finish after a signal, in seconds.
+        limits: limits on requests and connections.
 
     Raises:
-        ConfigError: other machines could use a server without an API key, or a value is out of
+        ConfigError: other machines could use the server without an API key, or a value is out of
             range.
     """
 
@@ -138,12 +139,12 @@ class ServerOptions:
         if "*" in self.allowed_origins:
             raise ConfigError(
                 "allowed_origins can't be '*', which would let every web page use this server: "
-                "give each origin, such as https://chat.example"
+                "list each origin, such as https://chat.example"
             )
         values = {**vars(self), **vars(self.limits)}
         for name, (least, highest) in _RANGES.items():
             value = values[name]
-            # Written so that NaN is refused, too: its comparisons are false.
+            # Comparisons with NaN are false, so this form also refuses NaN.
             if value is not None and not least <= value <= highest:
                 raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
 
@@ -153,16 +154,17 @@ def checked_key(key: bytes, where: str) -> bytes:
 
     Args:
         key: the key.
-        where: where the key comes from, for messages.
+        where: origin of the key, for error messages.
 
     Raises:
-        ConfigError: the key is empty or has other than visible ASCII characters.
+        ConfigError: the key is empty or contains anything other than visible ASCII characters.
     """
     if not key:
-        raise ConfigError(f"the API key in {where} is empty: give it one, or leave it out")
+        raise ConfigError(f"the API key in {where} is empty: set a key, or remove it")
     if not all(0x21 <= byte <= 0x7E for byte in key):
         raise ConfigError(
-            f"the API key in {where} must be one line of visible ASCII characters, without spaces"
+            f"the API key in {where} must be a single line of visible ASCII characters without "
+            "spaces"
         )
     return key
 
@@ -178,7 +180,7 @@ def key_from_file(path: Path) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if a name or address (IPv6 without brackets) can be reached only from this
+    """Return True if a name or address (IPv6 without brackets) is reachable only from this
     machine."""
     if host == "localhost":
         return True
@@ -189,26 +191,26 @@ def is_loopback(host: str) -> bool:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Open the socket to which clients connect; port 0 is any free port.
+    """Open the socket to which clients connect; port 0 selects any free port.
 
     Raises:
         ConfigError: the host is not an address of this machine.
-        StorageError: the address is in use or not permitted.
+        StorageError: the address is in use, or the process is not permitted to use it.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"can't listen at {host}: {error}; give --host an address of this machine"
+            f"can't listen on {host}: {error}; set --host to an address of this machine"
         ) from error
     family, _, _, _, address = addresses[0]
     try:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        # Not the error's own text, which repeats the address.
+        # The error's own text is not used because it repeats the address.
         reason = os.strerror(error.errno) if error.errno else str(error)
         where = f"{host} port {port}"
-        raise StorageError(f"can't listen at {where}: {reason}; choose another --port") from error
+        raise StorageError(f"can't listen on {where}: {reason}; choose another --port") from error
 
 
 def url_for(listening: socket.socket) -> str:

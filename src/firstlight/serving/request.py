@@ -1,8 +1,9 @@
-"""Requests: their bodies, with OpenAI's fields and additional ones, and the encoder that makes the
-token sequences to continue from them. Their limits are in `config.py`.
+"""Requests: models of their bodies, with OpenAI's fields and additional ones, and the encoder that
+converts them to token sequences. Limits are in `config.py`.
 
-OpenAI's fields are implemented, or refused by name if they would change the answer. Other fields,
-which vendors add to OpenAI's, have no effect, as in vLLM and llama.cpp; the log counts them.
+Each of OpenAI's fields is either implemented or, if it would change the answer, refused by name.
+Fields that other vendors have added have no effect, as in vLLM and llama.cpp; they are counted in
+the log.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ _Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 def _needs(name: str, switch: str) -> dict[str, Any]:
-    """A rule of JSON Schema: the field `name` is null or missing, or the field `switch` is true."""
+    """Return a JSON Schema rule: the field `name` is null or missing, or the field `switch` is
+    true."""
     switched = {"properties": {switch: {"const": True}}, "required": [switch]}
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
 
-#: Rules of JSON Schema for messages: the assistant's may have no content.
+#: JSON Schema rules for messages: only the assistant's messages may have no content.
 _BY_ASSISTANT: dict[str, Any] = {"properties": {"role": {"const": "assistant"}}}
 _WITH_CONTENT: dict[str, Any] = {
     "properties": {"content": {"not": {"type": "null"}}},
@@ -105,7 +107,7 @@ class _Body(BaseModel):
     )
 
     def ignored(self) -> Iterator[str]:
-        """The names of the fields that have values and no effect."""
+        """Yield the names of fields that have values but no effect."""
         yield from (name for name, value in (self.model_extra or {}).items() if value)
         for name in self.model_fields_set:
             value = getattr(self, name)
@@ -118,7 +120,7 @@ class StreamOptions(_Body):
     """`stream_options`.
 
     Attributes:
-        include_usage: send one more chunk at the end, with the numbers of tokens.
+        include_usage: send an additional last chunk with the token counts.
         include_obfuscation: no effect; chunks are not padded.
     """
 
@@ -127,14 +129,15 @@ class StreamOptions(_Body):
 
 
 class _Format(_Body):
-    model_config = ConfigDict(extra="forbid")  # what is not known here would be a rule
+    # An unknown key would be a rule that is not enforced.
+    model_config = ConfigDict(extra="forbid")
 
 
 class PlainFormat(_Format):
     """A `response_format` without a schema.
 
     Attributes:
-        type: "text" is any text, "json_object" any JSON object.
+        type: "text" for any text, "json_object" for any JSON object.
     """
 
     type: Literal["text", "json_object"]
@@ -163,8 +166,7 @@ class SchemaFormat(_Format):
 
 
 class UnsupportedFields(_Body):
-    """OpenAI's fields that are not supported, with their values without effect. Other values are
-    refused."""
+    """Unsupported OpenAI fields. Only the values that have no effect are accepted."""
 
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -180,15 +182,15 @@ class GenerationRequest(UnsupportedFields):
     """The fields that completions and chats have in common.
 
     Attributes:
-        model: name of the model, as in the response of `/v1/models`; may be missing.
+        model: name of the model, as returned by `/v1/models`; optional.
         stream: send chunks while the answer is generated, as server-sent events.
         stream_options: options of a stream.
-        max_tokens: greatest number of new tokens of each choice; also limited by the context.
-        n: number of choices of each prompt, whose seeds are `seed`, `seed + 1`, ...
-        temperature: divisor of the logits; 0 always chooses the likeliest token.
+        max_tokens: maximum number of new tokens per choice; also limited by the context.
+        n: number of choices per prompt, with the seeds `seed`, `seed + 1`, ...
+        temperature: divisor of the logits; 0 always chooses the most likely token.
         top_p: see `SamplingConfig`.
         top_k, min_p, repetition_penalty: see `SamplingConfig`; OpenAI does not have these fields.
-        stop: texts that end an answer; they are not part of it.
+        stop: texts that end an answer; they are not included in it.
         seed: random seed; the same seed gives the same answer.
         frequency_penalty, presence_penalty: see `SamplingConfig`.
         logit_bias: token id -> number that is added to its logit.
@@ -237,7 +239,7 @@ class GenerationRequest(UnsupportedFields):
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
-        """JSON Schema that the answer must follow; None if any text is allowed."""
+        """JSON Schema that the answer must satisfy; None if any text is allowed."""
         if isinstance(self.response_format, SchemaFormat):
             return self.response_format.json_schema.schema_ or {"type": "object"}
         plain = self.response_format
@@ -248,12 +250,12 @@ class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`.
 
     Attributes:
-        prompt: a text, several texts, a list of token ids (control tokens are allowed), or several
-            such lists.
-        max_tokens: see `GenerationRequest`; 0 generates no tokens and is for `echo`.
-        logprobs: number of likeliest tokens whose log-probabilities are returned for each token,
-            besides its own.
-        echo: begin each choice with the prompt and, with `logprobs`, its log-probabilities.
+        prompt: a text, a list of texts, a list of token ids (control tokens are allowed), or a list
+            of such lists.
+        max_tokens: see `GenerationRequest`; 0 generates no tokens and is useful with `echo`.
+        logprobs: number of most likely tokens whose log-probabilities are returned for each token,
+            in addition to the token's own.
+        echo: true starts each choice with the prompt and, with `logprobs`, its log-probabilities.
     """
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_needs("stream_options", "stream")]})
@@ -273,7 +275,7 @@ class CompletionRequest(GenerationRequest):
         """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        # A list of token ids is one prompt.
+        # A list of token ids is a single prompt.
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
@@ -285,7 +287,7 @@ class TextPart(_Body):
 
 
 class CalledFunction(_Body):
-    """The function of a tool call; `arguments` is an object, or one as JSON."""
+    """The function of a tool call; `arguments` is an object or its JSON text."""
 
     name: _Text
     arguments: str | dict[str, Any] | None = None
@@ -304,13 +306,14 @@ class Message(_Body):
 
     Attributes:
         role: role of the author; "developer" is OpenAI's newer name for "system".
-        content: a text, or parts whose texts are concatenated; only the assistant's may be null.
+        content: a text, or parts whose texts are concatenated; null is allowed only for the
+            assistant.
         name: name of the author or tool.
-        tool_calls: the assistant's calls of tools.
-        tool_call_id: the call that a tool's message answers.
+        tool_calls: the assistant's tool calls.
+        tool_call_id: id of the call that a tool message answers.
         reasoning_content, reasoning: the assistant's reasoning; both names are in use.
         id: no effect.
-        audio, function_call: empty fields of responses, which clients send back.
+        audio, function_call: empty fields in responses, which clients send back.
     """
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [_BY_ASSISTANT, _WITH_CONTENT]})
@@ -339,7 +342,7 @@ class Message(_Body):
         return content
 
     def plain(self) -> dict[str, Any]:
-        """The message as a dict with `role` and `content`, in the spelling of
+        """Return the message as a dict with `role` and `content`, in the format of
         `tokenizer.messages`."""
         content = self.content or ""
         plain = {
@@ -374,15 +377,15 @@ class ChatRequest(GenerationRequest):
 
     Attributes:
         messages: the conversation so far.
-        max_completion_tokens: OpenAI's newer name of `max_tokens`.
+        max_completion_tokens: OpenAI's newer name for `max_tokens`.
         logprobs: return the log-probabilities of the chosen tokens.
-        top_logprobs: number of likeliest tokens whose log-probabilities are returned, too.
-        tools: tools that the model may call, if its chat template has a place for them.
-        tool_choice: "auto" lets the model decide; with "none" it does not know the tools; with
-            "required", or a tool, the answer is a call, which a grammar forces.
-        parallel_tool_calls: no effect; a forced answer is one call.
+        top_logprobs: number of most likely tokens whose log-probabilities are also returned.
+        tools: tools that the model may call, if its chat template supports tools.
+        tool_choice: "auto" lets the model decide; "none" hides the tools from the model; "required"
+            or a specific tool forces the answer to be a call, by means of a grammar.
+        parallel_tool_calls: no effect; a forced answer is a single call.
         reasoning_effort: variable of the chat template; "none" sets `enable_thinking` to false.
-        chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
+        chat_template_kwargs: additional variables of the chat template, such as `enable_thinking`.
         add_generation_prompt: false renders the messages without the beginning of an answer; by
             default true, unless the last message is continued.
         continue_final_message: true continues the last message, as vLLM does.
@@ -417,13 +420,13 @@ class ChatRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told, as they were sent."""
+        """The tools that are passed to the model, as they were sent."""
         tools = [] if self.tool_choice == "none" else self.tools or []
         return [tool.model_dump(exclude_unset=True) for tool in tools]
 
     @property
     def forced_schema(self) -> dict[str, Any] | None:
-        """JSON Schema of a tool call that `tool_choice` forces; None without one."""
+        """JSON Schema of the tool call that `tool_choice` forces; None if no call is forced."""
         if self.tool_choice in (None, "none", "auto"):
             return None
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
@@ -434,7 +437,8 @@ class ChatRequest(GenerationRequest):
             raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
         calls = []
         for number, one in enumerate(functions):
-            # References begin at the root. In JSON, a text has no such quotes.
+            # References are relative to the root. In JSON, strings can't contain such unescaped
+            # quotes.
             root = f'"$ref": "#/anyOf/{number}/properties/arguments'
             parameters = json.loads(json.dumps(one.parameters or {}).replace('"$ref": "#', root))
             arguments = {"type": "object", **parameters}
@@ -443,34 +447,36 @@ class ChatRequest(GenerationRequest):
         return {"anyOf": calls}
 
 
-#: Least likeness of an unknown field's name to a known one for which it is refused as mistyped.
+#: Minimum similarity between an unknown field name and a known one at which the field is refused as
+#: a typo.
 _LIKENESS = 0.9
-#: Greatest number of names of ignored fields that are counted by name.
+#: Maximum number of ignored fields that are counted by name.
 _MAX_IGNORED = 100
-#: Field -> error message, for fields of which pydantic's messages are unclear.
+#: Field -> error message, for fields with unclear pydantic messages.
 _MESSAGES = {
-    "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists, "
-    f"none of them empty, at most {MAX_PROMPTS} texts or lists and {MAX_PROMPT_IDS:,} ids in each",
-    "stop": f"must be a text or a list of up to {MAX_STOPS} texts, of 1 to {MAX_STOP_CHARS} "
-    "characters",
+    "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists; "
+    f"none may be empty, and there may be at most {MAX_PROMPTS} texts or lists with "
+    f"{MAX_PROMPT_IDS:,} ids each",
+    "stop": f"must be a text or a list of up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} "
+    "characters each",
     "content": "must be a text, or a list of parts such as {'type': 'text', 'text': ...}",
-    "logit_bias": f"must be an object of up to {MAX_BIASES:,} numbers from -100 to 100 by token "
-    "id, such as {'50256': -100}",
+    "logit_bias": f"must be an object that maps up to {MAX_BIASES:,} token ids to numbers from "
+    "-100 to 100, such as {'50256': -100}",
     "tool_choice": "must be 'none', 'auto', 'required' or a tool, such as "
     "{'type': 'function', 'function': {'name': ...}}",
 }
 
 
 class LimitedRequest(Request):
-    """A request whose body is read within the limits of `app.state.service`, and parsed in one of
-    its threads."""
+    """Request whose body is read within the limits of `app.state.service` and parsed in one of its
+    threads."""
 
     async def body(self) -> bytes:
         """Read the body of a JSON request.
 
         Raises:
-            RequestError: status 408 if the body arrives too slowly, 413 if it is too large, 415 if
-                it is not declared as JSON or is compressed.
+            RequestError: with status 408 if the body arrives too slowly, 413 if it is too large, or
+                415 if it is not declared as JSON or is compressed.
             ClientGoneError: the client closed the connection.
         """
         if not hasattr(self, "_body"):
@@ -502,11 +508,11 @@ class LimitedRequest(Request):
         return bytes(body)
 
     async def json(self) -> Any:
-        """Parse and validate the body: FastAPI takes a model's instance as it is.
+        """Parse and validate the body as a model instance, which FastAPI uses unchanged.
 
         Raises:
-            RequestError: status 400 if the body is not a valid request, 413 if it has too many
-                names.
+            RequestError: with status 400 if the body is not a valid request, or 413 if it has too
+                many names.
             ClientGoneError: the client closed the connection.
         """
         is_chat = self.url.path == "/v1/chat/completions"
@@ -517,10 +523,10 @@ class LimitedRequest(Request):
 
 def _parse(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
     try:
-        # Both parsers are needed. json's reports repeated names, and keeps all digits of large
-        # integers. It is the first, because it counts names before the others are read.
+        # Both parsers are needed. json reports repeated names and keeps all digits of large
+        # integers. It runs first because it counts names while reading.
         value = json.loads(body, object_pairs_hook=_object_maker(), parse_float=_number)
-        # pydantic's limits the depth, and refuses NaN and lone surrogates.
+        # pydantic's parser limits the depth, and refuses NaN and lone surrogates.
         pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
     except (ValueError, RecursionError) as error:
         message = f"the body is not valid JSON: {str(error)[:200]}"
@@ -541,7 +547,7 @@ def _parse(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
 
 def _require_size(size: int, limits: Limits) -> None:
     if size > limits.max_body_bytes:
-        message = f"the body is larger than {limits.max_body_bytes:,} bytes: send a smaller one"
+        message = f"the body is larger than {limits.max_body_bytes:,} bytes: send a smaller request"
         raise RequestError(413, message, code="body_too_large")
 
 
@@ -555,15 +561,16 @@ def _invalid(param: str, message: str, code: str | None = None) -> RequestError:
 
 
 def _number(text: str) -> float:
-    """Parse a number of JSON; floats without a fraction, such as 2.0, are integers, as in JSON
+    """Parse a JSON number. Floats without a fraction, such as 2.0, become integers, as in JSON
     Schema."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
 
 def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Return a hook of `json.loads` that makes the objects of one body. It raises a `RequestError`
-    with status 413 if there are too many names, and `ValueError` if an object has a name twice."""
+    """Return a hook for `json.loads` that creates the objects of one body. It raises a
+    `RequestError` with status 413 if there are too many names, and `ValueError` if an object has a
+    duplicate name."""
     count = 0
 
     def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -578,11 +585,11 @@ def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 
 
 def _invalid_request(error: ValidationError) -> RequestError:
-    """Return the request error for the first problem of a body that is not of the kind."""
+    """Return the request error for the first problem in an invalid body."""
     first = error.errors(include_url=False)[0]
     parts = list(first["loc"])
     if parts[0] == "response_format":
-        del parts[1:2]  # the model that `type` selects
+        del parts[1:2]  # Drop the name of the model that `type` selects.
     where = ""
     for part in parts:
         if isinstance(part, int):
@@ -592,7 +599,7 @@ def _invalid_request(error: ValidationError) -> RequestError:
         if part in UnsupportedFields.model_fields:
             return _unsupported(where)
         if part in _MESSAGES:
-            # The rest of the location names the types that pydantic tried.
+            # The rest of the location consists of the types that pydantic tried.
             return _invalid(where, f"{where} {_MESSAGES[str(part)]}")
     if first["type"] == "extra_forbidden":
         return _unsupported(_shortened(where))
@@ -600,7 +607,7 @@ def _invalid_request(error: ValidationError) -> RequestError:
 
 
 def _unsupported(param: str) -> RequestError:
-    message = f"{param} is not supported by this server: leave it out"
+    message = f"{param} is not supported by this server: omit it"
     return _invalid(param, message, "unsupported_parameter")
 
 
@@ -613,7 +620,8 @@ class EncodedRequest:
     """A request that has been checked and encoded.
 
     Attributes:
-        texts: new continuations: all choices of the first prompt, then those of the second, ...
+        texts: new continuations: all choices for the first prompt, then those for the second, and
+            so on.
         response: format of the response.
     """
 
@@ -622,15 +630,16 @@ class EncodedRequest:
 
 
 class RequestEncoder:
-    """Checks and encodes requests. `encode` can take seconds, so it should be called in a separate
-    thread.
+    """Validates and encodes requests. `encode` can take seconds, so it should be called in a
+    separate thread.
 
     Args:
         loaded: a model with a tokenizer.
-        name: the model's name for clients.
-        context: greatest number of tokens of a text, prompt and answer together.
-        capacity: greatest number of texts of one request.
-        template_options: variables of the chat template, unless a request sets them.
+        name: name of the model for clients.
+        context: maximum number of tokens of a text, prompt and answer together.
+        capacity: maximum number of texts in one request.
+        template_options: default values for variables of the chat template, which requests can
+            override.
 
     Raises:
         ConfigError: see `require_template_options` and `with_model_settings`.
@@ -649,7 +658,8 @@ class RequestEncoder:
         self.name = name
         self.context = context
         self._tokenizer = tokenizer_of(loaded)
-        with_model_settings(SamplingConfig(), loaded, ())  # raises now if they are out of range
+        # Fail early if the settings are out of range.
+        with_model_settings(SamplingConfig(), loaded, ())
         self._texts = TokenTexts(self._tokenizer)
         self._grammars: Grammars | None = None
         self._making_grammars = threading.Lock()
@@ -668,7 +678,7 @@ class RequestEncoder:
 
         Raises:
             RequestError: the request is invalid.
-            ModelError: the file of the weights was changed.
+            ModelError: the weights file has been changed.
         """
         self._loaded.require_unchanged()
         if request.model not in (None, self.name):
@@ -679,7 +689,7 @@ class RequestEncoder:
                 code="model_not_found",
             )
         if request.stream_options is not None and not request.stream:
-            raise _invalid("stream_options", "stream_options needs stream: true")
+            raise _invalid("stream_options", "stream_options requires stream: true")
         self._note_ignored(request.ignored())
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         try:
@@ -690,8 +700,8 @@ class RequestEncoder:
             raise _invalid(param, f"{param}: {error}") from None
 
     def _note_ignored(self, names: Iterable[str]) -> None:
-        """Count the fields of a request that have no effect, and log a field's first, tenth,
-        hundredth ... request."""
+        """Count the fields of a request that have no effect, and log the first, tenth, hundredth,
+        ... request with each field."""
         with self._noting:
             for name in set(names):
                 shown = _shortened(" ".join(visible(name).split()))
@@ -713,7 +723,7 @@ class RequestEncoder:
             if not isinstance(prompt, str) and max(prompt) >= self.vocab_size:
                 raise _invalid(
                     "prompt",
-                    f"prompt has the token id {max(prompt)}, and the model has {self.vocab_size} "
+                    f"prompt has token id {max(prompt)}, but the model has {self.vocab_size} "
                     f"tokens: send ids from 0 to {self.vocab_size - 1}",
                 )
         encode = self._tokenizer.encode_prompt
@@ -736,20 +746,20 @@ class RequestEncoder:
         if not self.has_chat:
             raise _invalid(
                 "messages",
-                "this model has no chat template, so it can't take messages: send its text as "
-                "prompt to /v1/completions",
+                "this model has no chat template and does not support messages: send the text "
+                "as prompt to /v1/completions",
                 "no_chat_template",
             )
         if request.top_logprobs is not None and not request.logprobs:
-            raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
+            raise _invalid("top_logprobs", "top_logprobs requires logprobs: true")
         most = request.max_completion_tokens
         if None not in (most, request.max_tokens) and most != request.max_tokens:
-            message = "max_tokens and max_completion_tokens differ: give one of them"
+            message = "max_tokens and max_completion_tokens differ: send only one of them"
             raise _invalid("max_tokens", message)
         self._require_few(1, request.n or 1, "messages")
         messages = [message.plain() for message in request.messages]
         if not self.has_tools and any(message.get("tool_calls") for message in messages):
-            message = "this model's chat template has no place for tool calls: leave them out"
+            message = "this model's chat template does not support tool calls: omit them"
             raise _invalid("messages", message, "unsupported_parameter")
         if request.continue_final_message and request.add_generation_prompt:
             message = "continue_final_message continues the last message: leave this out"
@@ -762,7 +772,8 @@ class RequestEncoder:
         except TokenizerError:
             if not any("tool_calls" in message for message in messages):
                 raise
-            # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
+            # Some templates, such as DeepSeek's, expect the arguments of calls as text and write
+            # them unchanged.
             prompt_ids = self._prompt_ids(request, messages, options, text_arguments=True)
         functions = [tool["function"] for tool in tools]
         schemas = {one["name"]: one.get("parameters") or {} for one in functions}
@@ -801,10 +812,10 @@ class RequestEncoder:
         )
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """The variables of the chat template, besides the messages.
+        """Return the variables of the chat template other than the messages.
 
         Raises:
-            RequestError: there are tools, and the template has no place for them.
+            RequestError: there are tools, but the template does not support them.
         """
         found = {**self._template_options}
         if request.reasoning_effort == "none":
@@ -814,17 +825,17 @@ class RequestEncoder:
         found |= request.chat_template_kwargs or {}
         if tools := request.offered_tools:
             if not self.has_tools:
-                message = "this model's chat template has no place for tools: leave tools out"
+                message = "this model's chat template does not support tools: omit tools"
                 raise _invalid("tools", message, "unsupported_parameter")
             found["tools"] = tools
-            if "xml_tools" in (self._tokenizer.chat_template or ""):  # SmolLM3's name
+            if "xml_tools" in (self._tokenizer.chat_template or ""):  # SmolLM3's name for tools.
                 found["xml_tools"] = tools
         return found
 
     def _format(
         self, request: GenerationRequest, texts: Sequence[Continuation], has_logprobs: bool
     ) -> dict[str, Any]:
-        """Return the arguments of a `ResponseFormat`."""
+        """Return the arguments for a `ResponseFormat`."""
         options = request.stream_options
         return {
             "model": self.name,
@@ -848,13 +859,13 @@ class RequestEncoder:
         Args:
             request: the request.
             prompts: token ids of each prompt.
-            wanted: fields of `SamplingConfig` that completions and chats compute differently.
+            wanted: fields of `SamplingConfig` that differ between completions and chats.
             end_ids: tokens that end a text.
             shown: see `Continuation`.
 
         Raises:
-            RequestError: a prompt is empty or too long, a bias is for an id beyond the vocabulary,
-                or a schema is not supported.
+            RequestError: a prompt is empty or too long, a bias has an id beyond the vocabulary, or
+                a schema is not supported.
             TokenizerError: the ids of a prompt can't be decoded.
         """
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
@@ -865,7 +876,7 @@ class RequestEncoder:
             schema, source = request.forced_schema, "tools"
         make_constraint = self._constraints(schema, source)
         if schema is not None:
-            end_ids = self._chat_ends  # the tokens that the grammar ends with
+            end_ids = self._chat_ends  # The tokens with which the grammar ends.
         settings = {"temperature": 1.0, **self._loaded.sampling, **wanted}
         samplings = [_sampling(request, n, settings) for n in range(choices)]
         try:
@@ -891,7 +902,7 @@ class RequestEncoder:
         if prompts * choices > self.capacity:
             raise _invalid(
                 "n" if prompts == 1 else param,
-                f"the request asks for {prompts * choices} answers, and this server computes at "
+                f"the request asks for {prompts * choices} answers, but this server computes at "
                 f"most {self.capacity} at a time: ask for fewer",
             )
 
@@ -902,15 +913,15 @@ class RequestEncoder:
             if len(prompt_ids) + is_generating > self.context:
                 raise _invalid(
                     param,
-                    f"{param} has {len(prompt_ids)} tokens, and the context has {self.context}, "
-                    "for prompt and answer together: shorten it",
+                    f"{param} has {len(prompt_ids)} tokens, but the context for prompt and "
+                    f"answer together has {self.context}: shorten it",
                     "context_length_exceeded",
                 )
 
     def _constraints(
         self, schema: dict[str, Any] | None, source: str
     ) -> Callable[[], Constraint | None]:
-        """A factory of the choices' constraints; they are None without a schema.
+        """Return a factory for the constraint of each choice; without a schema, it returns None.
 
         Raises:
             RequestError: the schema is not supported, or llguidance is not installed.
@@ -937,10 +948,10 @@ class RequestEncoder:
 
 
 def fingerprint_of(model: Model) -> str:
-    """`system_fingerprint` of a model: a short hash of its config, the versions of firstlight and
-    torch, and some of the first and last elements of every tensor.
+    """Return the `system_fingerprint` of a model: a short hash of its config, the versions of
+    firstlight and torch, and some of the first and last elements of every tensor.
 
-    Training changes these elements, too; reading all weights would take as long as loading them.
+    Training also changes these elements. Reading all weights would take as long as loading them.
     """
     found = hashlib.sha256(f"{own_version()} {torch.__version__} {model.config}".encode())
     for name, tensor in model.state_dict().items():
@@ -955,7 +966,8 @@ def fingerprint_of(model: Model) -> str:
 
 
 def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any]) -> SamplingConfig:
-    """The sampling settings of choice number `choice`: those of the request, else `settings`."""
+    """Return the sampling settings for choice number `choice`: those of the request, or else
+    `settings`."""
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     penalties = ("frequency_penalty", "presence_penalty")
     values = {name: getattr(request, name) for name in (*fields, *penalties)}
@@ -964,7 +976,7 @@ def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any])
         return SamplingConfig(
             stop=request.stop_texts,
             logit_bias={int(i): bias for i, bias in (request.logit_bias or {}).items()},
-            # The remainder, because OpenAI allows negative seeds.
+            # Take the remainder, because OpenAI allows negative seeds.
             seed=None if request.seed is None else (request.seed + choice) % 2**63,
             **chosen,
         )

@@ -1,5 +1,6 @@
-"""Responses: their models, from which FastAPI makes the OpenAPI document, and the formats that
-write them, whole or as server-sent events, with the log-probabilities of their tokens.
+"""Responses: their models, from which FastAPI generates the OpenAPI document, and the formats that
+write them, either as a single body or as server-sent events, with the log-probabilities of their
+tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from firstlight.serving.scheduler import Update
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import byte_characters
 
-#: Least log-probability in responses, as in OpenAI's, because JSON has no infinity.
+#: Minimum log-probability in responses, as in OpenAI's API, because JSON has no infinity.
 _MIN_LOGPROB = -9999.0
 _BYTES = {char: byte for byte, char in enumerate(byte_characters())}
 
@@ -37,7 +38,7 @@ _ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Usage(BaseModel):
-    """Numbers of tokens. A prompt counts once for all its choices."""
+    """Token counts. A prompt is counted once for all its choices."""
 
     prompt_tokens: _Count
     completion_tokens: _Count
@@ -46,7 +47,8 @@ class Usage(BaseModel):
 
 class CompletionLogprobs(BaseModel):
     """Log-probabilities of the tokens of a completion; `text_offset` counts characters of the
-    choice's text. The first token of a prompt has none, because no token predicts it."""
+    choice's text. The first token of a prompt has no log-probability, because no token predicts
+    it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -72,7 +74,7 @@ class ChatToken(BaseModel):
 
 
 class ChosenChatToken(ChatToken):
-    """A token of an answer, with the likeliest tokens at its position."""
+    """A token of an answer, with the most likely tokens at its position."""
 
     top_logprobs: list[ChatToken]
 
@@ -100,7 +102,7 @@ class ChatToolCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """The answer to a conversation. `content` is null beside tool calls without a text."""
+    """The answer to a conversation. `content` is null if there are only tool calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -146,7 +148,7 @@ def event(content: bytes) -> bytes:
 
 
 class Part(NamedTuple):
-    """What one event, or the whole response, has of a choice.
+    """Part of a choice in one event or in the complete response.
 
     Attributes:
         number: number of the choice.
@@ -162,20 +164,20 @@ class Part(NamedTuple):
 
 
 class ResponseFormat:
-    """Base of the formats of responses; writes the response to one request.
+    """Base class of response formats; writes the response to one request.
 
     Args:
         model: the model's name.
         fingerprint: `system_fingerprint`, which changes with the weights and the software.
         texts: bytes of the tokens; None if the request does not ask for log-probabilities.
-        prompt_tokens: number of tokens of all prompts together.
+            prompt_tokens: total number of tokens in all prompts.
         choices: number of choices.
-        includes_usage: True if the last event has the numbers of tokens; the field `usage` of the
-            others is null.
+        includes_usage: True if the last event has the token counts; the field `usage` of the other
+            events is then null.
 
     Attributes:
         prefix: beginning of the response's id.
-        kind: model of the whole response.
+        kind: model of the complete response.
         event_object: field `object` of an event.
     """
 
@@ -195,7 +197,7 @@ class ResponseFormat:
     ) -> None:
         self._texts, self.prompt_tokens = texts, prompt_tokens
         self._completion_tokens = 0
-        #: Updates of each choice that have not been written yet; None before its first event.
+        #: Updates for each choice that have not been written yet; None before its first event.
         self._updates: list[list[Update] | None] = [None] * choices
         self._tail = {"usage": None} if includes_usage else {}
         self._head: dict[str, Any] = {
@@ -212,7 +214,7 @@ class ResponseFormat:
         self._completion_tokens += update.tokens
 
     def _take(self, index: int) -> Part:
-        """Return what has been added to a choice, and forget it."""
+        """Return the pending updates of a choice and clear them."""
         updates = self._updates[index] or []
         self._updates[index] = []
         return Part(
@@ -223,7 +225,7 @@ class ResponseFormat:
         )
 
     def whole(self) -> bytes:
-        """Return the whole response as JSON."""
+        """Return the complete response as JSON."""
         choices: list[Any] = [
             self._choice(self._take(index)) for index in range(len(self._updates))
         ]
@@ -231,7 +233,7 @@ class ResponseFormat:
         return content.model_dump_json().encode()
 
     def events(self, updates: Iterable[tuple[int, Update]]) -> bytes:
-        """Add results of steps; return the events for what is new."""
+        """Add results of steps; return the events for the new results."""
         found: list[Any] = []
         for index, update in updates:
             if self._updates[index] is None:
@@ -242,7 +244,7 @@ class ResponseFormat:
         return b"".join(self._event(choices=[piece], **self._tail) for piece in found)
 
     def last_event(self) -> bytes:
-        """Return the event with the numbers of tokens, if the request asks for it."""
+        """Return the event with the token counts if the request asks for it."""
         return self._event(choices=[], usage=self._usage()) if self._tail else b""
 
     def _event(self, **fields: Any) -> bytes:
@@ -257,15 +259,15 @@ class ResponseFormat:
         )
 
     def _choice(self, part: Part) -> dict[str, Any]:
-        """Return a choice of the whole response."""
+        """Return a choice for the complete response."""
         raise NotImplementedError
 
     def _opening(self, index: int) -> Sequence[Any]:
-        """Return the choices of the events before the first piece of a choice."""
+        """Return the choices for the events that precede the first text of a choice."""
         raise NotImplementedError
 
     def _pieces(self, part: Part) -> Sequence[Any]:
-        """Return the choices of the events for a part."""
+        """Return the choices for the events of a part."""
         raise NotImplementedError
 
 
@@ -275,7 +277,7 @@ class Echo:
 
     Attributes:
         prompt: text of the prompt.
-        text: continuation of the prompt, which has its tokens and their log-probabilities.
+        text: continuation of the prompt, which contains the prompt's tokens and log-probabilities.
     """
 
     prompt: str
@@ -283,7 +285,7 @@ class Echo:
 
 
 class CompletionFormat(ResponseFormat):
-    """The format `text_completion`, of whole responses and of events.
+    """The format `text_completion`, for complete responses and events.
 
     Args:
         echoes: prompt of each choice; empty without `echo`.
@@ -299,7 +301,7 @@ class CompletionFormat(ResponseFormat):
         self._writers: dict[int, LogprobsWriter] = {}
 
     def _choice(self, part: Part) -> dict[str, Any]:
-        echo = self._echoes.pop(part.number, None)  # only the first part has it
+        echo = self._echoes.pop(part.number, None)  # Only the first part includes the prompt.
         logprobs = None
         if self._texts is not None:
             writer = self._writers.setdefault(part.number, LogprobsWriter(self._texts, echo))
@@ -335,7 +337,8 @@ class ChatFormat(ResponseFormat):
         self._calls = [0] * len(self._parsers)
 
     def _answer(self, part: Part) -> tuple[list[AnswerPart], _ChatFinishReason | None]:
-        """The parts of the answer that are certain with `part`, and its finish reason."""
+        """Return the parts of the answer that have become final with `part`, and its finish
+        reason."""
         ended = part.finish_reason is not None
         found = self._parsers[part.number].push(part.text, ended=ended)
         self._calls[part.number] += sum(len(one.calls) for one in found)
@@ -387,7 +390,8 @@ class ChatFormat(ResponseFormat):
 
 
 def _called(call: ToolCall) -> ChatToolCall:
-    # Mistral's templates require ids of 9 letters and digits in the messages that come back.
+    # Mistral's templates require ids of 9 letters and digits when the client sends the message
+    # back.
     function = ChatFunctionCall(name=call.name, arguments=call.arguments)
     return ChatToolCall(id=secrets.token_hex(5)[:9], function=function)
 
@@ -397,7 +401,7 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """The bytes of each token of a tokenizer; `bytes_of` returns those of a token id."""
+    """Bytes of each token of a tokenizer; `bytes_of` returns the bytes for a token id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -407,23 +411,23 @@ class TokenTexts:
         self.bytes_of = functools.lru_cache(maxsize=65536)(self._bytes_of)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """Bytes of a token; for a control token, its name in UTF-8."""
+        """Return the bytes of a token; for a control token, its name in UTF-8."""
         name = self._tokenizer.backend.id_to_token(token_id)
-        if name is None:  # the model's vocabulary may be larger than the tokenizer's
+        if name is None:  # The model's vocabulary may be larger than the tokenizer's.
             return b""
         if token_id in self._tokenizer.special_token_ids:
             return name.encode()
-        if token_id in self._tokenizer.byte_token_ids:  # <0x0A>
+        if token_id in self._tokenizer.byte_token_ids:  # Such as <0x0A>.
             return bytes([int(name[3:5], 16)])
         if self._byte_level and all(char in _BYTES for char in name):
             return bytes(_BYTES[char] for char in name)
         return (name.replace("▁", " ") if self._spaces else name).encode()
 
     def vocabulary(self, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
-        """The vocabulary of a model for `Grammars`.
+        """Return the vocabulary of a model for `Grammars`.
 
         Args:
-            vocab_size: number of tokens of the model.
+            vocab_size: number of tokens in the model's vocabulary.
             ends: ids that end a text.
 
         Raises:
@@ -431,15 +435,14 @@ class TokenTexts:
         """
         if not (self._byte_level or self._spaces):
             raise SchemaError(
-                "answers by a JSON schema are not supported with this model's tokenizer: leave "
-                "response_format out"
+                "JSON schemas are not supported with this model's tokenizer: omit response_format"
             )
         special = sorted(self._tokenizer.special_token_ids)
         count = 1 + max(vocab_size - 1, *special, *ends)
         return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))
 
     def adds_text(self, token_id: int) -> bool:
-        """True if a token is part of the decoded text; False for control tokens."""
+        """Return True if a token is part of the decoded text; False for control tokens."""
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
@@ -461,8 +464,8 @@ class TokenTexts:
         return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(content)}
 
     def name(self, token_id: int) -> str:
-        """Name of a token in `/v1/completions`: its text, or such as `bytes:\\xe2` if its bytes are
-        only a part of a character."""
+        """Return the name of a token in `/v1/completions`: its text, or a name such as
+        `bytes:\\xe2` if its bytes are only part of a character."""
         content = self.bytes_of(token_id)
         try:
             return content.decode()
@@ -471,12 +474,12 @@ class TokenTexts:
 
 
 class LogprobsWriter:
-    """Writes the field `logprobs` of one choice of a completion, for the whole choice or event by
-    event.
+    """Writes the field `logprobs` for one choice of a completion, either for the complete choice or
+    event by event.
 
     Args:
         texts: bytes of the tokens.
-        echo: the prompt, if the choice begins with it; its log-probabilities are written first.
+        echo: the prompt if the choice begins with it; its log-probabilities are written first.
     """
 
     def __init__(self, texts: TokenTexts, echo: Echo | None) -> None:
@@ -486,7 +489,7 @@ class LogprobsWriter:
         if echo is not None:
             ids = echo.text.prompt_ids
             content = b"".join(texts.bytes_of(i) for i in ids if texts.adds_text(i))
-            # Llama's decoders drop the first space of a text: offsets begin at -1 then.
+            # Llama's decoders drop the first space of a text; offsets then begin at -1.
             self._offset = -(content.decode(errors="replace") == f" {echo.prompt}")
 
     def write(self, entries: Iterable[TokenLogprob]) -> CompletionLogprobs:
@@ -498,7 +501,7 @@ class LogprobsWriter:
             entries = [*(text.prompt_logprobs or ()), *entries]
             self._echo = None
         rows += [(e.token_id, max(e.logprob, _MIN_LOGPROB), self._top(e)) for e in entries]
-        # Not validated: there may be thousands.
+        # Skip validation, because there may be thousands of tokens.
         return CompletionLogprobs.model_construct(
             tokens=[self._texts.name(token_id) for token_id, _, _ in rows],
             token_logprobs=[logprob for _, logprob, _ in rows],
@@ -507,8 +510,8 @@ class LogprobsWriter:
         )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """Name -> log-probability of the likeliest tokens and of the chosen token. If several
-        tokens have the same name, the greatest log-probability is returned."""
+        """Return a mapping from name to log-probability for the most likely tokens and the chosen
+        token. If several tokens have the same name, the highest log-probability is used."""
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             name = self._texts.name(token_id)
@@ -516,12 +519,13 @@ class LogprobsWriter:
         return found
 
     def _next_offset(self, token_id: int) -> int:
-        """Offset of the character at which the next token begins; moves on to its end."""
+        """Return the character offset at which the next token begins, and advance past the
+        token."""
         content = b""
         if self._texts.adds_text(token_id):
             content = self._texts.bytes_of(token_id)
         if not 0x80 <= (content or b"\x80")[0] < 0xC0:
-            # The token does not begin with a continuation byte of UTF-8. If the last character is
+            # The token does not begin with a UTF-8 continuation byte. If the last character is
             # incomplete, it counts as one replacement character.
             self._offset += len(self._characters.decode(b"", final=True))
         offset = max(self._offset, 0)

@@ -1,7 +1,7 @@
-"""Continuous batching: a thread that decodes all texts with one `BatchDecoder`.
+"""Scheduler for continuous batching: a thread that decodes all texts with one `BatchDecoder`.
 
-Texts join and leave the batch between its steps, first come, first served. This module does not
-depend on HTTP or event loops.
+Texts join and leave the batch between steps, first come, first served. This module does not depend
+on HTTP or event loops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from firstlight.generation.engine import first_tokens, next_tokens
 
 
 class QueueFullError(FirstlightError):
-    """The queue is full."""
+    """The queue of the scheduler is full."""
 
 
 class StoppedError(FirstlightError):
@@ -33,8 +33,8 @@ class ScheduledSequence:
 
     Attributes:
         text: a new continuation; after `Scheduler.submit` only the scheduler's thread uses it.
-        receive: callback for the sequence's updates, which the receiver of `deliver` calls.
-        cancelled: True if nobody waits for the text any more.
+        receive: callback for the sequence's updates, called by the receiver of `deliver`.
+        cancelled: True if no one is waiting for the text any more.
     """
 
     text: Continuation
@@ -48,11 +48,11 @@ class Update:
 
     Attributes:
         sequence: the sequence.
-        piece: text that is final with this step; often empty.
-        tokens: number of chosen tokens, 0 or 1; an end token does not count.
+        piece: text that has become final in this step; often empty.
+        tokens: number of chosen tokens, 0 or 1; an end token is not counted.
         logprobs: log-probabilities of these tokens, if the sampling config asks for them.
         finish_reason: "stop" or "length" in the last update, None before.
-        error: exception, in the last update of a failed sequence.
+        error: exception in the last update of a failed sequence; None otherwise.
     """
 
     sequence: ScheduledSequence
@@ -72,15 +72,15 @@ class Scheduler:
     """Decodes submitted texts, at most `BatchDecoder.max_sequences` at a time.
 
     Args:
-        make_decoder: factory of the decoder; `start` calls it in the thread that uses the decoder.
-        max_queue: greatest number of waiting texts, not counting those in the decoder.
+        make_decoder: factory for the decoder; `start` calls it in the thread that uses the decoder.
+        max_queue: maximum number of waiting texts, not including those in the decoder.
         deliver: callback for the updates of all sequences in a step. It is called in the
             scheduler's thread and must return soon.
 
     Attributes:
-        max_tokens: greatest length of a text, prompt and new tokens together; set by `start`.
-        max_sequences: greatest number of texts in the batch; set by `start`.
-        failure: exception of the decoder's last call; None if it succeeded.
+        max_tokens: maximum length of a text, prompt and new tokens together; set by `start`.
+        max_sequences: maximum number of texts in the batch; set by `start`.
+        failure: exception raised by the decoder's last call; None if it succeeded.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Scheduler:
         self._deliver = deliver
         self._changed = threading.Condition()
         self._waiting: deque[ScheduledSequence] = deque()
-        #: Sequences in the order of the decoder's rows. Only the scheduler's thread changes it,
-        #: holding the lock.
+        #: Sequences in the order of the decoder's rows. Modified only by the scheduler's thread,
+        #: while it holds the lock.
         self._running: list[ScheduledSequence] = []
         self._stopping = False
         self.failure: Exception | None = None
@@ -106,7 +106,7 @@ class Scheduler:
         self._loop_ended: Future[None] | None = None
 
     def start(self) -> None:
-        """Create the decoder and start decoding.
+        """Create the decoder and start the decoding thread.
 
         Raises:
             Exception: any exception of `make_decoder`.
@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Greatest number of running and waiting texts together."""
+        """Maximum number of running and waiting texts together."""
         return self.max_sequences + self._max_queue
 
     @property
@@ -138,10 +138,10 @@ class Scheduler:
         return self._loop_ended is not None and not self._stopping
 
     def submit(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """Queue sequences in this order; if there is not room for all, queue none.
+        """Queue sequences in this order; if there is not enough room for all, queue none.
 
         Raises:
-            QueueFullError: the queue has not enough room.
+            QueueFullError: the queue does not have enough room.
             StoppedError: the scheduler has ended or is ending.
         """
         with self._changed:
@@ -149,14 +149,14 @@ class Scheduler:
                 raise StoppedError("the server is stopping")
             if len(self._waiting) + len(self._running) + len(sequences) > self.capacity:
                 raise QueueFullError(
-                    f"{self.waiting} texts are waiting for an answer already: try again later"
+                    f"{self.waiting} texts are already waiting for an answer: try again later"
                 )
             self._waiting.extend(sequences)
             self._changed.notify_all()
 
     def cancel(self, sequences: Iterable[ScheduledSequence]) -> None:
-        """Drop sequences: waiting sequences at once, running sequences before the next step; ended
-        sequences are ignored. A dropped sequence may still get an update."""
+        """Drop sequences: waiting sequences immediately, running sequences before the next step.
+        Ended sequences are ignored. A dropped sequence may still get an update."""
         with self._changed:
             for sequence in sequences:
                 sequence.cancelled = True
@@ -164,17 +164,17 @@ class Scheduler:
                 self._waiting = deque(one for one in self._waiting if not one.cancelled)
 
     def try_again(self) -> None:
-        """After a failure, compute one token if there is no text to compute.
+        """After a failure, compute one token if no text is running.
 
-        A server that reports a failure may get no requests, and would not notice without this that
-        the failure is over.
+        A server that reports a failure may get no more requests, and would otherwise not notice
+        that the failure is over.
         """
         with self._changed:
             self._trying = self.failure is not None
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End after the current step; all remaining sequences fail with `StoppedError`."""
+        """Stop after the current step; all remaining sequences fail with `StoppedError`."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -227,9 +227,9 @@ class Scheduler:
                 self._remove(row)
 
     def _join(self) -> list[Update]:
-        """Move waiting texts to the batch and choose the first token of each. No more join once
-        their prompts have `pass_tokens` tokens, because the running texts wait meanwhile; at least
-        one can always join."""
+        """Move waiting texts to the batch and choose the first token of each. At least one text can
+        join, but no more once their prompts have `pass_tokens` tokens, because the running texts
+        have to wait."""
         joining: list[ScheduledSequence] = []
         tokens = 0
         with self._changed:
@@ -241,7 +241,7 @@ class Scheduler:
         return self._joined(joining) if joining else []
 
     def _joined(self, joining: Sequence[ScheduledSequence]) -> list[Update]:
-        """Compute the prompts of the last running texts; return their updates."""
+        """Compute the prompts of the texts that have just joined; return their updates."""
         first = len(self._decoder)
         try:
             chosen = first_tokens([sequence.text for sequence in joining], self._decoder)
@@ -253,7 +253,7 @@ class Scheduler:
             if len(joining) == 1:
                 self.failure = error
                 return [Update(joining[0], error=error)]
-            # One by one, so that only texts fail that cause an error.
+            # Compute them individually, so that only the texts that cause an error fail.
             updates: list[Update] = []
             for sequence in joining:
                 with self._changed:
@@ -266,7 +266,7 @@ class Scheduler:
         return updates
 
     def _step(self) -> list[Update]:
-        """Choose one more token of each running text."""
+        """Choose the next token of each running text."""
         running = self._running
         if not running:
             return []
@@ -283,7 +283,7 @@ class Scheduler:
         return updates
 
     def _remove_ended(self, first: int, updates: Sequence[Update]) -> None:
-        """Remove the texts from row `first` on whose update is their last."""
+        """Remove the texts in row `first` and later rows whose update is their last."""
         for number in reversed(range(len(updates))):
             if updates[number].ended:
                 self._remove(first + number)
@@ -296,7 +296,8 @@ class Scheduler:
 
 
 def _pushed(sequence: ScheduledSequence, chosen: Chosen | Exception) -> Update:
-    """Append a sequence's next token; return the update, or one with the error."""
+    """Append a sequence's next token; return the update, which contains the error if one
+    occurred."""
     text = sequence.text
     before = len(text.token_ids)
     try:

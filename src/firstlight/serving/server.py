@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's routes, connections with time limits, and graceful shutdown."""
+"""HTTP server with OpenAI's routes, time limits on connections and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from firstlight.serving.service import Service, stopping
 #: The page at the server's root.
 _PAGE = Path(__file__).parent / "page" / "index.html"
 _PAGE_HEADERS = {
-    # The page loads nothing, and sends requests only to this server.
+    # The page loads nothing and sends requests only to this server.
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -70,17 +70,17 @@ _PAGE_HEADERS = {
 _ERRORS = (HTTPException, RequestValidationError, FirstlightError, Exception)
 _LAST_EVENT = event(b"[DONE]")
 
-#: Seconds of reading and discarding the rest of a refused request's body. If the connection were
-#: closed at once, a client that is still sending would not see the response.
+#: Time in seconds during which the rest of a refused request's body is read and discarded. If the
+#: connection were closed immediately, a client that is still sending would not see the response.
 _LINGER_SECONDS = 5.0
-#: Bytes of a refused request's body that are discarded; then the connection is closed.
+#: Maximum number of bytes of a refused request's body to discard before the connection is closed.
 _LINGER_BYTES = 4 * 2**20
-#: Seconds until the second probe of a client that has closed its sending side.
+#: Time in seconds until the second probe of a client that has closed its sending side.
 _PROBE_SECONDS = 0.05
-#: Seconds from the end of connections whose clients do not read to that of the other requests, when
-#: the server ends.
+#: When the server shuts down, the delay in seconds between closing connections whose clients do not
+#: read and cancelling the other requests.
 _CANCEL_SECONDS = 0.05
-#: Open files of the process besides connections.
+#: Number of open files of the process other than connections.
 _OTHER_FILES = 128
 
 
@@ -88,7 +88,7 @@ _OTHER_FILES = 128
 
 
 class Health(BaseModel):
-    """The server's state."""
+    """State of the server."""
 
     status: Literal["ok"] = "ok"
 
@@ -110,7 +110,7 @@ class Models(BaseModel):
 
 
 class _LimitedRoute(APIRoute):
-    """A route that reads bodies within the server's limits."""
+    """Route that reads bodies within the server's limits."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
@@ -132,19 +132,19 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
     """
 
     ending = ThreadPoolExecutor(1)
-    ending.submit(int)  # its thread starts now: there may be no memory for it later
+    ending.submit(int)  # Start its thread now, because there may not be enough memory later.
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop = service.loop = asyncio.get_running_loop()
         on_ready()
         yield
-        # In a thread, because the scheduler passes its last updates to this event loop.
+        # Run in a thread, because the scheduler passes its last updates to this event loop.
         await loop.run_in_executor(ending, service.stop)
 
     app = FastAPI(
         title="firstlight",
-        description="A language model behind OpenAI's interface.",
+        description="A language model with an OpenAI-compatible API.",
         lifespan=lifespan,
         # FastAPI's documentation pages would load scripts from other hosts.
         docs_url=None,
@@ -161,7 +161,8 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
     paths = {getattr(route, "path", "") for route in app.routes}
 
     def count(path: str, status: int) -> None:
-        # Unknown paths are "other", so that clients can't create any number of names.
+        # Unknown paths are counted as "other", so that clients can't create an unlimited number of
+        # names.
         known = path if path in paths else "other"
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else known
         service.metrics.requests.labels(route, str(status)).inc()
@@ -174,14 +175,14 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         return error.response
     if isinstance(error, RequestValidationError):
-        return not_an_object().response  # the body is empty; `LimitedRequest` checks others
+        return not_an_object().response  # The body is empty; `LimitedRequest` checks all others.
     if isinstance(error, HTTPException):
-        words = {404: "there is nothing here", 405: "this can't be asked with this method"}
+        words = {404: "there is no such path", 405: "this path does not support the HTTP method"}
         message = words.get(error.status_code, str(error.detail))
         return RequestError(error.status_code, message, headers=error.headers).response
     if isinstance(error, FirstlightError):
-        # Logged as one line; other exceptions are logged with their traceback. The cause is not
-        # sent to the client.
+        # This error is logged as one line; other exceptions are logged with their traceback. The
+        # cause is not sent to the client.
         say(f"firstlight: {request.state.request_id}: {error}")
     return RequestError(500, FAILED).response
 
@@ -191,10 +192,10 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     page = _PAGE.read_bytes()
 
-    # HEAD too, with which browsers and monitors look for a page.
+    # Also HEAD, which browsers and monitors use to check a page.
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def start() -> Response:
-        """A page for people who open the server's address in a browser."""
+        """Return a page for people who open the server's address in a browser."""
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
 
     @app.get("/v1/models")
@@ -224,7 +225,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: text})
     async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
+        """Return metrics in Prometheus' text format."""
         page = generate_latest(service.metrics.registry)
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -263,13 +264,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
-    """Add the bounds that depend on the model to the JSON schemas of a request's fields."""
+    """Add model-dependent limits to the JSON schemas of a request's fields."""
     fields["model"] = {"enum": [encoder.name, None]}
     fields["n"]["anyOf"][0]["maximum"] = min(MAX_CHOICES, encoder.capacity)
     if "tools" in fields and not encoder.has_tools:
         fields["tools"]["anyOf"][0]["maxItems"] = 0
         fields["tool_choice"] = {"enum": ["none", "auto", None]}
-    # Names that are not a token id's have no schema otherwise.
+    # Otherwise, there would be no schema for names that are not token ids.
     fields["logit_bias"]["anyOf"][0]["additionalProperties"] = False
     kinds = fields["prompt"]["anyOf"] if "prompt" in fields else []
     for kind in (*kinds, *(kind.get("items", {}) for kind in kinds)):
@@ -281,7 +282,7 @@ def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
 async def _respond(
     service: Service, body: CompletionRequest | ChatRequest, request: Request
 ) -> Response:
-    """Encode a request, generate its texts, and respond.
+    """Encode a request, generate its texts and respond.
 
     Raises:
         RequestError, ClientGoneError, ModelError: see `RequestEncoder`, `Service.in_thread` and
@@ -291,15 +292,15 @@ async def _respond(
         encoded = await service.in_thread(request, partial(service.encoder.encode, body))
         updates = service.generate(encoded, request)
         if body.stream:
-            # The response starts with the first token, so that a failure before it can still have
-            # an error's status.
+            # Start the response with the first token, so that an earlier failure can still set an
+            # error status.
             first = encoded.response.events(await anext(updates))
             return EventStream(_events(encoded, first, updates))
         async with aclosing(updates):
             async for items in updates:
                 for item in items:
                     encoded.response.add(*item)
-    except asyncio.CancelledError:  # see `Server`
+    except asyncio.CancelledError:  # See `Server`.
         raise stopping() from None
     return Response(encoded.response.whole(), media_type="application/json")
 
@@ -307,7 +308,7 @@ async def _respond(
 async def _events(
     encoded: EncodedRequest, first: bytes, updates: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a response; a failure is the last one."""
+    """Yield the server-sent events of a response; a failure is sent as the last event."""
     try:
         async with aclosing(updates):
             yield first
@@ -315,17 +316,17 @@ async def _events(
                 yield encoded.response.events(items)
         yield encoded.response.last_event()
     except ClientGoneError:
-        return  # nobody reads more
+        return  # The client no longer reads.
     except RequestError as error:
         yield event(error.content)
-    except asyncio.CancelledError:  # see `Server`
+    except asyncio.CancelledError:  # See `Server`.
         yield event(stopping().content)
     yield _LAST_EVENT
 
 
 class EventStream(Response):
-    """A response of server-sent events. Starlette's own would cancel the events when the server
-    ends, instead of sending the error.
+    """Response that consists of server-sent events. Starlette's response would cancel the events
+    when the server shuts down instead of sending the error.
 
     Args:
         events: the events.
@@ -334,7 +335,7 @@ class EventStream(Response):
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         headers = {
             "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # otherwise nginx would buffer the events
+            "x-accel-buffering": "no",  # Otherwise nginx would buffer the events.
         }
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -355,12 +356,12 @@ class EventStream(Response):
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP connection with additional time limits: uvicorn waits without limit for the
+    """uvicorn's HTTP connection with additional time limits. uvicorn waits indefinitely for the
     head of a request (its first line and headers), for a client to read, and for the rest of a
-    refused request's body. The limit of connections holds for those without a request, too.
+    refused request's body. The limit on connections also applies to connections without a request.
 
     Attributes:
-        limits: limits of a server's connections.
+        limits: limits on the server's connections.
     """
 
     limits: ClassVar[Limits]
@@ -378,8 +379,9 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a head. If there is none, all others
-        have a request, and uvicorn refuses that of this one with status 503."""
+        """Close the connection that has waited longest for a head. If there is none, all other
+        connections have a request, and uvicorn refuses this connection's request with status
+        503."""
         waiting = [
             connection
             for connection in self.connections
@@ -387,7 +389,7 @@ class LimitedProtocol(H11Protocol):
         ]
         if waiting:
             longest = min(waiting, key=lambda connection: connection._phase_start)
-            self.connections.discard(longest)  # connections that are made now don't count it
+            self.connections.discard(longest)  # Exclude it from the count for new connections.
             longest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -400,8 +402,9 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by asyncio when bytes have arrived."""
         if self._is_answering():
-            # A second request before the first is answered (pipelining). uvicorn would stop reading
-            # and not notice a disconnect. Here, the connection is closed after the response.
+            # A second request arrived before the first was answered (pipelining). uvicorn would
+            # stop reading and not notice a disconnect, so the connection is closed after the
+            # response.
             self.cycle.keep_alive = False
             return
         if self._phase == "discarded":
@@ -417,38 +420,38 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Called by asyncio when the client will send nothing more.
+        """Called by asyncio when the client will not send anything more.
 
         A client that has only closed its sending side (`nc -N`, some HTTP clients) still gets the
-        response to a complete request. One that is gone looks the same, until the operating system
-        reports that it cannot be written to: see `_probe`.
+        response to a complete request. A client that has disconnected looks the same until the
+        operating system reports that it can't be written to; see `_probe`.
         """
         super().eof_received()
         if not self._is_answering():
-            return None  # asyncio closes the connection
+            return None  # asyncio then closes the connection.
         self.cycle.keep_alive = False
         self._probe()
         return True
 
     def _probe(self, delay: float = _PROBE_SECONDS) -> None:
-        """Write something without meaning now and then, until the response is complete: writing to
-        a client that is gone closes the connection, which ends its texts.
+        """Periodically write data without meaning until the response is complete. Writing to a
+        client that has disconnected closes the connection, which ends its texts.
 
         Args:
-            delay: seconds until the next time, which double each time.
+            delay: time until the next write in seconds, doubled each time.
         """
         if self.transport.is_closing() or not self._is_answering():
             return
         if self.cycle.response_started:
-            # Only server-sent events take time once they have begun; this is a comment there.
+            # Only server-sent events can last after they have begun; in them, this is a comment.
             self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
         elif self.conn.their_http_version != b"1.0":
-            # Interim responses came with HTTP/1.1 (RFC 9110, 15.2).
+            # Interim responses require HTTP/1.1 (RFC 9110, 15.2).
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.loop.call_later(delay, self._probe, 2 * delay)
 
     def _is_answering(self) -> bool:
-        """True if a complete request has arrived and its response is not complete."""
+        """Return True if a complete request has arrived and its response is still incomplete."""
         return (
             self.cycle is not None
             and not self.cycle.response_complete
@@ -461,12 +464,12 @@ class LimitedProtocol(H11Protocol):
         if not self.transport.is_closing():
             self._watch()
         else:
-            # The client loses what it has not read within the write timeout.
+            # Data that the client has not read within the write timeout is lost.
             self._set_deadline(self.limits.write_timeout)
 
     def _watch(self) -> None:
-        """Set the deadline for what the connection waits for now: a head, or the rest of a body to
-        discard. `LimitedRequest` and `Service` limit the time of a body and of a response."""
+        """Set the deadline for the head or the body to discard that the connection is waiting for.
+        `LimitedRequest` and `Service` limit the time for a body and a response."""
         if self.conn.their_state is h11.IDLE:
             phase, seconds = "head", self.limits.header_timeout
         elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
@@ -486,20 +489,20 @@ class LimitedProtocol(H11Protocol):
         )
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server ends. An incomplete request gets no response."""
+        """Called by uvicorn when the server shuts down. An incomplete request gets no response."""
         if self._is_answering():
             super().shutdown()
         else:
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Called by asyncio when the client does not read; the write timeout begins."""
+        """Called by asyncio when the client stops reading; starts the write timeout."""
         super().pause_writing()
         self._stop_waiting_for_reader()
         self._unread = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Called by asyncio when the client reads again."""
+        """Called by asyncio when the client resumes reading."""
         super().resume_writing()
         self._stop_waiting_for_reader()
 
@@ -509,9 +512,9 @@ class LimitedProtocol(H11Protocol):
             self._unread = None
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn if a request is not valid HTTP, or its head is too long."""
+        """Called by uvicorn if a request is not valid HTTP or its head is too long."""
         if self.cycle is not None and self.cycle.response_started:
-            self.transport.abort()  # a response can't begin twice
+            self.transport.abort()  # A response can't be started twice.
         else:
             super().send_400_response(msg)
 
@@ -520,25 +523,25 @@ class LimitedProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which exits with code 0 after a signal. Requests that are still being
-    answered after the shutdown timeout, or on a second SIGINT, are cancelled, and respond with an
-    error; uvicorn's own limit would log tracebacks and respond with "Internal Server Error".
+    """uvicorn's server, but it exits with code 0 after a signal. Requests that are still being
+    answered after the shutdown timeout, or on a second SIGINT, are cancelled and respond with an
+    error. uvicorn's own limit would log tracebacks and respond with "Internal Server Error".
 
     Args:
         config: uvicorn's configuration.
-        shutdown_timeout: seconds for running answers to end.
+        shutdown_timeout: time for running answers to finish, in seconds.
     """
 
     def __init__(self, config: uvicorn.Config, shutdown_timeout: float) -> None:
         super().__init__(config)
         self._shutdown_timeout = shutdown_timeout
         self._end_requests_soon: Callable[[], object] = lambda: None
-        self._is_hurried = False  # True after a second SIGINT
+        self._is_hurried = False  # True after a second SIGINT.
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections, and wait for running answers."""
+        """Stop accepting connections and wait for running answers."""
         loop = asyncio.get_running_loop()
-        # Thread-safe, so that a signal wakes the event loop.
+        # Thread-safe, so that a signal handler wakes the event loop.
         self._end_requests_soon = lambda: loop.call_soon_threadsafe(self._end_requests)
         # A second SIGINT may have come before this method was called.
         seconds = 0 if self._is_hurried else self._shutdown_timeout
@@ -549,8 +552,9 @@ class Server(uvicorn.Server):
     def _end_requests(self) -> None:
         for connection in list(self.server_state.connections):
             if isinstance(connection, LimitedProtocol) and connection.flow.write_paused:
-                connection.transport.abort()  # its client does not read
-        # A moment later, when the requests of these connections, which can't respond, have ended.
+                connection.transport.abort()  # The client is not reading.
+        # Cancel the rest a moment later, after the requests of these connections, which can't
+        # respond, have ended.
         asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
 
     def _cancel_requests(self) -> None:
@@ -559,8 +563,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A context in which SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server. Unlike
-        in uvicorn's own, ignored signals stay ignored (`nohup`, `serve ... &` in a script)."""
+        """Context manager in which SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server.
+        Unlike in uvicorn, ignored signals remain ignored (`nohup`, `serve ... &` in a script)."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -573,8 +577,8 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called on a signal. Without uvicorn's own method, signals are not raised again at the
-        end."""
+        """Handle a signal. Because uvicorn's method is not called, signals are not raised again at
+        the end."""
         if self.should_exit and sig == signal.SIGINT:
             self._is_hurried = True
             self._end_requests_soon()
@@ -582,7 +586,7 @@ class Server(uvicorn.Server):
 
 
 def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
-    """Create the server of a started service. The caller runs it by `run(sockets=[...])`, with a
+    """Create the server for a started service. The caller runs it with `run(sockets=[...])` and a
     `listening_socket`.
 
     Args:
@@ -606,20 +610,19 @@ def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
         proxy_headers=False,
         backlog=BACKLOG,
         h11_max_incomplete_event_size=options.limits.max_header_bytes,
-        # uvicorn refuses requests from this number of connections on.
+        # uvicorn refuses requests once there are this many connections.
         limit_concurrency=options.limits.max_connections + 1,
     )
     return Server(config, options.shutdown_timeout)
 
 
 def allow_connections(count: int) -> None:
-    """Raise this process' limit of open files (RLIMIT_NOFILE), so that it can have `count`
-    connections.
+    """Raise this process' limit on open files (RLIMIT_NOFILE) to allow `count` connections.
 
     Raises:
         ConfigError: the system's hard limit is too low.
     """
-    import resource  # not on Windows
+    import resource  # Not available on Windows.
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES
@@ -627,7 +630,7 @@ def allow_connections(count: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise ConfigError(
-            f"the system lets a process open {hard} files, too few for {count} connections: "
+            f"the system limits a process to {hard} open files, too few for {count} connections: "
             "lower --max-connections or raise ulimit -n"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -649,7 +652,7 @@ def serve(
         make_decoder: see `Service`.
 
     Raises:
-        ConfigError, StorageError: the server can't listen at the address, or the limit of open
+        ConfigError, StorageError: the server can't listen on the address, or the limit on open
             files is too low.
         ModelError: the model has no tokenizer.
     """

@@ -1,4 +1,4 @@
-"""The service of one model: connects the HTTP server's event loop with the threads that encode
+"""Service for one model: connects the HTTP server's event loop with the threads that encode
 requests and decode texts.
 """
 
@@ -39,7 +39,7 @@ from firstlight.serving.scheduler import (
 
 T = TypeVar("T")
 
-#: Greatest size of a small body, in bytes; it takes milliseconds to encode.
+#: Maximum size in bytes of a small body, which takes milliseconds to encode.
 _SMALL_BODY_BYTES = 32 * 2**10
 #: Upper bounds of the histograms' buckets.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -56,18 +56,20 @@ class ServerMetrics:
         registry = self.registry = CollectorRegistry()
         count = partial(Counter, registry=registry)
         measure = partial(Histogram, registry=registry, buckets=_SECONDS)
-        about = "Requests answered, by route and status; 499: the client had gone."
+        about = (
+            "Requests answered, by route and status; 499 means that the client had disconnected."
+        )
         self.requests = count("firstlight_requests", about, ["route", "status"])
         self.prompt_tokens = count("firstlight_prompt_tokens", "Tokens of accepted prompts.")
         self.generated_tokens = count("firstlight_generated_tokens", "Tokens generated.")
-        about = "Requests refused: the queue was full."
+        about = "Requests refused because the queue was full."
         self.refusals = count("firstlight_queue_refusals", about)
-        about = "Requests whose client went away before the answer was complete."
+        about = "Requests whose client disconnected before the answer was complete."
         self.disconnects = count("firstlight_client_disconnects", about)
-        about = "From a text's submission to its first token, the queue included."
+        about = "Time from a text's submission to its first token, including the queue."
         self.first_token = measure("firstlight_time_to_first_token_seconds", about)
         self.inter_token = measure(
-            "firstlight_inter_token_seconds", "Between two tokens of a text."
+            "firstlight_inter_token_seconds", "Time between two tokens of a text."
         )
         gauge = Gauge("firstlight_running_sequences", "Texts in the batch.", registry=registry)
         gauge.set_function(lambda: scheduler.running)
@@ -81,8 +83,8 @@ class Service:
     Args:
         loaded: a model with a tokenizer.
         options: options of the server.
-        make_decoder: factory of the decoder, which is called in the thread that uses the decoder;
-            None creates a `BatchDecoder` by `options`.
+        make_decoder: factory for the decoder, called in the thread that uses the decoder; None
+            creates a `BatchDecoder` according to `options`.
 
     Attributes:
         loop: event loop of the requests; set by the application when it starts.
@@ -106,7 +108,7 @@ class Service:
             deliver=self._deliver,
         )
         self.metrics = ServerMetrics(self.scheduler)
-        # A large body takes seconds to parse and encode; small ones do not wait for it.
+        # A large body takes seconds to parse and encode, so small ones do not wait for it.
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         for executor in (self._large, self._small):
@@ -121,7 +123,7 @@ class Service:
         return decoder
 
     def start(self) -> None:
-        """Create the decoder and start to accept texts.
+        """Create the decoder and start accepting texts.
 
         Raises:
             ModelError: the model has no tokenizer.
@@ -137,50 +139,50 @@ class Service:
         )
 
     def stop(self) -> None:
-        """End the service; the remaining requests fail with status 503."""
+        """Stop the service; the remaining requests fail with status 503."""
         self.scheduler.stop()
-        if hasattr(self, "encoder"):  # `start` was called
+        if hasattr(self, "encoder"):  # True if `start` was called.
             self.encoder.close()
         for executor in (self._large, self._small):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def require_able(self) -> None:
-        """Check that requests can be answered. If the last step failed, another step is tried in
-        the scheduler's thread, whose result the next call reports.
+        """Check that requests can be answered. If the last step failed, the scheduler's thread
+        tries another step, whose result is reported by the next call.
 
         Raises:
-            RequestError: status 503, with the reason.
+            RequestError: with status 503 and the reason.
         """
         if not self.scheduler.alive:
             raise stopping()
         try:
             self._loaded.require_unchanged()
         except ModelError:
-            # Clients do not get the error's own message, because it has a path.
-            message = "the file of the weights was changed in place: start the server again"
+            # The error's message is not sent to clients because it contains a path.
+            message = "the weights file was modified in place: restart the server"
             raise RequestError(503, message, code="weights_changed") from None
         if self.scheduler.failure is not None:
             self.scheduler.try_again()
-            message = "the model's last step failed: the server's log says why"
+            message = "the model's last step failed: see the server's log for the reason"
             raise RequestError(503, message, code="engine_failed")
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache for a full batch: keys and values in the dtype of the weights, and
-        states."""
+        """Size in bytes of the cache for a full batch: keys and values in the dtype of the weights,
+        and states."""
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
         sequence = token * self.scheduler.max_tokens + state_bytes(model.config)
         return sequence * self.scheduler.max_sequences
 
     async def in_thread(self, request: Request, work_on: Callable[[], T]) -> T:
-        """Do a request's work in the thread for bodies of its size, so that neither the event loop
-        nor small requests wait for large ones.
+        """Run a request's work in the thread for bodies of its size, so that neither the event loop
+        nor small requests wait for large requests.
 
         Raises:
             ClientGoneError: the client closed the connection.
-            RequestError: status 503 if the server is stopping.
-            Exception: any exception of the work.
+            RequestError: with status 503 if the server is stopping.
+            Exception: any exception of `work_on`.
         """
         is_small = len(await request.body()) <= _SMALL_BODY_BYTES
         executor = self._small if is_small else self._large
@@ -192,14 +194,14 @@ class Service:
                 self.metrics.disconnects.inc()
                 raise ClientGoneError
             return work.result()
-        except asyncio.CancelledError:  # see `Server`
+        except asyncio.CancelledError:  # See `Server`.
             raise stopping() from None
         finally:
-            work.cancel()  # the bodies of waiting requests would take memory
+            work.cancel()  # Free the memory of waiting requests' bodies.
             watcher.cancel()
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Pass the updates of a step from the scheduler's thread to the event loop, in one call."""
+        """Pass the updates of a step from the scheduler's thread to the event loop in one call."""
         self.loop.call_soon_threadsafe(self._hand_out, updates)
 
     def _hand_out(self, updates: list[Update]) -> None:
@@ -210,12 +212,12 @@ class Service:
     async def generate(
         self, encoded: EncodedRequest, request: Request
     ) -> AsyncGenerator[list[tuple[int, Update]], None]:
-        """Generate a request's texts. Each item has the updates since the last one, with the
+        """Generate a request's texts. Each item contains the updates since the last item, with the
         indices of their choices. Closing the generator cancels unfinished texts.
 
         Raises:
-            RequestError: status 429 if the queue is full, 503 if the server is stopping, 504 if the
-                texts take too long, 500 if one fails.
+            RequestError: with status 429 if the queue is full, 503 if the server is stopping, 504
+                if the texts take too long, or 500 if one of them fails.
             ClientGoneError: the client closed the connection.
         """
         submitted = time.monotonic()
@@ -281,7 +283,7 @@ class Service:
 
 def stopping() -> RequestError:
     """Return the error for a server that is stopping."""
-    return RequestError(503, "the server is stopping, or has failed", code="stopping")
+    return RequestError(503, "the server is stopping or has failed", code="stopping")
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -292,7 +294,7 @@ async def _until_gone(receive: Receive) -> None:
 def _before_failure(
     items: list[tuple[int, Update] | RequestError], request_id: str
 ) -> tuple[list[tuple[int, Update]], RequestError | None]:
-    """The updates before the first failure, and its error for the client."""
+    """Return the updates before the first failure, and the client's error for that failure."""
     updates: list[tuple[int, Update]] = []
     for item in items:
         if isinstance(item, RequestError):
@@ -304,13 +306,13 @@ def _before_failure(
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:
-    """The error for the client when a text has failed; an unexpected `error` is logged."""
+    """Return the client's error for a failed text, and log `error` if it is unexpected."""
     if isinstance(error, StoppedError):
         return stopping()
     if isinstance(error, SchemaError):
         return schema_error(error)
     say(f"firstlight: {request_id}: a text failed: {type(error).__name__}: {error}")
     if is_out_of_memory(error):
-        say("what helps: lower --max-context-tokens or --max-batch-size, or use --dtype int8")
+        say("to free memory, lower --max-context-tokens or --max-batch-size, or use --dtype int8")
         return RequestError(500, OUT_OF_MEMORY)
     return RequestError(500, FAILED)

@@ -1,1 +1,1 @@
-"""Sharing a model or a prepared corpus on the Hugging Face hub: cards, folders, uploads."""
+"""Sharing models and prepared corpora on the Hugging Face hub: cards, folders and uploads."""

@@ -1,7 +1,7 @@
-"""The cards (README.md) of a model and of a prepared corpus: metadata for the hub, and a
-description from the facts in their files. The folder cards/ has their templates.
+"""Cards (README.md) of models and prepared corpora: metadata for the hub, and a description based
+on the facts in their files. The templates are in the folder cards/.
 
-A fact that is in no file is None or empty, and the card leaves it out. Paths of this machine are
+A fact that is not in any file is None or empty and is omitted from the card. Local paths are
 reduced to their last part ("neutral" paths), since a card is public.
 """
 
@@ -26,7 +26,7 @@ import numpy as np
 from firstlight.checkpoint.checkpoint import STATE_NAME, load_trainer_state
 from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, read_manifest
 from firstlight.checkpoint.selection import read_model_folder
-from firstlight.console import compact, loss_text, plain, rounded
+from firstlight.console import compact, gib, loss_text, plain, rounded
 from firstlight.data import shards
 from firstlight.data.remote import is_url
 from firstlight.data.sources import neutral_name, read_sources
@@ -38,7 +38,7 @@ from firstlight.lora.files import config_folder
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.summary import duration, final_numbers, memory_unit
+from firstlight.report.summary import duration, final_numbers
 from firstlight.run_log.names import METRICS_NAME, RECIPE_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer
@@ -50,21 +50,21 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 
-#: File names of the card and of the picture of the loss, in a shared folder.
+#: File names of the card and of the loss plot in a shared folder.
 CARD_NAME = "README.md"
 PICTURE_NAME = "loss.png"
 _URL_OF_DATASETS = "hf://datasets/"
-#: Recipe keys (section, key) in the card's table on training -> their names there.
+#: Recipe keys (section, key) in the card's training table -> their names in the table.
 _RECIPE_ROWS = {
-    ("data", "seq_len"): "tokens a sequence",
-    ("batch", "global_batch_tokens"): "tokens a step",
+    ("data", "seq_len"): "tokens per sequence",
+    ("batch", "global_batch_tokens"): "tokens per step",
     ("optimizer", "name"): "optimizer",
     ("optimizer", "learning_rate"): "peak learning rate",
     ("optimizer", "weight_decay"): "weight decay",
     ("schedule", "kind"): "schedule",
     ("efficiency", "precision"): "precision",
 }
-#: Keys of an evaluation or of a metrics line -> their names in the card.
+#: Keys of an evaluation or a metrics line -> their names in the card.
 _LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 #: Results of `firstlight eval`, in the run folder.
 EVALUATIONS_NAME = "evaluations.jsonl"
@@ -77,10 +77,10 @@ class DataFacts:
     Attributes:
         name: last part of the folder's path, the URL, or the name of a file of conversations.
         sources: names of the inputs that the corpus was prepared from.
-        splits: the manifest's entries of its splits, by name; empty if the folder is missing or
-            has changed since the training.
+        splits: the manifest entries of its splits, by name; empty if the folder is missing or has
+            changed since training.
         options: options of `firstlight prepare` for this corpus, except inputs and tokenizer.
-        weight: weight of the corpus in a mix; None if the run's data are not a mix.
+        weight: weight of the corpus in a mix; None if the run's data is not a mix.
     """
 
     name: str
@@ -92,23 +92,23 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model that is shared.
+    """Facts about a model to share.
 
     Attributes:
-        folder: the folder of the checkpoint, or of a model without a run.
+        folder: folder of the checkpoint, or of a model without a run.
         config: the model's config.
         parameters: number of parameters.
         tokenizer: the model's tokenizer, if any.
         run: record of the run up to the step of the checkpoint; None for a model without a run.
         step: step of the checkpoint; None for a model without a run.
-        max_steps: number of steps of the whole run; None if unknown.
+        max_steps: total number of steps in the run; None if unknown.
         numbers: `final_numbers` of the run up to `step`; empty for a model without a run.
         data: the corpora that the run was trained on.
-        init_from: the model that the run was initialised from: a hub id, or the last part of a
-            path; else None.
-        request: options and inputs of the call, if the run was made by `firstlight train TEXTS`;
-            else empty.
-        evaluations: results of `firstlight eval` of exactly these weights, the newest last.
+        init_from: model that the run was initialised from, as a hub id or the last part of a path;
+            None for random weights.
+        request: options and inputs of the call if `firstlight train TEXTS` created the run;
+            otherwise empty.
+        evaluations: results of `firstlight eval` for exactly these weights, newest last.
     """
 
     folder: Path
@@ -135,7 +135,8 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
     Args:
         source: a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
-        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
+        best: True uses a run folder's checkpoint with the lowest validation loss instead of the
+            newest.
 
     Raises:
         ConfigError, CheckpointError, ModelError, TokenizerError: the model or a file of its run
@@ -145,7 +146,7 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
 
 def facts_of(folder: Path) -> ModelFacts:
-    """The facts about a model folder. A checkpoint must have been verified already.
+    """Return the facts about a model folder. A checkpoint must already have been verified.
 
     Raises:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
@@ -163,7 +164,7 @@ def facts_of(folder: Path) -> ModelFacts:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder of a checkpoint folder; None for any other folder."""
+    """Return the run folder of a checkpoint folder, or None for any other folder."""
     checkpoint = Path(os.path.abspath(checkpoint))
     run = checkpoint.parent.parent
     is_run = any((run / name).is_file() for name in (METRICS_NAME, RECIPE_NAME))
@@ -194,7 +195,7 @@ def _with_run(model: ModelFacts, run_folder: Path) -> ModelFacts:
 
 
 def _until(metrics: Metrics, step: int) -> Metrics:
-    """The metrics up to and including a step."""
+    """Return the metrics up to and including a step."""
     count = int(np.searchsorted(metrics.steps, step, side="right"))
     columns = {
         key: (lines[lines < count], values[lines < count])
@@ -206,8 +207,8 @@ def _until(metrics: Metrics, step: int) -> Metrics:
 
 
 def _request_of(run_folder: Path) -> Mapping[str, Any]:
-    """The options of the call `firstlight train TEXTS` that made a run, with "inputs" and
-    "overrides" whose paths are neutral; empty for other runs."""
+    """Return the options of the call `firstlight train TEXTS` that created a run, including
+    "inputs" and "overrides" with neutral paths. Empty for other runs."""
     state = read_state(run_folder)
     request, inputs = state.get("request"), state.get("inputs")
     if not isinstance(request, dict) or not isinstance(inputs, list):
@@ -222,7 +223,7 @@ def _request_of(run_folder: Path) -> Mapping[str, Any]:
 
 
 def _neutral_override(key: str, text: str) -> str:
-    """An override's value as text for the command line, with neutral paths."""
+    """Return an override's value as command-line text with neutral paths."""
     if key.endswith("sample_prompts"):
         return text
     try:
@@ -236,8 +237,9 @@ def _neutral_override(key: str, text: str) -> str:
 
 
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
-    """The corpora in a run's recipe. Facts are read from a corpus' folder if its manifest is still
-    the one that the run was trained on; of a mix, if its tokenizer is still the run's."""
+    """Return the corpora in a run's recipe. Facts are read from a corpus' folder only if its
+    manifest is still the one that the run was trained on (for a mix, if its tokenizer is still the
+    run's)."""
     data = run.recipe.get("data")
     if not isinstance(data, dict):
         return []
@@ -269,11 +271,12 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
 
 
 def _corpus(location: str, is_the_same: Any) -> DataFacts:
-    """The facts about a corpus; only its name if it is a URL, can't be read, or has changed.
+    """Return the facts about a corpus, or only its name if it is a URL, can't be read or has
+    changed.
 
     Args:
         location: the corpus' folder or URL.
-        is_the_same: function from the folder's manifest to True if the corpus is unchanged.
+        is_the_same: function that returns True if a manifest shows that the corpus is unchanged.
     """
     if is_url(location):
         return DataFacts(location)
@@ -288,7 +291,7 @@ def _corpus(location: str, is_the_same: Any) -> DataFacts:
 
 
 def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
-    """The facts about a prepared corpus, from its manifest and the list of its inputs.
+    """Return the facts in a prepared corpus' manifest and list of inputs.
 
     Args:
         folder: the corpus' folder.
@@ -303,7 +306,7 @@ def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
 
 
 def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]:
-    """Options of `firstlight prepare` for a corpus, as far as they differ from the defaults.
+    """Return the options of `firstlight prepare` for a corpus that differ from the defaults.
 
     Args:
         manifest: the corpus' manifest.
@@ -324,7 +327,7 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
 
 def neutral_recipe(values: Any) -> Any:
-    """A recipe's values with neutral paths. Sample prompts are texts, and do not change."""
+    """Return a recipe's values with neutral paths. Sample prompts are texts and are unchanged."""
     if isinstance(values, Mapping):
         return {
             key: value if key == "sample_prompts" else neutral_recipe(value)
@@ -341,8 +344,8 @@ def neutral_recipe(values: Any) -> Any:
 
 
 def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
-    """Add a result of `firstlight eval` to the evaluations.jsonl of the checkpoint's run, with the
-    SHA-256 of the checkpoint. Nothing is done for a model without a run.
+    """Append a result of `firstlight eval`, with the SHA-256 of the checkpoint, to
+    evaluations.jsonl of the checkpoint's run. Does nothing for a model without a run.
 
     Args:
         checkpoint: the folder of the evaluated model.
@@ -358,8 +361,8 @@ def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     manifest, path = read_manifest(checkpoint), run / EVALUATIONS_NAME
     opened = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Without the lock, two evaluations that end at the same time would each write the file
-        # without the other's line.
+        # Without the lock, two evaluations that end at the same time would overwrite each other's
+        # line.
         fcntl.flock(opened, fcntl.LOCK_EX)
         lines = [
             *read_json_lines(path),
@@ -380,13 +383,14 @@ def model_card(
     licence: str | None = None,
     gguf: str | None = None,
 ) -> str:
-    """The text of a model's card. The card of a run includes the picture `PICTURE_NAME`, which must
-    be in the same folder.
+    """Return the text of a model card. The card of a run includes the picture `PICTURE_NAME`, which
+    must be in the same folder.
 
     Args:
         facts: facts about the model.
-        repository: USER/NAME on the hub; None takes the name of the run's or the model's folder.
-        licence: the hub's id of the licence, such as "apache-2.0"; None if no licence was given.
+        repository: USER/NAME on the hub; None uses the name of the run folder or model folder.
+        licence: the hub's id of the licence, such as "apache-2.0"; None if no licence was
+            specified.
         gguf: name of a GGUF file in the same folder; None if there is none.
     """
     from huggingface_hub import ModelCard
@@ -428,13 +432,13 @@ def model_card(
 def corpus_card(
     facts: DataFacts, manifest: Mapping[str, Any], repository: str, licence: str | None
 ) -> str:
-    """The text of a corpus' card.
+    """Return the text of a corpus card.
 
     Args:
         facts: names of the corpus' inputs, its splits, and the options that it was prepared with.
         manifest: the corpus' manifest.
         repository: USER/NAME on the hub.
-        licence: the hub's id of the licence, such as "cc-by-4.0"; None if no licence was given.
+        licence: the hub's id of the licence, such as "cc-by-4.0"; None if no licence was specified.
     """
     from huggingface_hub import DatasetCard, DatasetCardData
 
@@ -446,12 +450,12 @@ def corpus_card(
         size_categories=next((text for most, text in _SIZES.items() if documents < most), "n>1B"),
         source_datasets=hub_datasets([facts]) or None,
         tags=["firstlight", "tokenized"],
-        # The hub's viewer shows tables, which shards are not.
+        # The hub's viewer supports only tables, not shards.
         viewer=False,
     )
     rejected = manifest["documents"].get("rejected") or {}
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
-    left_out = [f"- left out: {sum(rejected.values()):,} documents ({reasons})"] if rejected else []
+    left_out = [f"- rejected: {sum(rejected.values()):,} documents ({reasons})"] if rejected else []
     command = ["prepare", *facts.sources, "--tokenizer", name, "--out", f"{name}-again"]
     card = DatasetCard.from_template(
         metadata,
@@ -467,7 +471,7 @@ def corpus_card(
     return _tidied(str(card))
 
 
-#: The hub's size categories by their upper bound in documents (exclusive).
+#: The hub's size categories, by their exclusive upper bound in documents.
 _SIZES = {
     1_000: "n<1K",
     10_000: "1K<n<10K",
@@ -484,7 +488,7 @@ def _template(name: str) -> str:
 
 
 def _tidied(card: str) -> str:
-    """A card without the empty lines of parts that its template leaves out."""
+    """Remove the empty lines that omitted parts of the template leave in a card."""
     return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
 
 
@@ -503,7 +507,7 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
         for dataset, metric, value, error in _measured(facts)
     ]
     base = facts.init_from if facts.init_from and is_hub_id(facts.init_from) else None
-    # In the hub's metadata, repositories have no revision.
+    # Repositories in the hub's metadata have no revision.
     base = None if base is None else base.partition("@")[0]
     return ModelCardData(
         license=licence,
@@ -518,8 +522,8 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
 
 
 def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
-    """OWNER/NAME of each dataset on the hub that is an input or the location of a corpus in `data`,
-    without repetitions."""
+    """Return OWNER/NAME of each dataset on the hub that is an input or the location of a corpus in
+    `data`, without duplicates."""
     names = [source for one in data for source in one.sources if source.startswith("hf:")]
     found = [name[3:].partition(":")[0] for name in names]
     urls = [one.name for one in data if one.name.startswith(_URL_OF_DATASETS)]
@@ -528,10 +532,10 @@ def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
 
 
 def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None]]:
-    """All results as (dataset or task, metric, value, standard error or None).
+    """Yield all results as (dataset or task, metric, value, standard error or None).
 
-    A result is from the run's own evaluation at or before this step, unless `firstlight eval` has
-    measured the same metric: then the newest of its results.
+    A result comes from the newest `firstlight eval` that measured the metric, or else from the
+    run's own evaluation at or before this step.
     """
     corpus = "all data"
     if len(facts.data) == 1:
@@ -550,7 +554,7 @@ _Results = dict[tuple[str, str], tuple[float, float | None]]
 
 
 def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
-    """The results of the run's own evaluation."""
+    """Return the results of the run's own evaluation."""
     found: _Results = {}
     for key in _LOSSES:
         value = facts.numbers.get("val/loss" if key == "loss" else key)
@@ -564,7 +568,7 @@ def _measured_in_run(facts: ModelFacts, corpus: str) -> _Results:
 
 
 def _measured_by_eval(evaluation: Mapping[str, Any], corpus: str) -> _Results:
-    """The results of one `firstlight eval`."""
+    """Return the results of one `firstlight eval`."""
     found: _Results = {}
     split = _SPLITS.get(evaluation.get("split", ""), "text")
     place = f"{evaluation.get('data') or corpus}, {split}"
@@ -582,15 +586,17 @@ _SPLITS = {"val": "validation split", "train": "training split"}
 
 
 def _summary(facts: ModelFacts) -> str:
-    kind = f"{facts.config.model_type} model of {rounded(facts.parameters)} parameters"
+    kind = f"{facts.config.model_type} model with {rounded(facts.parameters)} parameters"
     if facts.run is None:
         return f"A {kind}."
-    start = f"on from {_linked(facts.init_from)}" if facts.init_from else "from random weights"
-    text = f"A {kind}, trained {start} with firstlight {_version(facts)}".rstrip() + "."
+    start = "trained from random weights"
+    if facts.init_from:
+        start = f"fine-tuned from {_linked(facts.init_from)}"
+    text = f"A {kind}, {start} with firstlight {_version(facts)}".rstrip() + "."
     if facts.is_unfinished:
         text += (
-            f" This is step {facts.step:,} of {facts.max_steps:,}: the run was not finished when "
-            "it was taken, and its learning-rate schedule was not complete."
+            f" This is a checkpoint of step {facts.step:,} of {facts.max_steps:,}: the run and its "
+            "learning-rate schedule were not finished."
         )
     return text
 
@@ -612,7 +618,7 @@ def _model_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{facts.parameters:,}"
     for key, name in (
         ("num_hidden_layers", "layers"),
-        ("hidden_size", "width"),
+        ("hidden_size", "hidden size"),
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "key and value heads"),
         ("num_experts", "experts"),
@@ -643,20 +649,21 @@ def _data_blocks(facts: ModelFacts) -> Iterator[str]:
 
 
 def split_lines(splits: Mapping[str, Any]) -> list[str]:
-    """A line of a Markdown list for each split of a manifest: tokens, documents, bytes of text.
+    """Return a Markdown list item for each split in a manifest, with its tokens, documents and
+    bytes of text.
 
     Args:
-        splits: entries of a manifest by the split's name.
+        splits: manifest entries by split name.
     """
     return [
-        f"- {_SPLITS.get(name, name)}: {split['tokens']:,} tokens of {split['documents']:,} "
+        f"- {_SPLITS.get(name, name)}: {split['tokens']:,} tokens in {split['documents']:,} "
         f"documents ({split['text_bytes']:,} bytes of text)"
         for name, split in splits.items()
     ]
 
 
 def source_link(name: str) -> str:
-    """The name of a corpus' input as Markdown; a dataset on the hub is a link."""
+    """Return the name of a corpus' input as Markdown, with a link for a dataset on the hub."""
     if not name.startswith("hf:"):
         return f"`{name}`"
     dataset, _, rest = name[3:].partition(":")
@@ -684,14 +691,14 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def _run_evaluation(facts: ModelFacts) -> str | None:
-    """A sentence on the run's own evaluation; None if there is none."""
+    """Return a sentence on the run's own evaluation, or None if there is no evaluation."""
     if facts.numbers.get("val/loss") is None or facts.run is None:
         return None
     metrics = facts.run.metrics.series("val/loss")
     value, step = loss_text(float(metrics.y[-1])), int(metrics.x[-1])
     rows_used = (facts.run.recipe.get("evaluation") or {}).get("max_rows")
     limit = f" on at most {rows_used:,} rows of it" if rows_used else ""
-    return f"The run's own evaluation at step {step:,}{limit}: {value} nats a token."
+    return f"The run's own evaluation at step {step:,}{limit}: {value} nats per token."
 
 
 def _speed_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -700,18 +707,17 @@ def _speed_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     if isinstance(machine, dict) and machine.get("name"):
         yield "machine", f"{machine['name']} ({machine.get('device', '')})"
     if numbers.get("tokens_per_second") is not None:
-        yield "speed of training", f"{numbers['tokens_per_second']:,.0f} tokens/s (median)"
+        yield "training speed", f"{numbers['tokens_per_second']:,.0f} tokens/s (median)"
     if numbers.get("mfu") is not None:
-        yield "model FLOPs utilization", f"{numbers['mfu']:.1%}"
+        yield "MFU", f"{numbers['mfu']:.1%}"
     if numbers.get("memory_bytes") is not None:
-        size, unit = memory_unit(numbers["memory_bytes"])
-        yield "peak memory of training", f"{numbers['memory_bytes'] / size:,.3g} {unit}"
+        yield "peak memory", gib(numbers["memory_bytes"])
     if numbers.get("hours"):
-        yield "time of training", " ".join(duration(numbers["hours"]))
+        yield "training time", " ".join(duration(numbers["hours"]))
 
 
 def _commands(facts: ModelFacts, repository: str) -> list[str]:
-    """The shell commands that repeat a run."""
+    """Return the shell commands that reproduce a run."""
     assert facts.run is not None
     name = repository.rpartition("/")[2]
     lines, options = [f"hf download {repository} --local-dir {name}"], []
@@ -725,8 +731,8 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
             lines.append(f"firstlight prepare {sources} --tokenizer {name} --out {folder}{more}")
         options += ["--data.dir", folder]
     if facts.run.length.get("max_steps"):
-        # A run limited by minutes is repeated with its number of steps: on another machine, the
-        # same minutes are another number of steps.
+        # A run limited by minutes is reproduced with its number of steps, because the same minutes
+        # give a different number of steps on another machine.
         steps = facts.run.length["max_steps"]
         options += ["--schedule.max_steps", str(steps), "--schedule.max_minutes", "null"]
         options += ["--schedule.epochs", "null"]
@@ -738,7 +744,7 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
 
 
 def _call_on_texts(facts: ModelFacts) -> str:
-    """The call `firstlight train TEXTS` that made the run, as a shell command."""
+    """Return the call `firstlight train TEXTS` that created the run, as a shell command."""
     request = facts.request
     words = ["firstlight", "train", *request["inputs"]]
     for key, option in (("tokens", "--tokens"), ("steps", "--steps"), ("size", "--size")):

@@ -1,5 +1,5 @@
-"""`push` and `push_data`: write the folder of a model or corpus that is shared, and upload it to
-the Hugging Face hub by huggingface_hub. No other module uploads anything."""
+"""`push` and `push_data`: write the folder of a model or corpus to share, and upload it to the
+Hugging Face hub with huggingface_hub. No other module uploads anything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from firstlight.sharing.card import (
 )
 from firstlight.tokenizer import Tokenizer
 
-#: Files in which other programs may have written the path that a model was read from.
+#: Files to which other programs may have written the path that a model was read from.
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_CARD_BYTES = 1 << 20
@@ -52,7 +52,7 @@ _MAX_CARD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Pushed:
-    """A model or corpus that was uploaded, or whose folder was written.
+    """Result of `push` or `push_data`: a model or corpus that was uploaded or written to a folder.
 
     Attributes:
         repository: USER/NAME on the hub.
@@ -60,8 +60,8 @@ class Pushed:
         folder: the folder that was written; None if it was temporary.
         files: size in bytes of each file, by name.
         step: step of the run's checkpoint; None for a model without a run, or a corpus.
-        unfinished_of: number of steps of the whole run if the checkpoint is from an earlier step;
-            else None.
+        unfinished_of: total number of steps in the run if the checkpoint is from an earlier step;
+            otherwise None.
         notes: remarks for the user.
     """
 
@@ -88,18 +88,19 @@ def push(
 ) -> Pushed:
     """Upload a model to the Hugging Face hub: weights, tokenizer, recipe and a card.
 
-    The weights are written by `convert`, so that neither optimizer state nor anything else in a
-    checkpoint is uploaded. A file that the hub already has is not sent again.
+    The weights are written by `convert`, so that neither the optimizer state nor anything else in a
+    checkpoint is uploaded. Files that the hub already has are not sent again.
 
     Args:
         source: a run folder, a checkpoint, a Hugging Face model folder or a hub id.
         repository: USER/NAME; the repository is created if it does not exist.
-        private: create a private repository; an existing one must be private.
+        private: True creates a private repository; an existing repository must be private.
         gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0"; None adds none.
         licence: the hub's id of the licence for the card, such as "apache-2.0".
-        card: a file to upload as the card; None writes the card.
-        best: take a run folder's checkpoint with the lowest validation loss, not the newest.
-        out: a folder to write and keep. None writes a temporary folder; with `upload` False, the
+        card: a file to upload as the card; None generates the card.
+        best: True uses a run folder's checkpoint with the lowest validation loss instead of the
+            newest.
+        out: folder to write and keep. None writes a temporary folder or, if `upload` is False, the
             folder NAME in the current folder.
         upload: False only writes the folder.
 
@@ -107,7 +108,7 @@ def push(
         ConfigError: an argument is invalid, or `private` is True for a public repository.
         InputError: `out` is not empty, or `card` can't be read.
         ModelError, CheckpointError, TokenizerError: the model can't be read.
-        HubError: the hub refuses, can't be reached, or the connection breaks.
+        HubError: the hub refuses the upload or can't be reached, or the connection is lost.
         MissingDependencyError: a package that the GGUF format needs is not installed.
         StorageError: the file system refuses a write.
     """
@@ -144,23 +145,23 @@ def push_data(
 ) -> Pushed:
     """Upload a prepared corpus to the Hugging Face hub: shards, manifest, tokenizer and a card.
 
-    `hf://datasets/USER/NAME` is then a corpus for `data.dir` on any machine. Lists of rejected and
-    unread files are not uploaded, since they contain paths of this machine.
+    `hf://datasets/USER/NAME` can then be used as `data.dir` on any machine. Lists of rejected and
+    unread files are not uploaded, since they contain local paths.
 
     Args:
         folder: a folder that `prepare` wrote.
         repository: USER/NAME; the repository is created if it does not exist.
-        private: create a private repository; an existing one must be private.
+        private: True creates a private repository; an existing repository must be private.
         licence: the hub's id of the licence for the card, such as "cc-by-4.0".
-        out: a folder to write and keep. None writes a temporary folder with links to the shards;
-            with `upload` False, the folder NAME in the current folder.
+        out: folder to write and keep. None writes a temporary folder with links to the shards or,
+            if `upload` is False, the folder NAME in the current folder.
         upload: False only writes the folder.
 
     Raises:
         ConfigError: an argument is invalid, or `private` is True for a public repository.
         InputError: `out` is not empty, or a file of the tokenizer is missing.
         DataError: `folder` is not a prepared corpus, or is damaged.
-        HubError: the hub refuses, can't be reached, or the connection breaks.
+        HubError: the hub refuses the upload or can't be reached, or the connection is lost.
         StorageError: the file system refuses a write.
     """
     _require_repository(repository, upload=upload)
@@ -184,7 +185,7 @@ def push_data(
 def _place(
     repository: str, out: str | Path | None, *, upload: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """Yield (the folder to write, that folder if it is kept or None if it is temporary)."""
+    """Yield (folder to write, the same folder if it is kept or None if it is temporary)."""
     name = repository.rpartition("/")[2]
     if out is None and upload:
         with tempfile.TemporaryDirectory(prefix="firstlight-push-") as temporary:
@@ -208,10 +209,9 @@ def _write_model(
     licence: str | None,
     card: str | Path | None,
 ) -> tuple[str, ...]:
-    """Write all files of a shared model into a folder; return remarks for the user."""
-    # `convert` takes the model's name in a GGUF file from the folder's name: `plain` is therefore
-    # named like the repository. No repository's name begins with a dot, so that `.model` can't
-    # clash with it.
+    """Write all files of a model to share to a folder; return remarks for the user."""
+    # `convert` uses the folder's name as the model's name in a GGUF file, so `plain` is named after
+    # the repository. Repository names never begin with a dot, so `.model` can't clash with it.
     staging = folder / ".model"
     plain = staging / repository.rpartition("/")[2]
     notes = list(convert(facts.folder, plain).notes)
@@ -243,8 +243,7 @@ def _write_model(
 
 
 def _forget_folders(path: Path) -> None:
-    """Remove the entries of a JSON file that contain a path of the machine where it was written,
-    such as `_name_or_path`."""
+    """Remove entries with local paths, such as `_name_or_path`, from a JSON file."""
     if not path.is_file():
         return
     content: dict[str, Any] = read_json(path)
@@ -258,11 +257,11 @@ def _forget_folders(path: Path) -> None:
 
 
 def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Names of the shards, after a check that each has its SHA-256 in the manifest, and that the
-    tokenizer is the one that they were made with.
+    """Return the names of the shards after checking that each matches its SHA-256 in the manifest
+    and that the tokenizer is the one that they were made with.
 
     Raises:
-        DataError: a shard is missing or damaged, or the tokenizer is another one.
+        DataError: a shard is missing or damaged, or the tokenizer differs.
         InputError: a file of the tokenizer is missing.
     """
     entries = [one for split in manifest["splits"].values() for one in split["shards"]]
@@ -271,42 +270,45 @@ def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
             path = folder / one["file"]
             if path.parent != folder or not path.is_file() or sha256_of(path) != one["sha256"]:
                 raise DataError(
-                    f"{path} is missing or damaged: prepare the corpus again before it is shared"
+                    f"{path} is missing or damaged: prepare the corpus again before sharing it"
                 )
     if Tokenizer.from_pretrained(folder).fingerprint != manifest["tokenizer_sha256"]:
-        raise DataError(f"{folder} has another tokenizer than its shards were made with")
+        raise DataError(
+            f"the tokenizer in {folder} differs from the one that its shards were made with"
+        )
     missing = [name for name in _TOKENIZER_FILES if not (folder / name).is_file()]
     if missing:
         raise InputError(f"{folder} has no {missing[0]}: prepare the corpus again")
     return [one["file"] for one in entries]
 
 
-#: USER/NAME as the hub accepts it: letters, digits, "-", "_" and ".", but no two of "-" and "." in
-#: a row in NAME.
+#: USER/NAME as accepted by the hub: letters, digits, "-", "_" and ".", but no two consecutive "-"
+#: or "." in NAME.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/\w+(?:[.-]\w+)*", re.ASCII)
 _MAX_NAME = 96
-#: Patterns of an earlier upload's weights, which are deleted if they are not in the new folder: a
-#: program would load them together with the new ones.
+#: Patterns for weights of an earlier upload, which are deleted if they are not in the new folder,
+#: because programs would load them together with the new ones.
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"]
 
 
 def _require_repository(repository: str, *, upload: bool) -> None:
-    """Check a repository's name, and that an upload to it is possible, before any work is done.
+    """Check, before any work is done, that a repository's name is valid and that an upload to it is
+    possible.
 
     Raises:
-        ConfigError: the name is not USER/NAME, or no repository of the hub can have it.
+        ConfigError: the name is not USER/NAME, or is not allowed on the hub.
         HubError: `upload` is True, and there is no token (the user is not logged in), or
             HF_HUB_OFFLINE is set.
     """
     if "/" not in repository:
         raise ConfigError(
-            f"'{repository}' has no owner: write USER/{repository}, with your name on the hub or "
+            f"'{repository}' has no owner: use USER/{repository}, with your name on the hub or "
             "that of an organization"
         )
     name = repository.rpartition("/")[2]
     if _REPOSITORY.fullmatch(repository) is None or len(name) > _MAX_NAME:
         raise ConfigError(
-            f"'{repository}' is not the name of a repository: write USER/NAME of letters, digits, "
+            f"'{repository}' is not a valid repository name: use USER/NAME with letters, digits, "
             "and single - _ . between them"
         )
     if not upload:
@@ -314,11 +316,11 @@ def _require_repository(repository: str, *, upload: bool) -> None:
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        raise HubError("HF_HUB_OFFLINE is set, and nothing can be uploaded: unset it")
+        raise HubError("HF_HUB_OFFLINE is set, so nothing can be uploaded: unset it")
     if not get_token():
         raise HubError(
-            "there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN, to a "
-            "token that may write"
+            "there is no hub token: log in with `hf auth login` or set HF_TOKEN, using a token "
+            "with write permission"
         )
 
 
@@ -328,20 +330,20 @@ def upload_folder(
     """Upload a folder, and return the repository's URL. The repository is created if it does not
     exist.
 
-    A file that the hub has with the same content is not sent again, so that a second call continues
-    an interrupted upload. Weights of an earlier upload that are not in the folder are deleted (for
-    models); all other files in the repository stay.
+    Files that the hub already has with the same content are not sent again, so a second call
+    resumes an interrupted upload. For models, weights of an earlier upload that are not in the
+    folder are deleted; all other files in the repository are kept.
 
     Args:
         folder: the folder; links in it are followed.
         repository: USER/NAME.
         kind: kind of the repository.
-        private: create a private repository, and refuse a public one. With False, the hub's
-            defaults decide for a new repository.
+        private: True creates a private repository, and refuses a public one. False uses the hub's
+            default for a new repository.
 
     Raises:
         ConfigError: `private` is True, and the repository is public.
-        HubError: the hub refuses, can't be reached, or the connection breaks.
+        HubError: the hub refuses the upload or can't be reached, or the connection is lost.
     """
     from huggingface_hub import HfApi
 
@@ -351,12 +353,12 @@ def upload_folder(
         found = api.repo_info(repository, repo_type=kind)
         if private and not found.private:
             raise ConfigError(
-                f"{repository} is there already and public: make it private in its settings on "
-                "the hub, or leave --private out"
+                f"{repository} already exists and is public: make it private in its settings on "
+                "the hub, or omit --private"
             )
         with warnings.catch_warnings():
-            # huggingface_hub warns of a card without a licence. The user has chosen to give none,
-            # and the card says so.
+            # huggingface_hub warns about a card without a licence, but the user has chosen not to
+            # specify one, and the card says so.
             warnings.filterwarnings("ignore", message="Warnings while validating metadata")
             api.upload_folder(
                 repo_id=repository,
@@ -368,25 +370,28 @@ def upload_folder(
     except ConfigError:
         raise
     except Exception as error:
-        # huggingface_hub passes on errors of its HTTP library, which differs between versions.
+        # huggingface_hub propagates errors of its HTTP library, which differs between versions.
         raise HubError(f"{repository} can't be uploaded: {_reason(error, repository)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
     return f"{api.endpoint}/{prefix}{repository}"
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """One line with the reason why an upload failed, and a remedy."""
+    """Return one line with the reason why an upload failed, and a remedy."""
     from huggingface_hub import errors
 
     owner = repository.partition("/")[0]
     for one in _chain(error):
         status = one.response.status_code if isinstance(one, errors.HfHubHTTPError) else None
         if status == 401:
-            return "the hub refused the token: log in with `hf auth login` or set HF_TOKEN anew"
+            return (
+                "the hub refused the token: log in again with `hf auth login` or set HF_TOKEN "
+                "to a valid token"
+            )
         if status in (403, 404):
             return (
-                f"the hub does not let this token write there: {owner} must be your name or an "
-                "organization of yours, and the token one that may write"
+                f"the token has no write permission there: {owner} must be your name or one of "
+                "your organizations, and the token must have write permission"
             )
         if status is not None and 400 <= status < 500 and status not in (408, 429):
             return first_line(one)
@@ -394,13 +399,13 @@ def _reason(error: BaseException, repository: str) -> str:
             return f"the hub refuses the card: {' '.join(str(one).split())}"
     last = list(_chain(error))[-1]
     return (
-        f"{first_line(last) or type(last).__name__}; what has arrived is kept: give the same "
-        "command again, which sends the rest"
+        f"{first_line(last) or type(last).__name__}; run the same command again to upload the "
+        "rest, since completed files are kept"
     )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its cause (or the error during whose handling it was raised), and so on."""
+    """Yield an error, its cause (or the error during whose handling it was raised), and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

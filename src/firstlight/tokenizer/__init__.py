@@ -1,10 +1,11 @@
-"""Tokenizers: load the usual kinds of files, train a new tokenizer, stream ids back to text.
+"""Tokenizers: loading the common file formats, training a new tokenizer, and streaming ids back to
+text.
 
-Every kind of file becomes a `Tokenizer` around the `tokenizers` library. A tokenizer is always
-saved as `tokenizer.json` + `tokenizer_config.json`, which transformers reads.
+Every file format is loaded as a `Tokenizer`, which wraps the `tokenizers` library. A tokenizer is
+always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers reads.
 
-Text is plain text by default: `<|endoftext|>` in a document becomes the ordinary tokens of these
-characters, never the special token. Special tokens are also called control tokens here.
+By default, all text is plain text: `<|endoftext|>` in a document is encoded as the ordinary tokens
+of these characters, never as the special token. Special tokens are also called control tokens here.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ __all__ = [
     "train_tokenizer",
 ]
 
-#: Characters of the longest piece in which merges are counted. The library's time for a piece grows
-#: with the square of its length: a genome on one line would take hours. The limit is not a step of
+#: Maximum number of characters in a pre-token whose merges are counted. The library's time grows
+#: with the square of this length: a genome on one line would take hours. The limit is not part of
 #: the tokenizer, because llama.cpp knows split patterns only by name.
 _LONGEST_PIECE = 256
-#: Characters of texts that are given to the library at a time, about.
+#: Approximate number of characters that are passed to the library at a time.
 _BATCH_CHARACTERS = 1 << 18
 
 
 def require_vocab_size(vocab_size: int, special_tokens: int = 1) -> None:
-    """Check that a byte-level vocabulary of a size is possible.
+    """Check that `vocab_size` is large enough for a byte-level vocabulary.
 
     Raises:
         TokenizerError: `vocab_size` is too small.
@@ -73,13 +74,13 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer like GPT-2's (Sennrich et al. 2016, Radford et al. 2019).
 
     Args:
-        texts: the corpus, in texts of any length.
+        texts: the corpus, as texts of any length.
         vocab_size: number of tokens, including special tokens and the 256 bytes. If the corpus has
             too few pairs to merge, the tokenizer has fewer tokens.
-        pattern: regular expression that splits texts; no merge crosses the bounds of a match. A
-            match of more than 256 characters is split further in training, and only there: no token
-            has more characters.
-        special_tokens: special tokens, with ids 0, 1, ...; the first one is the eos token.
+        pattern: regular expression that splits texts; merges never cross the boundaries of a match.
+            During training only, a match of more than 256 characters is split further, so no token
+            is longer than that.
+        special_tokens: special tokens, which get the ids 0, 1, ...; the first one is the eos token.
 
     Raises:
         TokenizerError: `vocab_size` is too small, or the texts are empty.
@@ -114,7 +115,7 @@ def train_tokenizer(
     _train(backend, trainer, batches())
     if seen == 0:
         raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
-    # Encoding needs no such bound, which llama.cpp could not apply: its time is nearly linear.
+    # Encoding takes nearly linear time, so it needs no such limit, which llama.cpp could not apply.
     backend.pre_tokenizer = byte_level_split(pattern)
     return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)
 
@@ -122,8 +123,8 @@ def train_tokenizer(
 def _train(
     backend: tokenizers.Tokenizer, trainer: trainers.BpeTrainer, batches: Iterator[list[str]]
 ) -> None:
-    """Train `backend` in another thread (see `in_thread`), on batches that are read in this one:
-    reading a file or a dataset can then be interrupted, too."""
+    """Train `backend` in another thread (see `in_thread`) on batches that are read in this thread,
+    so that reading a file or dataset can be interrupted."""
     waiting: queue.Queue[list[str] | None] = queue.Queue(1)
     stopped = threading.Event()
 
@@ -140,10 +141,11 @@ def _train(
                 with contextlib.suppress(queue.Full):
                     waiting.put(batch, timeout=1)
                     break
-            if training.done():  # also if the library has failed: the other texts are not needed
+            # True also if the library has failed; the remaining texts are not needed.
+            if training.done():
                 break
     except BaseException:
-        # The thread takes this batch, or the one before it, and ends.
+        # The thread takes this or the previous batch, and ends.
         stopped.set()
         with contextlib.suppress(queue.Full):
             waiting.put_nowait([])

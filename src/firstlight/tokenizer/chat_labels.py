@@ -1,8 +1,9 @@
-"""Conversations as tokens with a loss mask: the assistant's tokens are the labels of fine-tuning.
+"""Encoding of conversations as tokens with a loss mask: the assistant's tokens are the labels in
+fine-tuning.
 
-A conversation is encoded as at inference: each special token of the template by its id, and each
-text between two special tokens in one call. Which characters of the rendered text are labels is
-determined first:
+A conversation is encoded as at inference: each special token of the template becomes its id, and
+each text between two special tokens is encoded in one call. Before that, the characters of the
+rendered text that are labels are determined:
 
     with {% generation %} blocks       The content of the blocks.
     without blocks, for each answer    The text from `start` to `end`:
@@ -11,22 +12,22 @@ determined first:
                                        - `end`: the end of the conversation up to this answer,
                                          without the white space after its end token
 
-Without blocks, the prompt, and the conversation up to the answer, are rendered on their own; each
-must be a prefix of the whole text. Some templates render an answer differently if further messages
-follow it. Then its place in the whole text is determined from the places of its texts (content,
-reasoning, names and arguments of calls): the generation prompt is searched before the first of
-them, and what the template writes behind the last of them is compared with the whole text.
+Without blocks, the prompt and the conversation up to the answer are rendered separately; each must
+be a prefix of the full text. Some templates render an answer differently if more messages follow
+it. In that case, its position in the full text is determined from the positions of its texts
+(content, reasoning, names and arguments of calls): the generation prompt is searched before the
+first of them, and the template's output after the last of them is compared with the full text.
 
-The places of all texts come from one more rendering, with marks around each text. A text whose
-marks are missing is lost: the template leaves it out.
+The positions of all texts come from another rendering with marks around each text. A text whose
+marks are missing is lost, that is, the template omits it.
 
-If the generation prompt opens the reasoning (`<think>`), and the whole text has an answer without
-it, then `<think>`, the reasoning and `</think>` are inserted before the answer: the model is
-prompted with `<think>`, so this is where it must learn to continue.
+If the generation prompt opens the reasoning (`<think>`) but the full text has an answer without it,
+then `<think>`, the reasoning and `</think>` are inserted before the answer: the model is prompted
+with `<think>`, so it must learn to continue from there.
 
 A token is a label if its first character is a label. A token that begins in the prompt and ends in
-the answer (because the template's last and the answer's first characters are one token) is not a
-label: at inference the prompt ends before this token, so the model can't write it.
+the answer (because the template's last characters and the answer's first characters form one token)
+is not a label: at inference, the prompt ends before this token, so the model can't write it.
 """
 
 from __future__ import annotations
@@ -60,18 +61,17 @@ from firstlight.tokenizer.tokenizer import Tokenizer
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _ADVICE = (
-    "put {% generation %} and {% endgeneration %} around what the assistant says in the template, "
-    "or learn all tokens (train_on: all)"
+    "put {% generation %} and {% endgeneration %} around the assistant's messages in the "
+    "template, or train on all tokens (train_on: all)"
 )
-_MIXED = f"the chat template leaves answers out or mixes them: {_ADVICE}"
+_MIXED = f"the chat template omits or reorders answers: {_ADVICE}"
 _NOT_FOUND = (
-    "what the assistant says can't be found in what the chat template makes of the conversation: "
-    f"{_ADVICE}"
+    f"the assistant's messages can't be found in the text that the chat template renders: {_ADVICE}"
 )
 
 
-#: Labels of a conversation: the assistant's messages; the last of them; the same without their
-#: reasoning; all tokens.
+#: Labels of a conversation: all messages of the assistant; only the last of them; all of them
+#: without their reasoning; all tokens.
 TrainOn = Literal["assistant", "last", "answers", "all"]
 
 
@@ -80,11 +80,11 @@ class LabelledChat:
     """A conversation as tokens.
 
     Attributes:
-        ids: token ids, the same as from `Tokenizer.encode_chat`, except for inserted reasoning.
+        ids: token ids, identical to those of `Tokenizer.encode_chat` except for inserted reasoning.
         loss_mask: True for each id that is a label.
-        text_bytes: UTF-8 bytes of the labels' text, without special tokens.
-        torn: number of answers that begin inside a token which begins in the prompt.
-        lost: texts of the conversation that the template leaves out: (key of `LOST`, message).
+        text_bytes: number of UTF-8 bytes in the labels' text, without special tokens.
+        torn: number of answers that begin in the middle of a token that begins in the prompt.
+        lost: texts of the conversation that the template omits, as (key of `LOST`, message).
     """
 
     ids: list[int]
@@ -96,9 +96,9 @@ class LabelledChat:
 
 _REASONS = {"system": "lost_system", "developer": "lost_system", "tool": "lost_results"}
 
-#: The beginning of reasoning in a generation prompt.
+#: Tag that opens the reasoning in a generation prompt.
 _OPENED = re.compile(r"<([\w:]*think[\w:]*)>")
-#: What ends reasoning: white space and a tag or special token.
+#: End of the reasoning: white space and a tag or special token.
 _CLOSED = re.compile(r"\s*(?:</[^<>\s]+>|<\|[^<>|\s]+\|>|\[/\w+\])?\s*")
 _NO_THOUGHTS = re.compile(r"\s*<([\w:]*think[\w:]*)>\s*</\1>\s*")
 
@@ -109,10 +109,10 @@ class _Text:
 
     Attributes:
         message: index of its message; -1 for the tools.
-        reason: the key of `LOST` if it is left out.
-        text: the text, without white space at its ends.
+        reason: key of `LOST` that applies if the text is omitted.
+        text: the text without surrounding white space.
         marks: the two characters around it in the marked messages.
-        place: its (start, end) in the rendered text; None if it is left out.
+        place: its (start, end) in the rendered text; None if the template omits it.
     """
 
     message: int
@@ -124,10 +124,10 @@ class _Text:
 
 @dataclass
 class _Marker:
-    """Puts marks around the texts of a conversation.
+    """Adds marks around the texts of a conversation.
 
     Attributes:
-        free: characters for marks.
+        free: unused characters to use as marks.
         texts: the texts that have been marked.
     """
 
@@ -135,7 +135,7 @@ class _Marker:
     texts: list[_Text] = field(default_factory=list)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """A copy of the messages with marks."""
+        """Return a copy of the messages with marks."""
         marked = []
         for number, message in enumerate(messages):
             copy = dict(message)
@@ -162,7 +162,7 @@ class _Marker:
         return marked
 
     def tools(self, tools: Any) -> Any:
-        """A copy of the tools with marks around their names and descriptions."""
+        """Return a copy of the tools with marks around their names and descriptions."""
         marked = []
         for tool in tools:
             own = {k: v for k, v in tool["function"].items() if k in ("name", "description")}
@@ -171,7 +171,7 @@ class _Marker:
         return marked
 
     def _values(self, value: Any, message: int, reason: str) -> Any:
-        """A copy of JSON data with marks around its texts."""
+        """Return a copy of JSON data with marks around its texts."""
         if isinstance(value, str):
             return self._marked(value, message, reason)
         if isinstance(value, list):
@@ -189,12 +189,12 @@ class _Marker:
         return text.replace(core, f"{before}{core}{after}", 1)
 
     def locate(self, text: str, marked: str | None) -> None:
-        """Set the places of the texts.
+        """Set the positions of the texts.
 
         Args:
             text: the rendered text.
-            marked: the same text rendered from the marked messages; None if the template refuses
-                them. If it is not the same text, the texts are searched one after the other.
+            marked: the text rendered from the marked messages; None if the template refuses them.
+                If it differs from `text` in more than the marks, the texts are searched in order.
         """
         marks = {mark for one in self.texts for mark in one.marks}
         places: dict[str, int] = {}
@@ -225,7 +225,7 @@ class _Span:
 
     Attributes:
         message: index of the answer.
-        start, end: its characters in the rendered text.
+        start, end: range of its characters in the rendered text.
         opened: text that the generation prompt adds before `start`, such as "<think>".
     """
 
@@ -241,9 +241,9 @@ class _Rendered:
 
     Attributes:
         messages, variables: input of the template.
-        probe: the same with marks around the texts.
-        texts: the texts of the conversation, with their places in `text`.
-        pattern: the pattern for marks of special tokens' names, and special tokens.
+        probe: the same input with marks around the texts.
+        texts: the texts of the conversation with their positions in `text`.
+        pattern: pattern that matches special tokens and the marks around their names.
         text: the rendered text.
     """
 
@@ -255,16 +255,16 @@ class _Rendered:
     text: str
 
     def alone(self, template: str, index: int) -> str:
-        """The marked text of the conversation up to a message."""
+        """Return the marked text of the conversation up to the message at `index`."""
         return render(template, self.probe[0][: index + 1], self.probe[1])
 
     def unmarked(self, text: str) -> str:
-        """A text without the marks of `probe`."""
+        """Remove the marks of `probe` from a text."""
         return text.translate({ord(mark): None for one in self.texts for mark in one.marks})
 
 
 class ChatEncoder:
-    """Turns conversations into ids with a loss mask.
+    """Encodes conversations as ids with a loss mask.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -279,7 +279,7 @@ class ChatEncoder:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
         self._variables = tokenizer.named_tokens
         self._special = tokenizer.special_tokens
-        # Without post-processor, because it trims offsets: those of " a" would be those of "a".
+        # Remove the post-processor because it trims offsets: those of " a" would be those of "a".
         state = json.loads(tokenizer.backend.to_str())
         self._plain = Tokenizer(
             tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
@@ -296,14 +296,14 @@ class ChatEncoder:
         masked: frozenset[int] = frozenset(),
         train_on: TrainOn = "assistant",
     ) -> LabelledChat:
-        """A conversation as tokens.
+        """Encode a conversation as tokens.
 
         Args:
-            messages: objects with `role` and `content`, both texts; tool calls and reasoning as
-                from `messages.normalize_message`.
-            options: further variables of the template, plain JSON, such as `tools`.
-            masked: indices of the assistant's messages that are outside the loss.
-            train_on: the labels; with "all", all tokens except those of the masked messages.
+            messages: objects with the strings `role` and `content`; tool calls and reasoning in the
+                form returned by `messages.normalize_message`.
+            options: additional variables of the template, as plain JSON, such as `tools`.
+            masked: indices of the assistant's messages that are excluded from the loss.
+            train_on: choice of labels; "all" means all tokens except those of the masked messages.
 
         Raises:
             InputError: the messages are not such objects, or the template refuses them.
@@ -316,7 +316,8 @@ class ChatEncoder:
         except TokenizerError:
             if self._text_arguments or not any(one.get("tool_calls") for one in plain):
                 raise
-        # Some templates, as DeepSeek's, write the arguments of calls as the text that they are.
+        # Some templates, such as DeepSeek's, expect the arguments of calls as text and write them
+        # unchanged.
         self._text_arguments = True
         try:
             return self._labelled(plain, options, masked, train_on)
@@ -325,8 +326,9 @@ class ChatEncoder:
             raise
 
     def prompt_warning(self) -> str | None:
-        """A warning if the labels of the template's blocks can't begin where the model is prompted,
-        because the generation prompt opens reasoning that answers lack."""
+        """Return a warning if the labels from the template's blocks can't begin where the
+        generation prompt ends, because the prompt opens reasoning that is missing in the
+        answers."""
         prompt = self._generation_prompt(self._variables)
         if not self._has_blocks or not _OPENED.search(prompt):
             return None
@@ -334,8 +336,8 @@ class ChatEncoder:
             if prompt in render(self._template, _CONVERSATION, self._variables):
                 return None
         return (
-            "the chat template prompts with the beginning of reasoning, after which its "
-            "{% generation %} blocks do not begin: remove the blocks from the template"
+            "the chat template's generation prompt opens the reasoning, but its "
+            "{% generation %} blocks do not start after it: remove the blocks from the template"
         )
 
     def _labelled(
@@ -346,7 +348,7 @@ class ChatEncoder:
         train_on: TrainOn,
     ) -> LabelledChat:
         fitted = fit_messages(messages, self._template, text_arguments=self._text_arguments)
-        if "tools" in options and "xml_tools" in self._template:  # SmolLM3's name
+        if "tools" in options and "xml_tools" in self._template:  # SmolLM3's name for tools.
             options = {**options, "xml_tools": options["tools"]}
         (*marked, own), pattern = protected(
             [*fitted, dict(options)], list(self._special), self._template
@@ -360,8 +362,9 @@ class ChatEncoder:
         answers = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         learned = set(answers[-1:] if train_on == "last" else answers) - masked
         is_partly_learned = train_on != "all" or bool(masked)
-        # The prompt of each answer, and the conversation up to it, are rendered in one call with
-        # the whole conversation, which saves most of the time for a template in a child process.
+        # The prompt of each answer and the conversation up to it are rendered in the same call as
+        # the full conversation, which saves most of the time if the template runs in a child
+        # process.
         beginnings: list[tuple[int, bool]] = []
         if is_partly_learned and not self._has_blocks:
             beginnings = [(i, True) for i in answers] + [(i + 1, False) for i in answers]
@@ -379,7 +382,7 @@ class ChatEncoder:
             start = _after_thoughts(chat, span) if train_on == "answers" else span.start
             flags[start : span.end] = bytes([span.message in learned]) * (span.end - start)
         for one in chat.texts:
-            # Gemma 4's template writes the results of tools into the turn of their call.
+            # Gemma 4's template writes tool results into the turn of the tool call.
             if one.place and one.message not in answers and not self._has_blocks:
                 start, end = one.place
                 flags[start:end] = bytes([train_on == "all"]) * (end - start)
@@ -392,24 +395,23 @@ class ChatEncoder:
                 lost.setdefault((one.message, one.reason), one)
         return self._encoded(chat.text, flags, pattern, tuple(map(_described, lost.values())))
 
-    # The labels, as characters of the rendered text
+    # Labels as characters of the rendered text
 
     def _spans(self, chat: _Rendered, answers: list[int], lengths: list[int | None]) -> list[_Span]:
-        """The labels of each answer for a template without blocks, in the order of the text.
+        """Return the labels of each answer for a template without blocks, in the order of the text.
 
         Args:
             chat: the rendered conversation.
             answers: indices of the assistant's messages.
-            lengths: number of characters at the beginning of the text that are the prompt of each
-                answer, and then of those that are the conversation up to it; None where the text
-                does not begin with it.
+            lengths: length in characters of the prompt of each answer, followed by the length of
+                the conversation up to each answer; None where the text does not begin with it.
         """
         spans = []
         prompts, wholes = lengths[: len(answers)], lengths[len(answers) :]
         for index, prompt, whole in zip(answers, prompts, wholes, strict=True):
             own = [one for one in chat.texts if one.message == index and one.place]
             own.sort(key=lambda one: one.place or (0, 0))
-            if not own:  # the template leaves it out: see `LabelledChat.lost`
+            if not own:  # The template omits it; see `LabelledChat.lost`.
                 continue
             span = self._start(chat, own[0]) if prompt is None else _Span(index, prompt, 0)
             if whole is None:
@@ -423,7 +425,7 @@ class ChatEncoder:
         return spans
 
     def _start(self, chat: _Rendered, first: _Text) -> _Span:
-        """The start of an answer's labels, if the text does not begin with its prompt.
+        """Locate the start of an answer's labels if the text does not begin with its prompt.
 
         Args:
             chat: the rendered conversation.
@@ -441,7 +443,8 @@ class ChatEncoder:
         for header in filter(None, headers):
             if (at := text.rfind(header, before, start)) >= 0:
                 return _Span(index, at + len(header), 0, opened=prompt[len(header) :])
-        # What the template writes between prompt and answer, if this is the last message.
+        # Text that the template writes between the prompt and the answer if this is the last
+        # message.
         with contextlib.suppress(InputError, TokenizerError):
             history = chat.messages[:index]
             whole = render(self._template, history, chat.variables, add_generation_prompt=True)
@@ -454,7 +457,7 @@ class ChatEncoder:
         return _Span(index, start, 0)
 
     def _generation_prompt(self, variables: Mapping[str, Any]) -> str:
-        """What the template writes after a question with `add_generation_prompt`."""
+        """Return the text that `add_generation_prompt` makes the template add after a question."""
         own = {key: value for key, value in variables.items() if "tools" not in key}
         key = json.dumps(own, sort_keys=True)
         if key not in self._prompts:
@@ -469,16 +472,17 @@ class ChatEncoder:
         return self._prompts[key]
 
     def _end(self, pattern: re.Pattern[str], text: str, start: int, whole: int) -> int:
-        """The end of an answer's turn, if the conversation up to it ends at `whole`."""
+        """Return the end of an answer's turn if the conversation up to it ends at `whole`."""
         specials = [m for m in pattern.finditer(text, start, whole) if m["special"]]
         if specials and not text[specials[-1].end() : whole].strip():
             return specials[-1].end()
         if (eos := self._tokenizer.eos_token) and text.startswith(eos, whole):
-            return whole + len(eos)  # the template ends a turn only where the next one begins
+            return whole + len(eos)  # The template ends a turn only when the next one begins.
         return whole
 
     def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
-        """The end of an answer's turn, if the text does not begin with the conversation up to it.
+        """Locate the end of an answer's turn if the text does not begin with the conversation up to
+        it.
 
         Args:
             chat: the rendered conversation.
@@ -493,7 +497,7 @@ class ChatEncoder:
         specials = [m for m in chat.pattern.finditer(closing) if m["special"]]
         if closing and not specials:
             return self._end(chat.pattern, text, end, end)
-        # Up to the token at its end, which is another one in gpt-oss's template.
+        # Compare only up to the token at its end, which is a different one in gpt-oss's template.
         before = closing[: specials[-1].start()] if specials else ""
         if text.startswith(before, end):
             end += len(before)
@@ -503,7 +507,7 @@ class ChatEncoder:
         return match.end()
 
     def _blocks(self, chat: _Rendered, answers: list[int]) -> list[_Span]:
-        """The content of the template's `{% generation %}` blocks."""
+        """Return the labels from the template's `{% generation %}` blocks."""
         free = free_characters([*chat.messages, dict(chat.variables)], self._template)
         before, after = next(free), next(free)
         marked = render(
@@ -513,14 +517,16 @@ class ChatEncoder:
         plain = "".join(parts[::3])
         numbers, ends = parts[1::3], parts[2::3]
         if plain != chat.text or any(end is None for end in ends[1::2]) or any(ends[::2]):
-            raise TokenizerError("the chat template changes what its {% generation %} blocks hold")
+            raise TokenizerError(
+                "the chat template modifies the content of its {% generation %} blocks"
+            )
         positions = list(itertools.accumulate(map(len, parts[:-1:3])))
         owners = [int(number) if number else -1 for number in numbers[::2]]
         if set(owners) != set(answers):
             if len(owners) != len(answers) or set(owners) != {-1}:
                 raise TokenizerError(
-                    f"the chat template makes {len(owners)} {{% generation %}} blocks of "
-                    f"{len(answers)} answers: it must make at least one of each"
+                    f"the chat template renders {len(owners)} {{% generation %}} blocks for "
+                    f"{len(answers)} answers: every answer must have at least one block"
                 )
             owners = answers
         places = zip(owners, positions[::2], positions[1::2], strict=True)
@@ -554,7 +560,7 @@ class ChatEncoder:
 
 
 def _after_thoughts(chat: _Rendered, span: _Span) -> int:
-    """The start of an answer's labels without its reasoning."""
+    """Return the start of an answer's labels without its reasoning."""
     first = span.end
     for one in chat.texts:
         if one.message == span.message and one.place and span.start <= one.place[0] < span.end:
@@ -569,8 +575,8 @@ def _after_thoughts(chat: _Rendered, span: _Span) -> int:
 
 
 def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learned: bool) -> None:
-    """Insert the reasoning of an answer where the generation prompt opens it, in the text and in
-    the flags of its characters."""
+    """Insert the reasoning of an answer at the point where the generation prompt opens it, both in
+    the text and in the flags of its characters."""
     tag = _OPENED.search(span.opened)
     assert tag is not None
     start, written = span.start, ""
@@ -586,15 +592,15 @@ def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learn
 
 
 def _described(one: _Text) -> tuple[str, str]:
-    """The reason and the message about a lost text."""
+    """Return the reason for a lost text and a message about it."""
     where = f" (message {one.message + 1})" if one.message >= 0 else ""
     excerpt = " ".join(one.text[:60].split())
-    return one.reason, f"the chat template leaves out {LOST[one.reason]}{where}: '{excerpt}'"
+    return one.reason, f"the chat template omits {LOST[one.reason]}{where}: '{excerpt}'"
 
 
-#: Form of special tokens in all known templates. It is searched only in the output of a template
-#: that the user names: some models were trained on such a text as plain characters, and their
-#: tokenizers come with their template.
+#: Pattern of special tokens in all known templates. It is searched only in the output of a template
+#: that the user names. Templates that come with a tokenizer are exempt, because some models were
+#: trained on such names as plain text.
 _CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]{1,64}\|>|<(?:start|end)_of_\w{1,32}>")
 
 _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -603,25 +609,26 @@ _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "conten
 def with_chat_template(
     tokenizer: Tokenizer, template: str | None, folder: str = "DIR"
 ) -> Tokenizer:
-    """The tokenizer with the given chat template, or the tokenizer itself if none is given.
+    """Return a copy of the tokenizer with a chat template, or the tokenizer itself if `template` is
+    None.
 
     Args:
         tokenizer: the tokenizer.
-        template: name of a built-in template, or path of a .jinja file; None is the tokenizer's
-            own template.
-        folder: the tokenizer's folder, for messages.
+        template: name of a built-in template or path of a .jinja file; None keeps the tokenizer's
+            template.
+        folder: the tokenizer's folder, for error messages.
 
     Raises:
         InputError: there is no such template.
         TokenizerError: the template does not compile, or writes special tokens that the tokenizer
-            lacks; or no template is given and the tokenizer has none.
+            lacks; or `template` is None and the tokenizer has no template.
     """
     if template is None:
         if tokenizer.chat_template is None:
             raise TokenizerError(
-                f"the tokenizer of {folder} has no chat template: name one with data.template "
-                "(prepare: --template): chatml, llama3, alpaca or a .jinja file; alpaca needs no "
-                "tokens of its own"
+                f"the tokenizer of {folder} has no chat template: set data.template (prepare: "
+                "--template) to chatml, llama3, alpaca or a .jinja file; alpaca needs no "
+                "additional tokens"
             )
         _try_out(tokenizer)
         return tokenizer
@@ -635,25 +642,26 @@ def with_chat_template(
     ]
     if missing:
         source = shlex.quote(folder)
-        # `tokenizer extend` adds the special tokens of a built-in template by itself.
+        # `tokenizer extend` adds the special tokens of built-in templates automatically.
         named = "" if required else f" --add {' '.join(map(shlex.quote, missing))}"
         raise TokenizerError(
-            f"the chat template {template} writes {' '.join(missing)}, which the tokenizer of "
-            f"{folder} does not have as special tokens: add them with `firstlight tokenizer extend "
-            f"{source}{named} --chat-template {shlex.quote(template)} --out NEW`, and take "
-            "data.tokenizer NEW (prepare: --tokenizer NEW); the model's embedding grows by itself"
+            f"the chat template {template} writes {' '.join(missing)}, which are not special "
+            f"tokens of the tokenizer of {folder}: add them with `firstlight tokenizer extend "
+            f"{source}{named} --chat-template {shlex.quote(template)} --out NEW`, then set "
+            "data.tokenizer to NEW (prepare: --tokenizer NEW); the model's embedding is "
+            "extended automatically"
         )
     if "eos_token" in text and tokenizer.eos_token is None:
         raise TokenizerError(
             f"the chat template {template} ends turns with eos_token, which the tokenizer of "
-            f"{folder} does not name: set it in tokenizer_config.json"
+            f"{folder} does not define: set it in tokenizer_config.json"
         )
     return fitted
 
 
 def _try_out(tokenizer: Tokenizer) -> str:
-    """The text of a short conversation; "" if the template refuses it, because it is for other
-    conversations.
+    """Render a short conversation; return "" if the template refuses it because it supports only
+    other kinds of conversations.
 
     Raises:
         TokenizerError: the template fails.
@@ -665,39 +673,40 @@ def _try_out(tokenizer: Tokenizer) -> str:
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The id of the special token that ends an assistant's turn: the first special token that the
-    tokenizer's chat template writes after the assistant's text. Empty if there is no template, or
-    if turns end in plain text.
+    """Return the id of the special token that ends an assistant's turn: the first special token
+    that the tokenizer's chat template writes after the assistant's text. Empty if there is no
+    template, or if turns end in plain text.
 
-    Generation must stop at this token, even if it is not among the model's eos tokens. For example,
-    `<|im_end|>` of a template that was added later is not, and the model would write further turns.
+    Generation must stop at this token, even if it is not one of the model's eos tokens. For
+    example, `<|im_end|>` in a template that was added later is not an eos token, so the model would
+    otherwise continue with more turns.
     """
     if tokenizer.chat_template is None:
         return ()
     question, again = {"role": "user", "content": "1"}, {"role": "user", "content": "2"}
-    for more in ([], [again]):  # some templates end a turn only where another one begins
+    for more in ([], [again]):  # Some templates end a turn only when another one begins.
         try:
-            # Two answers without a common character: the common end of both is after the answer.
+            # Two answers with no character in common, so any common ending comes after the answer.
             one, other = (
                 tokenizer.encode_chat([question, {"role": "assistant", "content": text}, *more])
                 for text in ("3", "4")
             )
         except (InputError, TokenizerError):
             continue
-        if one == other:  # the template leaves out the last answer
+        if one == other:  # The template omits the last answer.
             continue
         pairs = zip(reversed(one), reversed(other), strict=False)
         same = [token_id for token_id, _ in itertools.takewhile(lambda p: p[0] == p[1], pairs)]
         after = same[::-1]
         for place, token_id in enumerate(after):
             if token_id in tokenizer.special_token_ids:
-                # If text such as "USER:" comes first, it is the text that ends the turn.
+                # If text such as "USER:" comes first, that text ends the turn.
                 return () if tokenizer.decode(after[:place]).strip() else (token_id,)
     return ()
 
 
 def require_end(ids: list[int], loss_mask: list[bool], tokenizer: Tokenizer) -> str | None:
-    """A warning if the last label of an example is not a special token; otherwise None.
+    """Return a warning if the last label of an example is not a special token, otherwise None.
 
     Args:
         ids: the example's token ids.
@@ -708,6 +717,6 @@ def require_end(ids: list[int], loss_mask: list[bool], tokenizer: Tokenizer) -> 
     if last is None or last in tokenizer.special_token_ids:
         return None
     return (
-        "the chat template writes no special token after what the assistant says: the model does "
-        "not learn to end its answers with one"
+        "the chat template writes no special token after the assistant's messages, so the model "
+        "does not learn to end its answers"
     )

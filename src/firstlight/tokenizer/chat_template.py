@@ -1,11 +1,11 @@
-"""Chat templates, which turn a conversation into the text that a model is trained on.
+"""Chat templates, which render a conversation as the text that a model is trained on.
 
 A template is written in Jinja, in the dialect of Hugging Face's chat templates. It often comes with
-a downloaded model, so it is treated as an untrusted program: it gets only plain JSON data, and runs
-in Jinja's sandbox, where it can neither change the data nor reach Python objects through them. Any
-template but a built-in one is rendered in a child process whose time and memory are limited (see
-`files.limits`), because nested loops, repeatedly doubled strings and recursive macros could take
-any of both.
+a downloaded model, so it is treated as an untrusted program: it gets only plain JSON data and runs
+in Jinja's sandbox, where it can neither modify the data nor reach Python objects through it. Every
+template that is not built in is rendered in a child process with limited time and memory (see
+`files.limits`), because nested loops, repeatedly doubled strings and recursive macros could use
+unlimited amounts of both.
 """
 
 from __future__ import annotations
@@ -55,21 +55,22 @@ CHAT_TEMPLATES = {
     name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in _REQUIRED_TOKENS
 }
 
-#: Most characters of a template, and of a rendered conversation.
+#: Maximum number of characters in a template and in a rendered conversation.
 _MAX_TEMPLATE_CHARS, _MAX_CHARS = 1_000_000, 10_000_000
-#: Limits of the child process: seconds of processor time for each rendering (a conversation of a
-#: million words takes a tenth of it), and bytes of memory.
+#: Limits of the child process: processor time per rendering in seconds (a conversation of a million
+#: words takes a tenth of it), and memory in bytes.
 _SECONDS, _MEMORY = 1.0, 200 << 20
 
 
 def required_tokens(name: str) -> tuple[str, ...]:
-    """The special tokens, besides bos and eos, that the built-in template `name` writes."""
+    """Return the special tokens, besides bos and eos, that the built-in template `name` writes."""
     return _REQUIRED_TOKENS[name]
 
 
 def find_template(name: str) -> tuple[str, tuple[str, ...]]:
-    """(template, special tokens that it is known to write) for the name of a built-in template or
-    the path of a file. The special tokens of a file are unknown: ().
+    """Return (template, special tokens that it is known to write) for the name of a built-in
+    template or the path of a file. For a file, the special tokens are unknown and the tuple is
+    empty.
 
     Raises:
         InputError: the name is neither a built-in template nor a file, or the file can't be read.
@@ -92,18 +93,18 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text of a conversation, the same as from transformers' `apply_chat_template`.
+    """Render a conversation as text, like transformers' `apply_chat_template`.
 
     Args:
         template: the template, in Jinja.
-        messages: objects with `role` and `content`, both texts. Further entries must be plain JSON;
-            the template may use them.
-        variables: further variables of the template, such as `bos_token`.
-        add_generation_prompt: end with the beginning of the assistant's next turn.
+        messages: objects with the strings `role` and `content`. Additional entries must be plain
+            JSON; the template may use them.
+        variables: additional variables of the template, such as `bos_token`.
+        add_generation_prompt: True ends the text with the beginning of the assistant's next turn.
 
     Raises:
         InputError: the messages are not such objects, or the template refuses them.
-        TokenizerError: the template doesn't compile, fails or does something that is forbidden.
+        TokenizerError: the template doesn't compile, fails or performs a forbidden operation.
     """
     plain = plain_messages(messages)
     return render(template, plain, variables, add_generation_prompt=add_generation_prompt)
@@ -126,13 +127,13 @@ def render(
     add_generation_prompt: bool = False,
     generation_marks: tuple[str, str] = ("", ""),
 ) -> str:
-    """The text of a conversation; see `render_chat`.
+    """Render a conversation as text; see `render_chat`.
 
     Args:
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, from `plain_messages`.
-        generation_marks: texts to write before and after the content of a `{% generation %}` block;
-            after the first one stand the message's number, if it is known, and the first once more.
+        generation_marks: texts to write before and after the content of a `{% generation %}` block.
+            The first one is followed by the message's number, if it is known, and then repeated.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -148,20 +149,20 @@ def render_with_beginnings(
     beginnings: Sequence[tuple[int, bool]],
     probe: tuple[list[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[int | None], str | None]:
-    """The text of a conversation, and how much of it is that of each of its beginnings.
+    """Render a conversation, and determine how long the text of each of its beginnings is.
 
     Args:
         template: the template, in Jinja.
         messages: the messages, from `plain_messages`.
-        variables: further variables of the template.
-        beginnings: (number of messages, True to end with the beginning of the assistant's next
-            turn) of each beginning.
-        probe: further messages and variables to render.
+        variables: additional variables of the template.
+        beginnings: for each beginning, (number of messages, True to end with the beginning of the
+            assistant's next turn).
+        probe: other messages and variables to render in the same call.
 
     Returns:
-        (text, for each beginning the number of its characters if the text begins with them;
-        otherwise, or if the template refuses the beginning, None, text of `probe`; None if the
-        template refuses it)
+        (text, lengths, text of `probe`). The lengths are the numbers of characters of the
+        beginnings; a length is None if the text does not start with that beginning or the template
+        refuses it. The text of `probe` is None if the template refuses it.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -178,8 +179,9 @@ def render_with_beginnings(
 
 
 class _Child(threading.local):
-    """The process that renders templates that are not built in; it starts with the first of them.
-    Each thread has its own: a slow template of one must not keep the others waiting."""
+    """The process that renders templates that are not built in; it is started for the first such
+    template. Each thread has a separate process, so that a slow template does not block other
+    threads."""
 
     def __init__(self) -> None:
         self.process = LimitedProcess("firstlight.tokenizer.chat_template:renderer", memory=_MEMORY)
@@ -189,8 +191,8 @@ _CHILD = _Child()
 
 
 def _within_limits(request: dict[str, Any], renderings: int) -> Any:
-    """The result of `_rendered` for a request: computed here for a built-in template, otherwise in
-    the child process.
+    """Return the result of `_rendered` for a request, computed in this process for a built-in
+    template and otherwise in the child process.
 
     Args:
         request: see `_rendered`.
@@ -199,8 +201,8 @@ def _within_limits(request: dict[str, Any], renderings: int) -> Any:
     template = request["template"]
     if len(template) > _MAX_TEMPLATE_CHARS:
         raise TokenizerError(
-            f"the chat template has {len(template):,} characters, "
-            f"more than the {_MAX_TEMPLATE_CHARS:,} that are read"
+            f"the chat template has {len(template):,} characters, more than the limit of "
+            f"{_MAX_TEMPLATE_CHARS:,}"
         )
     if template in CHAT_TEMPLATES.values():
         return _rendered(request)
@@ -223,12 +225,12 @@ def chat_pieces(
     continue_final_message: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, bool]]:
-    """The text of `render_chat` in pieces: (text, True if it is a special token).
+    """Yield the text of `render_chat` in parts, as (text, True if it is a special token).
 
     Only the template's own text can be a special token; the same characters in a message are plain
-    text. Inside the template, a special token's name in a message is surrounded by marks. So the
-    template finds the name in a message with `in` or `split`, but not with `startswith` or
-    `endswith`.
+    text. While the template runs, the name of a special token in a message is surrounded by marks.
+    The template can therefore find the name in a message with `in` or `split`, but not with
+    `startswith` or `endswith`.
 
     Args:
         template, messages, variables, add_generation_prompt: see `render_chat`.
@@ -271,15 +273,15 @@ def _until_end_of(content: object, text: str) -> str:
 def flagged_pieces(
     text: str, flags: bytearray, pattern: re.Pattern[str]
 ) -> Iterator[tuple[str, bytearray, bool]]:
-    """The pieces of a rendered text: its special tokens, and each text between two of them.
+    """Split a rendered text into its special tokens and the texts between them.
 
     Args:
         text: the rendered text of marked messages (see `protected`).
-        flags: one byte for each character of `text`, of any meaning.
+        flags: one byte per character of `text`, with any meaning.
         pattern: the pattern from `protected`.
 
     Yields:
-        (text of the piece without marks, flags of its characters, True if it is a special token)
+        (text of the part without marks, flags of its characters, True if it is a special token)
     """
     position = 0
     pending = ""
@@ -301,17 +303,17 @@ def flagged_pieces(
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of `messages` as plain JSON data, without entries that are None, except the content of
-    a message that calls tools.
+    """Return a copy of `messages` as plain JSON data without entries that are None. Only the
+    content of a message that calls tools may be None.
 
     Raises:
-        InputError: the messages are not a list of objects with texts as `role` and `content`, or
-            not JSON.
+        InputError: the messages are not a list of objects with the strings `role` and `content`, or
+            are not JSON.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError(
-            "messages must be a list of one or more objects with role and content, "
-            f"not {_described(messages)}"
+            "messages must be a non-empty list of objects with role and content, not "
+            f"{_described(messages)}"
         )
     plain = []
     for number, message in enumerate(messages):
@@ -320,9 +322,10 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
         for name in ("role", "content"):
             is_call = name == "content" and message.get(name) is None and message.get("tool_calls")
             if not isinstance(message.get(name), str) and not is_call:
-                raise InputError(f"messages[{number}].{name} must be a text")
+                raise InputError(f"messages[{number}].{name} must be a string")
         try:
-            # The template gets a copy from JSON, because an object could have dangerous methods.
+            # The template gets a copy made from JSON, because an object could have dangerous
+            # methods.
             own = {k: v for k, v in message.items() if v is not None or k == "content"}
             copy = json.loads(json.dumps(own))
             json.dumps(copy, ensure_ascii=False).encode("utf-8")
@@ -341,8 +344,8 @@ def _described(messages: object) -> str:
 
 
 def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Iterator[str]:
-    """Characters of Unicode's private use area that occur neither in the messages nor in the
-    template, in ascending order."""
+    """Yield the characters of Unicode's private use area that occur neither in the messages nor in
+    the template, in ascending order."""
     used = set(template).union(json.dumps(messages, ensure_ascii=False))
     return (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
@@ -350,8 +353,8 @@ def free_characters(messages: Sequence[Mapping[str, Any]], template: str) -> Ite
 def protected(
     messages: list[dict[str, Any]], tokens: Sequence[str], template: str
 ) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
-    """Messages in which the names of special tokens are marked as plain text, by a character before
-    and a character after each name.
+    """Mark the names of special tokens in messages as plain text, with one character before and one
+    character after each name.
 
     Args:
         messages: the messages, from `plain_messages`.
@@ -360,14 +363,14 @@ def protected(
 
     Returns:
         (marked messages, pattern). The pattern, searched in the template's output for the marked
-        messages, finds special tokens that the template wrote (group "special"), marked names
+        messages, matches special tokens that the template wrote (group "special"), marked names
         (group "text"), and single marks that the template has separated from their name (neither
         group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)
-    # The longest tokens first, because the first alternative that matches wins. "(?!)", for no
-    # tokens, matches nothing.
+    # The longest tokens come first, because the first matching alternative wins. Without tokens,
+    # "(?!)" matches nothing.
     names = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
     special = re.compile(names)
 
@@ -388,14 +391,14 @@ def protected(
 
 
 def renderer() -> Callable[[dict[str, Any]], Any]:
-    """Make the function of the child process."""
+    """Create the function of the child process."""
     _environment()
     return _rendered
 
 
 def _rendered(request: dict[str, Any]) -> Any:
-    """The result of `render_with_beginnings`, whose arguments are in `request`; None if it has only
-    the template, which is then compiled."""
+    """Return the result of `render_with_beginnings` with the arguments in `request`. If the request
+    has only the template, just compile it and return None."""
     template = _compiled(request["template"])
     if "messages" not in request:
         return None
@@ -407,7 +410,7 @@ def _rendered(request: dict[str, Any]) -> Any:
         is_whole = count == len(messages) and not add_generation_prompt
         try:
             part = text if is_whole else _text(template, messages[:count], options)
-        except (InputError, TokenizerError):  # the template refuses a part of a conversation
+        except (InputError, TokenizerError):  # The template refuses part of a conversation.
             lengths.append(None)
         else:
             lengths.append(len(part) if text.startswith(part) else None)
@@ -422,7 +425,7 @@ def _rendered(request: dict[str, Any]) -> Any:
 def _text(
     template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    # Templates test `tools is not none`, which is true for an undefined variable.
+    # Templates test `tools is not none`, which would be true for an undefined variable.
     values = {"tools": None, "documents": None, _MARKS: ("", ""), **variables}
     values |= {"messages": messages, _MESSAGES: messages}
     pieces: list[str] = []
@@ -437,9 +440,11 @@ def _text(
         raise InputError(f"the chat template refuses these messages: {error}") from error
     except SecurityError as error:
         problem = _one_line(error)
-        raise TokenizerError(f"the chat template does what it may not: {problem}") from error
+        raise TokenizerError(
+            f"the chat template performs a forbidden operation: {problem}"
+        ) from error
     except MemoryError:
-        raise  # for the child process
+        raise  # Handled by the child process.
     except Exception as error:
         reason = _one_line(f"{type(error).__name__}: {error}")
         raise TokenizerError(f"the chat template fails on these messages: {reason}") from error
@@ -462,14 +467,14 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _one_line(text: Any) -> str:
-    """A template's text for a message: at most 300 characters in one line, without control
-    characters, which a terminal could take for commands."""
+    """Shorten text from a template for use in a message: at most 300 characters on one line,
+    without control characters, which a terminal could interpret as commands."""
     words = "".join(c if c.isprintable() else " " for c in str(text)[:1000]).split()
     return " ".join(words)[:300]
 
 
-#: Names of the variables with the marks of `{% generation %}` blocks, and with all messages. The
-#: space keeps templates from using them.
+#: Names of the variables for the marks of `{% generation %}` blocks and for all messages. The space
+#: prevents templates from using them.
 _MARKS, _MESSAGES = " marks", " messages"
 
 
@@ -481,7 +486,7 @@ def _raise_exception(message: Any) -> None:
     raise _RefusalError(_one_line(message))
 
 
-def _strftime_now(format: str) -> str:  # the name that transformers gives the argument
+def _strftime_now(format: str) -> str:  # transformers' name for the argument.
     return datetime.now().strftime(format)
 
 
@@ -492,23 +497,23 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's `tojson`, but like that of transformers, this does not escape HTML, nor, by
-    default, characters other than ASCII."""
+    """Serialise a value as JSON, replacing Jinja's `tojson`. As in transformers, HTML is not
+    escaped, nor are non-ASCII characters by default."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class _Generation(Extension):
-    """`{% generation %}` blocks, which templates put around an answer: the content is rendered as
-    usual, between the `generation_marks` of `render`."""
+    """Jinja extension for `{% generation %}` blocks, which templates put around an answer. The
+    content is rendered as usual, between the `generation_marks` of `render`."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # With the variables of loops, one of which is the message.
+        # The derived context includes loop variables, one of which is the message.
         call = self.call_method("_marked", [nodes.DerivedContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(lineno)
 

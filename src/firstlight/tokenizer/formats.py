@@ -1,7 +1,7 @@
-"""Readers of all kinds of tokenizer files, each of which returns `TokenizerParts`.
+"""Readers for all supported tokenizer files; each returns `TokenizerParts`.
 
-The kind of a file is detected from its content, because a name such as `tokenizer.model` is used
-for two kinds.
+The format of a file is detected from its content, because a name such as `tokenizer.model` is used
+for two formats.
 """
 
 from __future__ import annotations
@@ -69,29 +69,29 @@ _LLAMA3_SPECIAL_TOKENS = (
     "<|python_tag|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
 )
-#: tiktoken's r50k_base, which is GPT-2's vocabulary.
+#: Size of tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
-#: Limits of the child process in which an unknown tokenizer.json is tried: seconds of processor
-#: time, and bytes of memory, each with a part in proportion to the file. XLM-R's file of 9 MB,
-#: whose 250,000 tokens become a tree, takes 32 bytes of memory for each of its bytes.
+#: Limits of the child process in which an unknown tokenizer.json is tried: processor time in
+#: seconds and memory in bytes, each with a part proportional to the file size. XLM-R's 9 MB file,
+#: whose 250,000 tokens are stored as a tree, takes 32 bytes of memory per byte.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
-#: Most tokens or characters that a tokenizer may make of one character (some write "\n" as
-#: "<|newline|>"), and put around a text.
+#: Maximum number of tokens or characters that a tokenizer may produce for one character (some write
+#: "\n" as "<|newline|>"), and that it may add around a text.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
-#: Highest id that is accepted; no vocabulary reaches it.
+#: Maximum accepted token id; no real vocabulary reaches it.
 _HIGHEST_ID = 1 << 26
-#: Most characters of the added tokens of a known tokenizer, as JSON.
+#: Maximum size of the added tokens of a known tokenizer, as JSON characters.
 _MOST_KNOWN_CHARS = 500_000
 
-#: Name of other vocabularies in tiktoken's format, by their number of ranks. They are refused,
-#: because they would silently be read with Llama 3's split pattern.
+#: Names of other vocabularies in tiktoken's format, by number of ranks. They are refused because
+#: they would silently be read with Llama 3's split pattern.
 _OTHER_RANKS = {50_280: "p50k_base", 100_256: "cl100k_base", 151_643: "Qwen", 199_998: "o200k_base"}
 
 _USUAL_NAMES = ("tokenizer.json", "vocab.json", "encoder.json", "tokenizer.model")
-#: Endings of tiktoken's and sentencepiece's files under other names.
+#: Suffixes of tiktoken and sentencepiece files with other names.
 _USUAL_ENDINGS = (".tiktoken", ".model")
-#: nanochat's file, which is recognised only to give advice.
+#: nanochat's file, which is recognised only in order to give advice.
 _PICKLED_NAME = "tokenizer.pkl"
 PICKLED_TOKENIZER = (
     "nanochat's tokenizer.pkl is a pickle, which could run code, and is not read: if you trust it, "
@@ -101,16 +101,16 @@ PICKLED_TOKENIZER = (
     "and give the folder tok with --tokenizer"
 )
 
-#: The two usual names of GPT-2's vocabulary, each with the name of its file of merges.
+#: The two usual names of GPT-2's vocabulary file -> name of the corresponding merges file.
 _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 
 
 def find_tokenizer_file(folder: Path) -> Path:
-    """The tokenizer's file in a folder: one with a usual name, or else the only file with a usual
-    ending.
+    """Return the tokenizer file in a folder: a file with a standard name, or else the only file
+    with a usual suffix.
 
     Raises:
-        TokenizerError: the folder has no tokenizer or several, or can't be read.
+        TokenizerError: the folder has no tokenizer or several tokenizers, or can't be read.
     """
     try:
         files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
@@ -120,11 +120,13 @@ def find_tokenizer_file(folder: Path) -> Path:
     usual = next((name for name in _USUAL_NAMES if name in files), None)
     if usual is not None:
         return files[usual]
-    # macOS puts a hidden file beside each file of an archive.
+    # macOS adds a hidden file for each file in an archive.
     found = [n for n in files if n.endswith(_USUAL_ENDINGS) and not n.startswith(".")]
     if len(found) > 1:
         names = ", ".join(found)
-        raise TokenizerError(f"{folder} holds several tokenizers ({names}): name one of the files")
+        raise TokenizerError(
+            f"{folder} contains several tokenizers ({names}): specify one of the files"
+        )
     if not found and _PICKLED_NAME not in files:
         raise TokenizerError(
             f"no tokenizer in {folder}: expected tokenizer.json, vocab.json + merges.txt, "
@@ -134,12 +136,12 @@ def find_tokenizer_file(folder: Path) -> Path:
 
 
 def read_tokenizer_file(path: Path) -> TokenizerParts:
-    """Read a tokenizer.json, a vocab.json with its merges.txt, tiktoken's ranks or a sentencepiece
-    model.
+    """Read a tokenizer.json, a vocab.json with its merges.txt, a tiktoken rank file or a
+    sentencepiece model.
 
     Raises:
-        TokenizerError: the file is of no such kind, is damaged, or has features with which the ids
-            would differ from those of its own library.
+        TokenizerError: the file has an unknown format, is damaged, or uses features for which the
+            ids would differ from those of its original library.
     """
     if path.name == _PICKLED_NAME:
         raise TokenizerError(f"{path} can't be read: {PICKLED_TOKENIZER}")
@@ -151,7 +153,7 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
     elif path.name in _MERGES_NAMES.values() or content.startswith(b"#version"):
         vocabulary_path = _other_of_pair(path, {m: v for v, m in _MERGES_NAMES.items()})
         if vocabulary_path is None:
-            raise TokenizerError(f"{path} needs vocab.json beside it")
+            raise TokenizerError(f"{path} needs vocab.json in the same folder")
         return read_tokenizer_file(vocabulary_path)
     else:
         parts = _from_sentencepiece(path, content)
@@ -159,7 +161,7 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
 
 
 def _from_json(path: Path, content: bytes) -> TokenizerParts:
-    """Read a `tokenizer.json`, or GPT-2's `vocab.json` with `merges.txt` beside it."""
+    """Read a `tokenizer.json`, or GPT-2's `vocab.json` with `merges.txt` in the same folder."""
     try:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -173,11 +175,13 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
         leading = _leading_token(backend)
     config = read_config(path.parent)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    # The library gives an added token another id than the file if that leaves a gap.
+    # The library assigns an added token a different id than the file if the file's id would leave a
+    # gap.
     ids = [*vocabulary.values(), *(token["id"] for token in state.get("added_tokens") or [])]
     if (highest := max(ids, default=0)) > _HIGHEST_ID:
         raise TokenizerError(
-            f"tokenizer {path} gives a token the id {highest:,}: no real tokenizer does"
+            f"tokenizer {path} has a token with id {highest:,}, which is larger than in any real "
+            "tokenizer"
         )
     bos = token_text(config.pop("bos_token", None)) or leading
     eos = token_text(config.pop("eos_token", None))
@@ -193,10 +197,12 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
 
 
 def _leading_token(backend: tokenizers.Tokenizer) -> str | None:
-    """The special token that the post-processor puts before a text; None if it puts none."""
+    """Return the special token that the post-processor adds before a text, or None if it adds
+    none."""
     backend.no_truncation()
     backend.no_padding()
-    # The text has one letter, because the first token of an empty text could be the one at its end.
+    # The text has one letter, because for an empty text the first token could be the one added at
+    # the end.
     encoding = backend.encode("a", add_special_tokens=True)
     mask = encoding.special_tokens_mask
     return encoding.tokens[0] if mask and mask[0] and not all(mask) else None
@@ -207,20 +213,20 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
     require_few_tokens(path, len(vocabulary))
     merges_path = _other_of_pair(path, _MERGES_NAMES)
     if merges_path is None:
-        raise TokenizerError(f"{path} needs merges.txt beside it")
+        raise TokenizerError(f"{path} needs merges.txt in the same folder")
     try:
         lines = plain_lines(read_tokenizer(merges_path).decode("utf-8")).split("\n")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{merges_path} is not UTF-8: {error}") from error
     pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in pairs):
-        raise TokenizerError(f"{merges_path} holds a line that is not two tokens")
+        raise TokenizerError(f"{merges_path} has a line that does not consist of two tokens")
     try:
         model = models.BPE(
             vocab=vocabulary, merges=cast(list[tuple[str, str]], list(map(tuple, pairs)))
         )
     except Exception as error:
-        raise TokenizerError(f"{path} and {merges_path} don't fit together: {error}") from error
+        raise TokenizerError(f"{path} and {merges_path} don't belong together: {error}") from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -231,8 +237,9 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
 
 
 def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
-    """The file beside `path` that completes the pair; None if there is none. `names` has the other
-    file's name for each name of a file; the entry of `path` itself is tried first."""
+    """Return the file in the same folder as `path` that completes the pair, or None if there is
+    none. `names` maps each possible file name to that of the other file; the entry for `path`
+    itself is tried first."""
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
             return path.with_name(name)
@@ -240,7 +247,7 @@ def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
 
 
 def _looks_like_tiktoken(content: bytes) -> bool:
-    """True if the first line is `BASE64 RANK`, as in tiktoken's rank files."""
+    """Return True if the first line is `BASE64 RANK`, as in tiktoken's rank files."""
     parts = content[:4096].split(b"\n", 1)[0].split()
     if len(parts) != 2 or not parts[1].isdigit():
         return False
@@ -252,12 +259,13 @@ def _looks_like_tiktoken(content: bytes) -> bool:
 
 
 def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
-    """Read a tiktoken rank file: GPT-2's, or else one with Llama 3's split and special tokens.
+    """Read a tiktoken rank file: that of GPT-2, or else one with Llama 3's split pattern and
+    special tokens.
 
-    The file has neither split pattern nor special tokens; known vocabularies are recognised by
-    their number of ranks. tiktoken repeatedly joins the adjacent pair of tokens whose joined bytes
-    have the lowest rank. BPE merges give the same ids if they list every way to cut a token into
-    two tokens, ordered by the token's rank.
+    The file contains neither the split pattern nor the special tokens; known vocabularies are
+    recognised by their number of ranks. tiktoken repeatedly joins the adjacent pair of tokens whose
+    joined bytes have the lowest rank. BPE merges give the same ids if they list every way to split
+    a token into two tokens, ordered by the token's rank.
     """
     require_few_tokens(path, content.count(b"\n"))
     ranks: dict[bytes, int] = {}
@@ -270,8 +278,8 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: {error}") from error
     if len(ranks) in _OTHER_RANKS:
         raise TokenizerError(
-            f"tokenizer {path} holds the ranks of {_OTHER_RANKS[len(ranks)]}, which splits texts "
-            "in a way of its own: convert it to tokenizer.json with transformers"
+            f"tokenizer {path} contains the ranks of {_OTHER_RANKS[len(ranks)]}, whose split "
+            "pattern is not supported: convert it to tokenizer.json with transformers"
         )
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise TokenizerError(f"tokenizer {path} is a damaged tiktoken file: a rank is missing")
@@ -287,7 +295,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         halves.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(text[a], text[b]) for a, b in halves]
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    # `ignore_merges`, because tiktoken first looks up the whole piece in the vocabulary.
+    # `ignore_merges` is set because tiktoken first looks up the entire pre-token in the vocabulary.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     backend.decoder = decoders.ByteLevel()
     if len(ranks) == _NUM_GPT2_RANKS:
@@ -302,7 +310,8 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
 
 
 def byte_characters() -> list[str]:
-    """The printable character for each byte in byte-level BPE files (openai/gpt-2 `encoder.py`)."""
+    """Return the printable character for each byte in byte-level BPE files (openai/gpt-2
+    `encoder.py`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -313,13 +322,13 @@ def byte_characters() -> list[str]:
 # The protobuf package is not needed: the few necessary fields (google/sentencepiece
 # `sentencepiece_model.proto`) are read by their number from protobuf's wire format.
 
-#: Most fields of a model, which has one for each piece (the largest have 262,144 pieces), and of a
-#: piece, which has three.
+#: Maximum number of fields in a model, which has one field per piece (the largest models have
+#: 262,144 pieces), and in a piece, which has three fields.
 _MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
 
 
 def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
-    """(text, score, type) of each piece of a sentencepiece `ModelProto`.
+    """Yield (text, score, type) for each piece of a sentencepiece `ModelProto`.
 
     Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score, 3 = type. The
     types are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
@@ -340,11 +349,11 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 
 
 def _unsupported_features(content: bytes) -> list[str]:
-    """The features of a `ModelProto` with which the ids here would differ from sentencepiece's.
+    """Return the features of a `ModelProto` that would make the ids differ from sentencepiece's.
 
     Field 2 of the message is the trainer's specification: its field 3 is the model type (1 unigram,
-    2 BPE), 24 puts white space at the end of words. Field 3 of the message is the normalizer's
-    specification: its field 2 is a map of characters, 3 puts a space before the text, 4 joins
+    2 BPE), 24 treats white space as a suffix of words. Field 3 of the message is the normalizer's
+    specification: its field 2 is a character map, 3 adds a space before the text, 4 collapses
     repeated spaces. A missing field has sentencepiece's default.
 
     Raises:
@@ -358,7 +367,7 @@ def _unsupported_features(content: bytes) -> list[str]:
     checks = {
         "a model type other than BPE": trainer.get(3, 1) != 2,
         "white space at the end of words": trainer.get(24, 0) != 0,
-        "a map of characters": normalizer.get(2, b"") != b"",
+        "a character map": normalizer.get(2, b"") != b"",
         "no space before the text": normalizer.get(3, 1) != 1,
         "repeated spaces joined": normalizer.get(4, 1) != 0,
     }
@@ -366,11 +375,11 @@ def _unsupported_features(content: bytes) -> list[str]:
 
 
 def _protobuf_fields(content: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of each field of a protobuf message.
+    """Yield (field number, value) for each field of a protobuf message.
 
     Args:
         content: the message.
-        most: largest number of fields.
+        most: maximum number of fields.
 
     Raises:
         ValueError, IndexError: the bytes are not a message, or it has more than `most` fields.
@@ -415,7 +424,8 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
         content: the file's bytes.
 
     Raises:
-        TokenizerError: the file is not such a model, or has a feature that would give other ids.
+        TokenizerError: the file is not such a model, or has a feature that would result in
+            different ids.
     """
     try:
         pieces = list(_sentencepiece_pieces(content))
@@ -435,8 +445,8 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
         unsupported.append("user-defined symbols")
     if unsupported:
         raise TokenizerError(
-            f"tokenizer {path} is a sentencepiece model with {' and '.join(unsupported)}, "
-            "which can't be read exactly: convert it to tokenizer.json with transformers"
+            f"tokenizer {path} is a sentencepiece model with {' and '.join(unsupported)}, which "
+            "is not supported: convert it to tokenizer.json with transformers"
         )
     require_short(path, vocabulary)
     backend = sentencepiece_backend(pieces, vocabulary, unknown=names[2][0])
@@ -456,24 +466,25 @@ def sentencepiece_backend(
     space_prefix: bool = True,
     leftmost: bool = False,
 ) -> tokenizers.Tokenizer:
-    """A BPE tokenizer with byte fallback that gives the ids of sentencepiece.
+    """Build a BPE tokenizer with byte fallback that gives the same ids as sentencepiece.
 
     Args:
-        pieces: (text, score, type) of each piece, see `_sentencepiece_pieces`.
-        vocabulary: ids by text.
+        pieces: (text, score, type) of each piece; see `_sentencepiece_pieces`.
+        vocabulary: id of each piece's text.
         unknown: text of the unknown token; None if there is none.
-        space_prefix: put a space before a text.
-        leftmost: where several pieces have the same score, merge the leftmost pair first, as
+        space_prefix: True adds a space before a text.
+        leftmost: True merges the leftmost pair first if several pieces have the same score, as
             llama.cpp does for runs of spaces.
     """
 
     def order(merge: tuple[float, str, str]) -> tuple[float, ...]:
         score, left, right = merge
         ids = vocabulary[left], vocabulary[right]
-        # A run that grows from the left has the longest pairs first.
+        # To grow a run from the left, the longest pairs come first.
         return (-score, -len(left), *ids) if leftmost else (-score, *ids)
 
-    # Every way to cut a normal piece into two pieces, the pieces with the highest score first.
+    # Every way to split a normal piece into two pieces, starting with the pieces with the highest
+    # scores.
     merges = [
         (score, piece[:i], piece[i:])
         for piece, score, kind in pieces
@@ -500,21 +511,21 @@ def sentencepiece_backend(
     return backend
 
 
-# A tokenizer.json from strangers
+# An untrusted tokenizer.json
 
 
 def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
-    """Refuse a tokenizer.json that takes too much memory or time, or fails on short texts, or gives
-    the same text other ids each time.
+    """Refuse a tokenizer.json that takes too much memory or time, fails on short texts, or encodes
+    the same text differently each time.
 
-    tokenizer.json is a small program: steps that rewrite a text, patterns that split it, templates
-    that put tokens around it. The library runs it without limits, so anything but the steps of
-    known byte-level BPE tokenizers is tried in a child process first.
+    tokenizer.json is a small program with steps that rewrite a text, patterns that split it and
+    templates that add tokens around it. The library runs it without limits, so anything other than
+    the steps of known byte-level BPE tokenizers is tried in a child process first.
 
     Args:
         path: the file.
         content: its bytes.
-        state: its content; "model" is an object.
+        state: its parsed content, in which "model" is an object.
 
     Raises:
         TokenizerError: the tokenizer can't be used.
@@ -523,8 +534,8 @@ def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
     require_few_tokens(path, len(vocabulary) if isinstance(vocabulary, dict | list) else 0)
     if dropout:
         raise TokenizerError(
-            f"tokenizer {path} has a BPE dropout of {dropout!r:.100}, which gives the same text "
-            "other tokens each time: set model.dropout to null in the file"
+            f"tokenizer {path} has a BPE dropout of {dropout!r:.100}, which encodes the same "
+            "text differently each time: set model.dropout to null in the file"
         )
     key = hashlib.sha256(content).digest()
     if key in _TRIED or _is_known(state):
@@ -543,13 +554,13 @@ def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
     _TRIED.add(key)
 
 
-#: SHA-256 of the files that were tried in this process.
+#: SHA-256 of the files that have been tried in this process.
 _TRIED: set[bytes] = set()
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """True unless the tokenizer's steps are known to be safe: the library may then panic on some
-    texts."""
+    """Return True if the library may panic on some texts, that is, unless the tokenizer's steps are
+    known to be safe."""
     steps = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     fixes = ("continuing_subword_prefix", "end_of_word_suffix")
     model = {name: getattr(backend.model, name, None) for name in fixes}
@@ -561,8 +572,8 @@ def may_panic(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _is_known(state: dict[str, Any]) -> bool:
-    """True for a byte-level BPE model whose steps take time and memory in proportion to the text,
-    as those of firstlight, GPT-2, Llama 3 and Qwen."""
+    """Return True for a byte-level BPE model whose steps take time and memory in proportion to the
+    text, such as those of firstlight, GPT-2, Llama 3 and Qwen."""
     splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
     model = state["model"]
@@ -582,8 +593,8 @@ def _is_known(state: dict[str, Any]) -> bool:
 
 
 def _is_known_frame(step: Any) -> bool:
-    """True for a post-processor that puts no tokens around a text, or only tokens that it defines;
-    the library panics on others."""
+    """Return True for a post-processor that adds no tokens around a text, or only tokens that it
+    defines. The library panics on undefined tokens."""
     if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
         return step is None or (isinstance(step, dict) and step.get("type") == "ByteLevel")
     content, tokens = json.dumps(step), step.get("special_tokens")
@@ -592,7 +603,7 @@ def _is_known_frame(step: Any) -> bool:
 
 
 def trial() -> Callable[[tuple[str, str]], None]:
-    """Make the function that tries a tokenizer.json, for a `LimitedProcess`."""
+    """Create the function that tries a tokenizer.json, for a `LimitedProcess`."""
     return _try_out
 
 
@@ -603,8 +614,8 @@ def _try_out(request: tuple[str, str]) -> None:
         request: (name of the file, SHA-256 of the content to try).
 
     Raises:
-        TokenizerError: the library fails, or the tokenizer makes texts far longer, or the file has
-            another content.
+        TokenizerError: the library fails, the tokenizer makes texts far longer, or the file's
+            content has changed.
     """
     name, key = request
     with library_errors(f"tokenizer {name} can't be loaded"):
@@ -618,7 +629,7 @@ def _try_out(request: tuple[str, str]) -> None:
     steps = (normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
     states = [json.loads(step.__getstate__()) for step in steps if step is not None]
     looked_for = list(_strings(states))
-    # Repeated, because a short text may grow by _MOST_PREPENDED.
+    # The text is repeated because a short text may grow by _MOST_PREPENDED.
     repeated = (text * (1 + _MOST_PREPENDED // (len(text) + 1)) for text in looked_for)
     for text in (*looked_for, *repeated, *_trial_texts()):
         with library_errors(f"tokenizer {name} fails on {text[:8]!r}..."):
@@ -629,18 +640,19 @@ def _try_out(request: tuple[str, str]) -> None:
             except MemoryError:
                 raise
             except Exception:  # noqa: BLE001 - the library's errors have no class of their own
-                continue  # such as a word without a token, of which encoding such a text tells
+                # For example a word without a token, which is reported when such a text is encoded.
+                continue
         longest = max(len(encoding.ids), len(decoded), len(normal))
         if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:
             raise TokenizerError(
-                f"tokenizer {name} makes {longest:,} tokens or characters of a text of {len(text)} "
-                "characters: no real tokenizer does"
+                f"tokenizer {name} turns a text of {len(text)} characters into {longest:,} "
+                "tokens or characters, which no real tokenizer does"
             )
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The strings in a tokenizer's steps, which are what the steps look for in texts; without
-    sentencepiece's map of characters, a long string in base64."""
+    """Yield the strings in a tokenizer's steps, for which the steps search texts. Sentencepiece's
+    character map, a long base64 string, is omitted."""
     rest = [value]
     while rest:
         part = rest.pop()
@@ -653,8 +665,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _trial_texts() -> Iterator[str]:
-    """Repeated short strings, of growing length, each also with an end that breaks a match; and
-    repeated characters, for steps that look for one of them."""
+    """Yield short strings repeated to increasing lengths, each also with an ending that breaks a
+    match, and repeated characters for steps that search for a character."""
     for length in (*range(8, 42, 2), 300, 2000):
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
             text = run * (length // len(run))
@@ -666,11 +678,11 @@ def _trial_texts() -> Iterator[str]:
 
 
 def encodes_in_pieces(state: dict[str, Any]) -> bool:
-    """True if `a + b` always encodes to the ids of `a` and then of `b` where `_BOUNDARY` matches
-    between `a` and `b`.
+    """Return True if `a + b` always encodes to the ids of `a` and then of `b` where `_BOUNDARY`
+    matches between `a` and `b`.
 
     This holds for byte-level BPE with the split pattern of GPT-2 or Llama 3: no match of these
-    patterns has such a place inside, and they have no look-behind. A long document can then be
+    patterns contains such a boundary, and they have no look-behind. A long document can then be
     encoded in pieces, which is several times faster and needs bounded memory.
 
     Args:
@@ -684,7 +696,7 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
     return (
         state.get("normalizer") is None
         and state["model"].get("type") == "BPE"
-        # Added tokens that are not special are searched in the text, and may contain a space.
+        # Added tokens that are not special are searched in the text and may contain a space.
         and all(token["special"] for token in state["added_tokens"])
         and last.get("type") == "ByteLevel"
         and not last.get("add_prefix_space")
@@ -695,9 +707,9 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
     )
 
 
-#: Characters of a piece. A longer document is encoded in pieces of about this size.
+#: Number of characters in a piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18
-#: Characters after those of a piece among which a boundary is looked for.
+#: Number of characters after a piece in which a boundary is searched.
 _BOUNDARY_CHARACTERS = 1 << 18
 
 #: A space after any other character; a newline or ASCII punctuation after a letter or digit.
@@ -705,12 +717,12 @@ _BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
 
 
 def cut_long(text: str) -> list[str]:
-    """The text in pieces of about `_PIECE_CHARACTERS`, each cut where `_BOUNDARY` matches.
+    """Split a text into pieces of about `_PIECE_CHARACTERS` at matches of `_BOUNDARY`.
 
-    The encodings of the pieces concatenate to that of the text for a tokenizer that
-    `encodes_in_pieces`. The exception is a run without a boundary in `_BOUNDARY_CHARACTERS`, such
-    as a genome on one line: it is cut anywhere, so that a piece is never longer than both numbers
-    together, and the tokens on both sides of the cut may differ.
+    For a tokenizer that `encodes_in_pieces`, the concatenated encodings of the pieces equal the
+    encoding of the text. The exception is a run without a boundary in `_BOUNDARY_CHARACTERS`, such
+    as a genome on one line: it is split at an arbitrary position, so that a piece is never longer
+    than the sum of both limits, and the tokens next to the split may differ.
     """
     pieces = []
     start = 0

@@ -1,16 +1,16 @@
-"""Tool calls, tool results and reasoning in messages: their spellings in data sets, and the one
-spelling that chat templates expect.
+"""Tool calls, tool results and reasoning in messages: the formats used in datasets, and their
+conversion to the format that chat templates expect.
 
-The tables name the spellings of OpenAI, Hermes, ShareGPT (LLaMA-Factory), mlx-lm, xLAM, Anthropic
-and axolotl. The spelling of all others is that of transformers' documentation:
+The tables below cover the formats of OpenAI, Hermes, ShareGPT (LLaMA-Factory), mlx-lm, xLAM,
+Anthropic and axolotl. All are converted to the format in transformers' documentation:
 
     tools           [{"type": "function", "function": {"name", "description", "parameters"}}]
     tool_calls      [{"id", "type": "function", "function": {"name", "arguments": {...}}}]
     results         {"role": "tool", "tool_call_id", "content": text}
     reasoning       `reasoning_content` beside `content`
 
-Templates differ in details, which `fit_messages` handles: the key of the reasoning, an answer
-without text, and the form of the ids.
+Templates differ in some details, which `fit_messages` handles: the key of the reasoning, an answer
+without text, and the format of the ids.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: Keys of a record with its tools, and of a message with its calls.
+#: Keys for the tools of a record and for the calls of a message.
 _TOOLS = ("tools", "functions")
 CALLS = ("tool_calls", "function_calls", "function_call")
-#: Names of other data sets for the keys of a tool and of a call.
+#: Other datasets' names for the keys of a tool and of a call.
 _TOOL_KEYS = {"input_schema": "parameters", "schema": "parameters"}
 _ARGUMENTS = ("arguments", "parameters", "input")
-#: Roles, in lower case, whose text is a call, and whose text is a result.
+#: Lower-case names of the roles whose text is a call, and of those whose text is a result.
 CALLING_ROLES = ("function_call", "tool_call")
 RESULT_ROLES = (
     "tool function observation ipython tool_response tool_result tool_results function_response"
 ).split()
-#: Keys of an assistant's message with its reasoning.
+#: Keys for the reasoning in an assistant's message.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
-#: The texts that a chat template may leave out, by the reason for which a record is then rejected.
+#: Descriptions of the texts that a chat template may omit, by the reason for rejecting the record.
 LOST = {
     "lost_system": "a system message",
     "lost_tools": "tools",
@@ -51,13 +51,13 @@ _WRITTEN_RESULT = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DO
 def template_options(
     fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The variables that a record gives to the chat template: its tools, which may also be entries
-    of its system message, and the entries of `chat_template_kwargs`.
+    """Return the variables that a record passes to the chat template: its tools, which may also be
+    entries of its system message, and the entries of `chat_template_kwargs`.
 
     Args:
         fields: the record's fields.
-        messages: its messages. Hermes' records have their tools in the text of the system message
-            in full, and once more as a field, which is then ignored.
+        messages: its messages. Hermes' records contain the full tools in the text of the system
+            message and again as a field, which is then ignored.
 
     Raises:
         ValueError: the tools are not a list of named functions; the message names the key.
@@ -79,14 +79,14 @@ def template_options(
 
 
 def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
-    """Tools in the spelling of OpenAI and transformers.
+    """Convert tools to the format of OpenAI and transformers.
 
     Args:
-        value: tools in any spelling, as JSON data or its text.
-        key: name of the value, for messages.
+        value: tools in any supported format, as JSON data or as JSON text.
+        key: name of the value, for error messages.
 
     Raises:
-        ValueError: the value is not a list of named functions.
+        ValueError: the value is not a list of functions with names.
     """
     normalized = []
     for _, function in _functions(value, f"`{key}` is not a list of functions with names"):
@@ -96,10 +96,10 @@ def normalize_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
 
 
 def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each entry of a list of tools or calls, or the only one, and its function.
+    """Yield each entry of a list of tools or calls (or the single entry) with its function.
 
     Raises:
-        ValueError: an entry has no name; `problem` is the message.
+        ValueError: an entry has no name; the error message is `problem`.
     """
     entries = parsed_json(value)
     for entry in map(parsed_json, entries if isinstance(entries, list) else [entries]):
@@ -110,12 +110,12 @@ def _functions(value: Any, problem: str) -> Iterator[tuple[Mapping[str, Any], Ma
 
 
 def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict[str, Any]:
-    """A message whose tool calls, or result of a tool, have the one spelling.
+    """Convert the tool calls or the tool result in a message to transformers' format.
 
     Args:
         message: an object with `role` and `content`.
-        writes_calls: the template writes calls in its own way. Calls that stand in the content, as
-            `<tool_call>{...}</tool_call>`, then become entries.
+        writes_calls: True if the template formats calls itself. Calls in the content, as
+            `<tool_call>{...}</tool_call>`, are then converted to entries.
 
     Raises:
         ValueError: a tool call has no name.
@@ -146,8 +146,8 @@ def _normalize_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def parsed_json(value: Any) -> Any:
-    """The value of a text with JSON or, as in Hermes' records, a Python literal; anything else is
-    returned unchanged."""
+    """Parse a string that contains JSON or, as in Hermes' records, a Python literal. Any other
+    value is returned unchanged."""
     if not isinstance(value, str):
         return value
     for parse in (json.loads, ast.literal_eval):
@@ -160,8 +160,8 @@ def parsed_json(value: Any) -> Any:
 
 
 def split_thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
-    """(reasoning, answer) of an assistant's message; the reasoning may be a separate entry or
-    stand before `</think>` in the content, which is divided like in Qwen 3's template."""
+    """Split an assistant's message into (reasoning, answer). The reasoning may be a separate entry
+    or precede `</think>` in the content, which is split as in Qwen 3's template."""
     content = message.get("content") or ""
     for key in THOUGHTS:
         if isinstance(message.get(key), str) and message[key].strip():
@@ -175,16 +175,17 @@ def split_thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
 def fit_messages(
     messages: Sequence[Mapping[str, Any]], template: str, *, text_arguments: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages with reasoning and tool calls as a chat template takes them.
+    """Adapt messages with reasoning and tool calls to a chat template.
 
     Args:
-        messages: messages in the spelling of this module; their calls are changed.
+        messages: messages in the format of this module; their calls are modified.
         template: the chat template.
-        text_arguments: arguments of calls are JSON texts, not objects.
+        text_arguments: True if the template expects the arguments of calls as JSON text instead of
+            objects.
     """
     keys = [key for key in THOUGHTS if re.search(rf"[.'\"]{key}\b", template)]
     without_text = None if re.search(r"content\W{0,3}\s+is\s+(not\s+)?none", template) else ""
-    # SmolLM3's asks for such calls, but does not write them itself.
+    # SmolLM3's template asks for such calls but does not write them itself.
     is_written = "tool_calls" not in template and "<tool_call>" in template
     fitted = []
     for message in messages:
@@ -210,13 +211,14 @@ def fit_messages(
         if message["role"] == "tool" and result and "<tool_response>" in template:
             message["content"] = result[1].strip("\n")
         fitted.append(message)
-    if "!= 9" in template:  # Mistral's templates refuse ids of another length
+    if "!= 9" in template:  # Mistral's templates refuse ids of any other length.
         _shorten_ids(fitted)
     return fitted
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
-    """Give each call and its result an id of nine letters and digits, if they have another one."""
+    """Replace the id of each call and its result with one of nine letters and digits, unless it
+    already has this form."""
     ids: dict[str, str] = {}
     waiting: list[str] = []
     for message in messages:

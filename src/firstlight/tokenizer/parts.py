@@ -1,8 +1,8 @@
 """The parts of a tokenizer: its files, its configuration and chat template, its backend's steps and
 special tokens, and the errors of the `tokenizers` library.
 
-The library is written in Rust. On unexpected input its code may panic: it writes a page to stderr,
-and raises a PanicException, which in Python is not a subclass of Exception.
+The library is written in Rust. On unexpected input, its code may panic: it writes a long message to
+stderr and raises a PanicException, which is not a subclass of Exception in Python.
 """
 
 from __future__ import annotations
@@ -45,30 +45,32 @@ _PAD_TOKENS = (
     "<|endoftext|>",
 )
 
-#: Name of the threads of `in_thread`, and seconds that the end of the process waits for them.
+#: Name of the threads started by `in_thread`, and how long process exit waits for them, in seconds.
 _THREAD, _LONGEST_WAIT = "tokenizers", 2.0
 
-#: Most bytes of a chat template's file.
+#: Maximum size of a chat template file in bytes.
 MAX_TEMPLATE_BYTES = 4_000_000
 
-#: Largest file of a tokenizer that is read.
+#: Maximum size of a tokenizer file in bytes.
 LARGEST_FILE_BYTES = 100_000_000
-#: Most bytes to process when every token is cut in two in every possible way, which is the sum of
-#: the squared token lengths; 10^7 for Llama 3.
+#: Maximum number of bytes to process when every token is split in two in every possible way. This
+#: is the sum of the squared token lengths, which is 10^7 for Llama 3.
 _MOST_CUT_BYTES = 200_000_000
-#: Most tokens of a vocabulary, about 600 bytes each in the library; the largest has 262,144.
+#: Maximum number of tokens in a vocabulary. Each takes about 600 bytes in the library; the largest
+#: vocabulary has 262,144.
 _MOST_TOKENS = 500_000
-#: Most colons in a JSON file (one for each entry of an object), or lines of another file. Each
-#: takes 100 bytes of memory or more once parsed. The largest published merges have 580,000 lines.
+#: Maximum number of colons in a JSON file (one for each entry of an object) or of lines in another
+#: file. Each takes at least 100 bytes of memory once parsed. The largest published merges file has
+#: 580,000 lines.
 _MOST_ENTRIES = 1_000_000
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """The bytes of a tokenizer's file.
+    """Return the bytes of a tokenizer file.
 
     Raises:
-        TokenizerError: the path can't be read, is not a file, or has more bytes, values or lines
-            than a tokenizer's file may have.
+        TokenizerError: the path can't be read, is not a file, or exceeds the limits on bytes,
+            entries or lines.
     """
     try:
         content = read_file(path, LARGEST_FILE_BYTES)
@@ -80,7 +82,7 @@ def read_tokenizer(path: Path) -> bytes:
     if entries > _MOST_ENTRIES:
         what = "entries" if is_json else "lines"
         raise TokenizerError(
-            f"tokenizer {path} has {entries:,} {what}, and {_MOST_ENTRIES:,} are read at most"
+            f"tokenizer {path} has {entries:,} {what}, more than the limit of {_MOST_ENTRIES:,}"
         )
     return content
 
@@ -97,12 +99,13 @@ def require_few_tokens(path: Path, count: int) -> None:
     """
     if count > _MOST_TOKENS:
         raise TokenizerError(
-            f"tokenizer {path} has {count:,} tokens, more than the {_MOST_TOKENS:,} that are read"
+            f"tokenizer {path} has {count:,} tokens, more than the limit of {_MOST_TOKENS:,}"
         )
 
 
 def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
-    """Refuse tokens so long that cutting each in two in every way would take too much time.
+    """Refuse tokens that are so long that splitting each in two in every way would take too much
+    time.
 
     Args:
         path: the tokenizer's file, for the message.
@@ -112,11 +115,11 @@ def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
         TokenizerError: the tokens are too long.
     """
     if sum(len(token) ** 2 for token in tokens) > _MOST_CUT_BYTES:
-        raise TokenizerError(f"tokenizer {path} holds tokens that are longer than any text's words")
+        raise TokenizerError(f"tokenizer {path} contains unreasonably long tokens")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of `tokenizer_config.json` in `folder`; {} if there is no such file.
+    """Return the content of `tokenizer_config.json` in `folder`, or {} if there is no such file.
 
     Raises:
         TokenizerError: the file can't be read, or is not a JSON object.
@@ -125,11 +128,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_chat_template(folder: Path) -> dict[str, Any]:
-    """`{"chat_template": ...}` from the files in which transformers looks for it; {} if there is
-    none.
+    """Return `{"chat_template": ...}` from the files in which transformers looks for it, or {} if
+    there is no template.
 
-    The order is `chat_template.jinja`, the entry in `tokenizer_config.json`, the entry in
-    `chat_template.json`; the first one found is returned.
+    The files are searched in this order: `chat_template.jinja`, the entry in
+    `tokenizer_config.json`, the entry in `chat_template.json`.
 
     Raises:
         TokenizerError: a file can't be read, or is not UTF-8 or a JSON object.
@@ -154,8 +157,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def chat_template_of(config: dict[str, Any]) -> str | None:
-    """The chat template in a config. If the config has a list of named templates, this is the one
-    named "default"; None if there is none."""
+    """Return the chat template in a config. If the config has a list of named templates, this is
+    the one named "default"; None if there is none."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict)]
@@ -164,12 +167,12 @@ def chat_template_of(config: dict[str, Any]) -> str | None:
 
 
 def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> dict[str, str]:
-    """The tokens in a config by name, which chat templates use as variables.
+    """Return the named tokens in a config, which chat templates use as variables.
 
     Args:
         config: content of tokenizer_config.json; its `bos_token` and `eos_token` are not used.
-        bos: `bos_token`; None if there is none.
-        eos: `eos_token`; None if there is none.
+        bos: value of `bos_token`; None if there is none.
+        eos: value of `eos_token`; None if there is none.
     """
     further = config.get("extra_special_tokens")
     entries = {name: token for name, token in config.items() if name.endswith("_token")}
@@ -182,21 +185,22 @@ def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> di
 def natural_pad_token(
     special_tokens: Collection[str], ends: Collection[str | None], *, byte_fallback: bool
 ) -> str | None:
-    """The special token that can serve for padding, because no training text contains it; None if
-    there is none.
+    """Return a special token that can be used for padding because no training text contains it, or
+    None if there is no such token.
 
     Args:
         special_tokens: special tokens of the vocabulary.
         ends: bos and eos, which are never used for padding. They are labels, and a collator that
             masks padding would mask them everywhere.
-        byte_fallback: the tokenizer encodes unknown characters as bytes, so `<unk>` is in no text.
+        byte_fallback: True if the tokenizer encodes unknown characters as bytes, so that no text
+            contains `<unk>`.
     """
     names = [*_PAD_TOKENS, *(["<unk>"] if byte_fallback else [])]
     return next((name for name in names if name in special_tokens and name not in ends), None)
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a token in a config, where a token is a string or an object with `content`."""
+    """Return the text of a token in a config, which is a string or an object with `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -205,26 +209,28 @@ def token_text(token: Any) -> str | None:
 def extended_backend(
     backend: tokenizers.Tokenizer, tokens: Sequence[str], first_id: int
 ) -> tokenizers.Tokenizer:
-    """A copy of `backend` with further special tokens, ids `first_id`, `first_id + 1`, ...
+    """Return a copy of `backend` with additional special tokens, which get the ids `first_id`,
+    `first_id + 1`, ...
 
     Args:
-        backend: the tokenizer, which encodes special tokens in texts as plain text.
+        backend: the tokenizer, which must encode special tokens in texts as plain text.
         tokens: the new tokens.
         first_id: the highest id of `backend` plus one.
 
     Raises:
-        TokenizerError: a token is empty, given twice or already in the vocabulary; or the ids of
-            `backend` have gaps, which the library would give to the new tokens.
+        TokenizerError: a token is empty, repeated or already in the vocabulary; or the ids of
+            `backend` have gaps, which the library would assign to the new tokens.
     """
     for number, token in enumerate(tokens):
         _require_new(backend, token)
         if token in tokens[:number]:
-            raise TokenizerError(f"the new token '{token}' is given twice")
+            raise TokenizerError(f"the new token '{token}' is repeated")
     extended = tokenizers.Tokenizer.from_str(backend.to_str())
     add_special_tokens(extended, tokens)
     if any(extended.token_to_id(t) != i for i, t in enumerate(tokens, start=first_id)):
         raise TokenizerError(
-            f"no token can be added to this tokenizer: not every id below {first_id} has a token"
+            f"no token can be added to this tokenizer because some ids below {first_id} have no "
+            "token"
         )
     return extended
 
@@ -234,15 +240,15 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
         raise TokenizerError("a new token is empty")
     require_unicode(token)
     if any(added.content == token for added in backend.get_added_tokens_decoder().values()):
-        raise TokenizerError(f"'{token}' is an added token of this tokenizer already")
-    # The vocabulary may hold the word in another form, such as Ġthe or ▁the.
+        raise TokenizerError(f"'{token}' is already an added token of this tokenizer")
+    # The vocabulary may contain the word in another form, such as Ġthe or ▁the.
     with library_errors(f"the tokenizer can't encode '{token}'", muted=True):
         ids = backend.encode(token, add_special_tokens=False).ids
         is_word = len(ids) == 1 and backend.decode(ids) == token
     if is_word or backend.token_to_id(token) is not None:
         raise TokenizerError(
-            f"'{token}' is an ordinary word of the vocabulary already: "
-            "choose one that texts don't hold, such as <|name|>"
+            f"'{token}' is already an ordinary word in the vocabulary: choose a name that does "
+            "not occur in texts, such as <|name|>"
         )
 
 
@@ -258,7 +264,7 @@ class TokenizerParts:
 
 
 def require_unicode(text: str) -> None:
-    """Refuse lone surrogates, which Python makes of invalid UTF-8 in file names and arguments.
+    """Refuse lone surrogates, which Python produces for invalid UTF-8 in file names and arguments.
 
     Raises:
         InputError: the text has a lone surrogate, which is not a character.
@@ -273,7 +279,7 @@ def require_unicode(text: str) -> None:
 
 
 def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """Set a post-processor that puts `bos` before every text, so that transformers does so, too."""
+    """Set a post-processor that adds `bos` before every text, so that transformers also adds it."""
     bos_id = backend.token_to_id(bos)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
@@ -282,17 +288,18 @@ def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
 
 @contextlib.contextmanager
 def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
-    """Turn an error or panic of the library into a `TokenizerError` with one line.
+    """Turn an error or panic of the library into a one-line `TokenizerError`.
 
     Args:
-        problem: the beginning of the line.
-        muted: also suppress the page that the library writes to stderr when it panics.
+        problem: beginning of the message.
+        muted: True also suppresses the text that the library writes to stderr when it panics.
     """
     try:
         with _muted_library() if muted else contextlib.nullcontext():
             yield
     except BaseException as error:
-        # By its name, because KeyboardInterrupt is a BaseException, too, and must pass.
+        # Compare the class name, because KeyboardInterrupt is also a BaseException and must
+        # propagate.
         is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not is_of_library or isinstance(error, FirstlightError | MemoryError):
             raise
@@ -301,11 +308,11 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Start a long call of the library in another thread; return its outcome, to wait for.
+    """Run a long call of the library in another thread; return a future of its result.
 
-    A signal's handler runs in the main thread, once a call of the library returns there. Waiting
-    for the other thread is interrupted at once. If the handler raises an exception, the call
-    continues in its thread, and its result is dropped.
+    Signal handlers run in the main thread, but only after a library call in that thread returns.
+    Waiting for another thread, in contrast, is interrupted immediately. If the handler raises an
+    exception, the call continues in its thread and its result is dropped.
     """
     outcome: Future[T] = Future()
 
@@ -315,23 +322,23 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - a panic is not an Exception
             outcome.set_exception(error)
 
-    # A daemon: the process can end without waiting for it. A thread, because a child process would
-    # need a `__main__` guard in users' scripts.
+    # A daemon thread lets the process end without waiting for it. A child process is not used
+    # because it would need a `__main__` guard in users' scripts.
     threading.Thread(target=run, name=_THREAD, daemon=True).start()
     return outcome
 
 
 def threads_of_library() -> list[threading.Thread]:
-    """The running threads of `in_thread`."""
+    """Return the running threads that `in_thread` started."""
     return [thread for thread in threading.enumerate() if thread.name == _THREAD]
 
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Wait for the threads of `in_thread`, for `_LONGEST_WAIT` seconds at most.
+    """Wait at most `_LONGEST_WAIT` seconds for the threads of `in_thread`.
 
-    A thread that returns from the library while Python shuts down is ended by Python in the middle
-    of Rust code, which aborts the process.
+    If a thread returns from the library while Python shuts down, Python ends the thread in the
+    middle of Rust code, which aborts the process.
     """
     end = time.monotonic() + _LONGEST_WAIT
     for thread in threads_of_library():
@@ -339,10 +346,10 @@ def _wait_for_threads() -> None:
 
 
 def _remedy(reason: str) -> str:
-    """Advice for the message about an error of the library."""
+    """Return advice for the message about an error of the library."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
-    return "mend its tokenizer.json, or take another tokenizer"
+    return "fix its tokenizer.json, or use another tokenizer"
 
 
 _MUTED = threading.Lock()
@@ -350,9 +357,9 @@ _MUTED = threading.Lock()
 
 @contextlib.contextmanager
 def _muted_library() -> Iterator[None]:
-    """Drop what is written to stderr in the block if the library panics; otherwise write it at the
-    end of the block, since it may come from other threads. Beside another such block of the
-    process, this does nothing, since a text must not wait for another one."""
+    """Capture stderr during the block. If the library panics, the output is dropped; otherwise it
+    is written at the end of the block, since it may come from other threads. Does nothing while
+    another thread is in such a block, so that texts do not wait for each other."""
     with contextlib.ExitStack() as stack:
         if not _MUTED.acquire(blocking=False):
             yield
@@ -364,7 +371,7 @@ def _muted_library() -> Iterator[None]:
             stack.callback(os.close, stderr)
             held = stack.enter_context(_unnamed_file())
             os.dup2(held.fileno(), 2)
-        except OSError:  # there is no stderr, or the unnamed file can't be created
+        except OSError:  # There is no stderr, or the temporary file can't be created.
             yield
             return
         stack.callback(os.dup2, stderr, 2)
@@ -390,7 +397,8 @@ def _pass_on(held: IO[bytes], stderr: int) -> None:
 
 
 def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer that splits a text by each pattern, and writes each byte as a character."""
+    """Return a pre-tokenizer that splits a text by each pattern and represents each byte as a
+    character."""
     return pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),
@@ -400,5 +408,6 @@ def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:
 
 
 def add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
-    """Make `tokens` special tokens; tokens that are already in the vocabulary keep their ids."""
+    """Register `tokens` as special tokens; tokens that are already in the vocabulary keep their
+    ids."""
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])

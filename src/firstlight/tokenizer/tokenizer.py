@@ -1,4 +1,4 @@
-"""`Tokenizer`: text and chats to ids, and ids to text; `TextStream`: ids to text one at a time."""
+"""`Tokenizer` converts texts and chats to ids and back; `TextStream` decodes ids one at a time."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from firstlight.tokenizer.parts import (
     require_unicode,
 )
 
-#: Sections of tokenizer.json on which the ids of a text depend, besides the added tokens.
+#: Sections of tokenizer.json, besides the added tokens, on which the ids of a text depend.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
 
 _CANT_ENCODE = "the tokenizer can't encode this text"
 
-#: Characters from which texts are encoded by `encode_batch`, in another thread: `encode` of the
-#: library holds Python's global interpreter lock, three seconds for a megabyte.
+#: Minimum number of characters for encoding a text with `encode_batch` in another thread. The
+#: library's `encode` holds Python's global interpreter lock, for three seconds per megabyte.
 _LONG = 1 << 14
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """Converts text to token ids and back, with the special tokens of a model folder.
+    """Converts text to token ids and back, using the special tokens of a model folder.
 
     Args:
-        backend: the `tokenizers.Tokenizer`, which is changed: truncation and padding are disabled.
-        bos_token: the token before the beginning of a text; None if there is none.
-        eos_token: the token after the end of a document; None if there is none.
-        add_bos: documents and prompts begin with `bos_token`.
-        config: further entries of `tokenizer_config.json` (chat template, ...), kept unchanged.
+        backend: the `tokenizers.Tokenizer`, which is modified: truncation and padding are disabled.
+        bos_token: beginning-of-text token; None if there is none.
+        eos_token: end-of-document token; None if there is none.
+        add_bos: True starts documents and prompts with `bos_token`.
+        config: other entries of `tokenizer_config.json` (chat template, ...), kept unchanged.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Tokenizer:
         add_bos: bool = False,
         config: dict[str, Any] | None = None,
     ) -> None:
-        # A tokenizer.json may enable truncation, which would silently cut documents.
+        # A tokenizer.json may enable truncation, which would silently shorten documents.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -85,16 +85,16 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Load a tokenizer from a folder or a file, whose kind is detected from its content.
+        """Load a tokenizer from a folder or a file. The format is detected from the content.
 
-        Kinds: `tokenizer.json`; GPT-2's `vocab.json` + `merges.txt` (or `encoder.json` +
-        `vocab.bpe`); tiktoken's rank files of Llama 3 (`tokenizer.model`) and GPT-2; sentencepiece
+        Supported formats: `tokenizer.json`; GPT-2's `vocab.json` + `merges.txt` (or `encoder.json`
+        + `vocab.bpe`); tiktoken rank files of Llama 3 (`tokenizer.model`) and GPT-2; sentencepiece
         BPE models (Llama 2's `tokenizer.model`). In a folder, a file with one of these names is
-        read, or else the only one that ends in .tiktoken or .model. The chat template is read from
-        the files beside it.
+        read, or else the only file that ends in .tiktoken or .model. The chat template is read from
+        the same folder.
 
         Raises:
-            TokenizerError: there is no readable tokenizer, or it is damaged.
+            TokenizerError: there is no readable tokenizer, or the tokenizer is damaged.
         """
         name, path = str(path), Path(path)
         if not path.exists():
@@ -106,23 +106,23 @@ class Tokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """The highest token id plus one: the number of rows that a model's embedding needs."""
+        """Highest token id plus one, which is the number of rows that a model's embedding needs."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The ids of the special tokens, by the tokens' text."""
+        """Ids of the special tokens, by the tokens' text."""
         added = self.backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, which decoding leaves out."""
+        """Ids of the special tokens, which decoding omits."""
         return frozenset(self.special_tokens.values())
 
     @property
     def separator_id(self) -> int:
-        """Id of the token before the first token of a text: bos, or eos if there is no bos.
+        """Id of the token that precedes a text: bos, or eos if there is no bos.
 
         Raises:
             TokenizerError: the tokenizer has neither.
@@ -130,14 +130,15 @@ class Tokenizer:
         token_id = self.bos_token_id if self.bos_token_id is not None else self.eos_token_id
         if token_id is None:
             raise TokenizerError(
-                "the tokenizer names neither bos_token nor eos_token: "
-                "set one of them in tokenizer_config.json"
+                "the tokenizer has neither bos_token nor eos_token: set one of them in "
+                "tokenizer_config.json"
             )
         return token_id
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything on which the ids of a text depend: equal for equal tokenizers."""
+        """SHA-256 of everything that determines the ids of a text. Equivalent tokenizers have equal
+        fingerprints."""
         state = self._state()
         deciding = [state.get(key) for key in ("added_tokens", *_DECIDING)]
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
@@ -146,8 +147,8 @@ class Tokenizer:
         return cast(dict[str, Any], json.loads(self.backend.to_str()))
 
     def extends(self, other: Tokenizer) -> bool:
-        """True if this tokenizer is `other` with further special tokens, whose ids begin at
-        `other.vocab_size`: every text then has the same ids in both."""
+        """Return True if this tokenizer is `other` plus special tokens whose ids begin at
+        `other.vocab_size`. Every text then has the same ids in both."""
         state, before = self._state(), other._state()
         if any(state.get(key) != before.get(key) for key in _DECIDING):
             return False
@@ -159,15 +160,16 @@ class Tokenizer:
         )
 
     def extended(self, tokens: Sequence[str], chat_template: str | None = None) -> Tokenizer:
-        """A copy of this tokenizer with further special tokens, whose ids begin at `vocab_size`.
+        """Return a copy of this tokenizer with additional special tokens, whose ids begin at
+        `vocab_size`.
 
         Args:
             tokens: the new tokens, in the order of their ids.
             chat_template: the copy's chat template; None keeps that of this tokenizer.
 
         Raises:
-            TokenizerError: a token is empty, given twice or in the vocabulary already, or the
-                template doesn't compile.
+            TokenizerError: a token is empty, repeated or already in the vocabulary, or the template
+                doesn't compile.
         """
         backend = extended_backend(self.backend, tokens, self.vocab_size)
         config = dict(self.config)
@@ -185,24 +187,24 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """The ids of a text, without bos and eos.
+        """Encode a text as ids, without bos and eos.
 
         Args:
             text: any Unicode text.
-            special_tokens: True turns names of special tokens in the text into these tokens; False
+            special_tokens: True encodes names of special tokens in the text as these tokens; False
                 encodes the names as plain text.
 
         Raises:
             InputError: the text has a lone surrogate, which is not a character.
-            TokenizerError: the tokenizer has no token for a part of the text, or one of its
-                patterns fails on the text.
+            TokenizerError: the tokenizer has no token for part of the text, or one of its patterns
+                fails on the text.
         """
         if len(text) < _LONG:
             return self.encoding(text, special_tokens=special_tokens).ids
         return self.encode_batch([text], special_tokens=special_tokens)[0]
 
     def encoding(self, text: str, *, special_tokens: bool = False) -> tokenizers.Encoding:
-        """The ids of `encode`, with the offsets of each token in the text.
+        """Encode a text like `encode`, and also return the offsets of each token in the text.
 
         Raises:
             InputError, TokenizerError: see `encode`.
@@ -218,7 +220,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, special_tokens: bool = False
     ) -> list[list[int]]:
-        """The ids of each text: see `encode`."""
+        """Encode several texts; see `encode`."""
         for text in texts:
             require_unicode(text)
         backend = self._parsing_backend if special_tokens else self.backend
@@ -236,15 +238,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
-        """A second backend, which finds special tokens in texts. Switching `backend` between both
-        modes would change the ids in other threads."""
+        """A second backend that recognises special tokens in texts. Switching `backend` between
+        both modes would affect other threads."""
         return tokenizers.Tokenizer.from_str(self.backend.to_str())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids from which a model continues a text: bos if `add_bos`, then the ids of the text.
+        """Encode a prompt for a model to continue: bos if `add_bos`, then the ids of the text.
 
-        For an empty text, the result is `separator_id`, which the model has seen before the
-        beginning of each document in training.
+        For an empty text, the result is `separator_id`, which preceded each document in training.
         """
         ids = self.encode(text)
         if self.add_bos or not ids:
@@ -252,12 +253,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`.
+        """Decode ids to text.
 
         Args:
             ids: token ids; ids beyond the vocabulary have no text.
-            skip_special_tokens: True leaves special tokens out; False writes their names, which
-                `encode` with `special_tokens` turns back into the same ids.
+            skip_special_tokens: True omits special tokens; False writes their names, which `encode`
+                with `special_tokens` converts back to the same ids.
 
         Raises:
             TokenizerError: the tokenizer's decoder fails on the ids.
@@ -289,11 +290,12 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
     ) -> str:
-        """A conversation as one text, the same as from the transformers method of this name.
+        """Render a conversation as one text, like the transformers method of the same name.
 
         Args:
-            messages: objects with `role` and `content`, both texts.
-            add_generation_prompt: end with the beginning of the assistant's next turn.
+            messages: objects with the strings `role` and `content`.
+            add_generation_prompt: True ends the text with the beginning of the assistant's next
+                turn.
 
         Raises:
             InputError: the messages are not such objects, or the template refuses them.
@@ -312,7 +314,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """The ids of the text of `apply_chat_template`. Only the template's own text can become
+        """Encode the text of `apply_chat_template`. Only text from the template itself can become
         special tokens; the text of the messages and options is plain text.
 
         Args:
@@ -320,7 +322,7 @@ class Tokenizer:
             add_generation_prompt: see `apply_chat_template`.
             continue_final_message: end with the last message's content, which an answer continues,
                 without the end of its turn.
-            options: further variables of the template, plain JSON, such as `tools` and
+            options: additional variables of the template, as plain JSON, such as `tools` and
                 `enable_thinking`.
 
         Raises:
@@ -355,7 +357,7 @@ class Tokenizer:
         return named_tokens(self.config, self.bos_token, self.eos_token)
 
     def files(self) -> dict[str, str]:
-        """The contents of `tokenizer.json` and `tokenizer_config.json`, by file name."""
+        """Return the contents of `tokenizer.json` and `tokenizer_config.json`, by file name."""
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -382,15 +384,16 @@ class Tokenizer:
 
 
 class TextStream:
-    """Converts token ids to text one at a time, and never returns a part of a character.
+    """Decodes token ids one at a time and never returns an incomplete character.
 
-    The texts returned by `push`, and at the end by `finish`, concatenate to exactly the text that
-    decoding all ids at once adds after the text of `prompt_ids`.
+    The concatenated texts from `push` and, at the end, `finish` are exactly the text that decoding
+    all ids at once would add after the text of `prompt_ids`.
 
     Args:
         tokenizer: the tokenizer.
         prompt_ids: token ids before the first one.
-        shown: special tokens whose names are part of the text; others have no text.
+        shown: special tokens whose names are included in the text; other special tokens have no
+            text.
     """
 
     def __init__(
@@ -410,7 +413,7 @@ class TextStream:
             self._shrink()
 
     def push(self, token_id: int) -> str:
-        """Add one id; return the text that no later id can change (often a word, or "")."""
+        """Add one id; return the text that later ids can no longer change (often a word or "")."""
         if token_id in self._shown:
             return self.finish() + self._shown[token_id]
         if token_id in self._tokenizer.special_token_ids:
@@ -433,8 +436,8 @@ class TextStream:
         return piece
 
     def _shrink(self) -> None:
-        """Keep only the ids from the last token on that is not a byte token. This token stays,
-        because some decoders strip the first space of a text, and would strip later ones."""
+        """Drop all ids before the last token that is not a byte token. That token is kept because
+        some decoders strip the first space of a text and would otherwise strip later ones."""
         start = max(len(self._ids) - 1, 0)
         while start > 0 and self._ids[start] in self._tokenizer.byte_token_ids:
             start -= 1

@@ -1,1 +1,1 @@
-"""Search of a recipe's keys: short training runs, each with other values."""
+"""Search over a recipe's keys by short training runs with different values."""

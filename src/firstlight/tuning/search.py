@@ -1,12 +1,13 @@
-"""`firstlight tune`: hyperparameter search over keys of a recipe by short training runs.
+"""`firstlight tune`: hyperparameter search over keys of a recipe by means of short training runs.
 
-Every trial is a shortened run of the recipe (see `space`) in a process of its own, with the
-same seed and number of tokens. The objective is its loss on the held-out text. Optuna proposes the
-values and prunes trials that are among the worst.
+Every trial is a shortened run of the recipe (see `space`) in a separate process, with the same seed
+and number of tokens. The objective is its loss on the held-out text. Optuna proposes the values and
+prunes the worst trials.
 
-A study is a folder. study.json has its settings (`Study`), trials.jsonl a line for each trial that
-has ended. A later call needs nothing else, because the values of a trial are a function of the seed
-and of the lines before it. If the process is killed, only the running trial is lost.
+A study is a folder: study.json contains its settings (`Study`), and trials.jsonl has a line for
+each trial that has ended. A later call needs nothing else, because the values of a trial are a
+function of the seed and the preceding lines. If the process is killed, only the running trial is
+lost.
 """
 
 from __future__ import annotations
@@ -64,23 +65,24 @@ STUDY_NAME = "study.json"
 BEST_NAME = "best.yaml"
 PICTURE_NAME = "tuning.png"
 
-#: Steps of the run that measures the time of steps and evaluations ("pace").
+#: Number of steps in the run that measures the time of steps and evaluations ("pace").
 _PACE_STEPS = 12
-#: Steps between the evaluations of this run.
+#: Number of steps between the evaluations of this run.
 PACE_EVERY = 3
-#: Seconds after which this run ends, though not before its first evaluation.
+#: Time limit of this run in seconds; it does not end before its first evaluation.
 _PACE_SECONDS = 20.0
 
-#: Minimum steps of a trial whose length follows from the budget: two steps between evaluations.
+#: Minimum number of steps in a trial whose length is derived from the budget: two steps between
+#: evaluations.
 _FEWEST_STEPS = 2 * POINTS
 
-#: Factor for expected times, because other programs may slow the machine down.
+#: Safety factor for expected times, because other programs may slow the machine down.
 _RESERVE = 1.1
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The result of `tune`: the trials of a study so far, and the files of the best trial.
+    """Result of `tune`: the trials of a study so far, and the files of the best trial.
 
     Attributes:
         folder: folder of the study, with study.json and trials.jsonl.
@@ -89,9 +91,9 @@ class TuneResult:
             "failed"), "objective" (the last loss; None if it failed), "step" (last evaluated
             step), "steps", "curve" (see `measure`), "seconds", "message".
         best: line of the best complete trial; None if no trial is complete.
-        best_recipe: file of the recipe with the best values; None if no trial is complete.
-        importance: importance of each key for the loss, as fractions, the most important first;
-            empty with few trials.
+        best_recipe: recipe file with the best values; None if no trial is complete.
+        importance: importance of each key for the loss, as fractions, most important first; empty
+            if there are few trials.
         picture: PNG of the loss against each key; None if no trial is complete.
     """
 
@@ -120,14 +122,14 @@ def tune(
 
     Args:
         recipe: a recipe, its values, or its file.
-        folder: folder of the study; None is the recipe's run.dir with "-tune" added.
+        folder: folder of the study; None uses the recipe's run.dir with "-tune" appended.
         search: keys with their values: "optimizer.learning_rate=1e-4..1e-2:log" or
             "batch.micro_batch_size=4,8,16". If empty, learning rates, warm-up and weight decay are
             searched around the recipe's own values.
-        trials: number of trials of the study, including those of earlier calls.
-        budget_minutes: duration of this call; a trial that would not end in it is not begun.
-        trial_steps: length of a trial in steps; without it and `trial_minutes`, the budget divided
-            by `trials`. A later call keeps the length of the first call.
+        trials: total number of trials in the study, including earlier calls.
+        budget_minutes: duration of this call; a trial that would not finish in time is not started.
+        trial_steps: length of a trial in steps. If neither this nor `trial_minutes` is set, the
+            budget is divided by `trials`. A later call keeps the length of the first call.
         trial_minutes: length of a trial in minutes, instead of `trial_steps`.
         init_from: model folder, run or hub id with the initial weights of each trial.
         on_trial: function that is called with the line of each trial that has ended.
@@ -145,11 +147,12 @@ def tune(
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
     if init_from is None:
-        # Now, because a recipe that names searched rates no longer counts as one without settings.
+        # Must be done now, because a recipe that sets searched rates no longer counts as one
+        # without settings.
         recipe = for_new_model(recipe, {})
     _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes=trial_minutes)
     if folder is None and recipe.run.dir is None:
-        raise ConfigError("name the folder of the study: the recipe has no run.dir")
+        raise ConfigError("the recipe has no run.dir: specify the folder of the study")
     place = Path(f"{recipe.run.dir}-tune" if folder is None else folder).expanduser()
     keys = tuple(map(parse_search, search)) or tuple(default_search(recipe))
     require_keys(keys, recipe)
@@ -167,7 +170,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Question:
-    """The arguments of `tune` that must be the same in all calls of a study."""
+    """Arguments of `tune` that must be the same in all calls for a study."""
 
     recipe: Recipe
     keys: tuple[SearchKey, ...]
@@ -187,17 +190,20 @@ def _require_options(
     given = {"trials": trials, "budget": budget_minutes, "trial-steps": trial_steps}
     for name, value in {**given, "trial-minutes": trial_minutes}.items():
         if value is not None and not value > 0:
-            raise ConfigError(f"--{name} is {value:g}: it has to be more than 0")
+            raise ConfigError(f"--{name} is {value:g}: it must be greater than 0")
     if trial_steps is not None and trial_minutes is not None:
         raise ConfigError(
-            "--trial-steps and --trial-minutes both say how long a trial is: keep one"
+            "--trial-steps and --trial-minutes both set the length of a trial: use only one of them"
         )
     if recipe.schedule.resume:
-        raise ConfigError("schedule.resume goes on in another run's schedule: tune sets its own")
+        raise ConfigError(
+            "schedule.resume continues another run's schedule, but tune sets its own: remove it"
+        )
     if recipe.schedule.max_minutes is not None:
         raise ConfigError(
-            "schedule.max_minutes gives the run no number of steps, which its trials are a part "
-            "of: set it to null, and schedule.max_steps to the steps of the whole run"
+            "schedule.max_minutes does not define a number of steps, from which the length of "
+            "trials is derived: set it to null, and set schedule.max_steps to the steps of the "
+            "full run"
         )
 
 
@@ -207,7 +213,7 @@ def _require_options(
 def _open_study(
     folder: Path, question: _Question, trials: int, ends: float, *, asker: Asker
 ) -> Study:
-    """The study of the folder; a new study if the folder has none (see `_begin_study`)."""
+    """Open the study in the folder, or create a new one if there is none (see `_begin_study`)."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
     if not path.exists():
@@ -225,8 +231,8 @@ def _open_study(
     for name, before, now in asked:
         if before != now:
             raise ConfigError(
-                f"{folder} has a study with another {name}: choose another folder, or give what it "
-                "was begun with"
+                f"{folder} has a study with a different {name}: choose another folder, or use "
+                "the original value"
             )
     return study
 
@@ -245,7 +251,7 @@ def _begin_study(
     Raises:
         ConfigError: there is no held-out text, or the budget is too short.
     """
-    say("tune: measuring the pace of the recipe")
+    say("tune: measuring the speed of the recipe")
     rows = question.recipe.evaluation.max_rows
     evaluation = {"every_steps": PACE_EVERY, "max_rows": rows, "sample_prompts": []}
     values = changed_recipe(recipe, {"evaluation": evaluation})
@@ -267,11 +273,11 @@ def _begin_study(
         if steps < _FEWEST_STEPS:
             least = _RESERVE * (beside + _FEWEST_STEPS * found["step_seconds"])
             raise ConfigError(
-                f"{share:.0f} s a trial are too few: {_FEWEST_STEPS} steps and {POINTS} "
-                f"evaluations take {least:.0f} s here: raise --budget or --trial-minutes, lower "
-                "--trials, or lower evaluation.max_rows"
+                f"{share:.0f} s per trial is too short: {_FEWEST_STEPS} steps and {POINTS} "
+                f"evaluations take {least:.0f} s on this machine: raise --budget or "
+                "--trial-minutes, lower --trials, or lower evaluation.max_rows"
             )
-    # A trial is never longer than the recipe's whole run.
+    # A trial is never longer than the recipe's full run.
     steps = min(steps, found["max_steps"])
     return Study(
         recipe=recipe,
@@ -290,10 +296,10 @@ def _begin_study(
 def _refuse(error: Mapping[str, Any]) -> None:
     """Raise an error for a failure of the run that measures the time of a step."""
     if error["type"] == "TimeoutError":
-        raise ConfigError("the budget ended before a few steps of the recipe: raise --budget")
+        raise ConfigError("the budget is too short for a few steps of the recipe: raise --budget")
     kinds = {"ConfigError": ConfigError, "InputError": InputError}
     kind = kinds.get(error["type"], TrainingError)
-    raise kind(f"the recipe can't be tuned, as it does not train: {error['message']}")
+    raise kind(f"the recipe can't be tuned because training fails: {error['message']}")
 
 
 # Trials
@@ -309,14 +315,19 @@ def _run_trials(
     asker: Asker,
     on_trial: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Run trials and add their lines, until there are `trials` or the time (`ends`) is over."""
+    """Run trials and add their lines until there are `trials` of them or the time (`ends`) is
+    up."""
     say(
-        f"tune: {study.trial_steps:,} of the recipe's {study.full_steps:,} steps a trial, about "
-        f"{_expected(study, lines):.0f} s each; {len(lines)} of {trials} trials are done"
+        f"tune: each trial has {study.trial_steps:,} of the recipe's {study.full_steps:,} steps "
+        f"and takes about {_expected(study, lines):.0f} s; {len(lines)} of {trials} trials are "
+        "done"
     )
     while len(lines) < trials:
         if time.monotonic() + _expected(study, lines) > ends:
-            say("tune: the next trial would not end within the budget; the same command goes on")
+            say(
+                "tune: the next trial would not finish within the budget; run the same command "
+                "to continue"
+            )
             return
         values = propose(study, lines)
         if values is None:
@@ -324,18 +335,21 @@ def _run_trials(
             return
         line = _run_trial(folder, study, lines, values, ends=ends, asker=asker)
         if line is None:
-            say("tune: the budget is used up; the same command runs the trial at hand again")
+            say(
+                "tune: the budget is used up; run the same command to repeat the current trial "
+                "and continue"
+            )
             return
         lines.append(line)
         write_file(folder / TRIALS_NAME, "".join(json.dumps(one) + "\n" for one in lines))
         say(trial_in_words(line, study))
         on_trial(line)
         if line["state"] == "failed" and len(lines) == 1:
-            raise TrainingError(f"the recipe as it is does not train: {line['message']}")
+            raise TrainingError(f"training fails with the recipe's own values: {line['message']}")
 
 
 def _expected(study: Study, lines: Sequence[Mapping[str, Any]]) -> float:
-    """Expected seconds of the next trial."""
+    """Return the expected seconds of the next trial."""
     walls = [line["wall_seconds"] for line in lines if line["state"] == "complete"]
     return _RESERVE * max(walls) if walls else study.seconds
 
@@ -349,7 +363,7 @@ def _run_trial(
     ends: float,
     asker: Asker,
 ) -> dict[str, Any] | None:
-    """Run a trial; returns its line, or None if the end of the budget stopped it."""
+    """Run a trial; return its line, or None if the end of the budget stopped it."""
     number, begun = len(lines) + 1, time.monotonic()
     curves = [line["curve"] for line in lines if line["state"] == "complete"]
     found: dict[str, Any]
@@ -360,7 +374,7 @@ def _run_trial(
             study.parsed, own, study.trial_steps, study.full_steps, seq_len=study.seq_len
         )
     except ConfigError as error:
-        # Each value is valid alone (`require_keys`), but not the combination.
+        # Each value is valid on its own (`require_keys`), but the combination is not.
         found = {"error": {"type": "ConfigError", "message": str(error)}}
     else:
         place = folder / f"trial-{number:03d}"
@@ -403,17 +417,17 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 
 
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
-    """The whole run's recipe with the best values, as YAML. Its run.dir is in the study's folder,
-    since the recipe's own folder may already have a run."""
-    # The first trial is the recipe as it is: open keys stay open.
+    """Return the full run's recipe with the best values, as YAML. Its run.dir is in the study's
+    folder, since the recipe's run.dir may already contain a run."""
+    # The first trial uses the unchanged recipe, in which unset keys stay unset.
     values = {} if best["trial"] == 1 else best["values"]
     found = with_values(study.parsed, values, study.seq_len)
     content = found.model_dump(mode="json", exclude_unset=True)
     content = changed_recipe({"run": {}, **content}, {"run.dir": str(folder / "best")})
     head = (
-        f"# The best of {count} trials of firstlight tune: {describe(values)}.\n"
-        f"# {study.objective} {best['objective']:.4f} after {best['steps']:,} steps; the schedule "
-        "here is that of the whole run.\n"
+        f"# The best of {count} trials of firstlight tune: {describe(values)}.\n# "
+        f"{study.objective} {best['objective']:.4f} after {best['steps']:,} steps; the schedule "
+        "below is that of the full run.\n"
     )
     return head + yaml_text(content)
 
@@ -425,10 +439,10 @@ Asker = Callable[[Mapping[str, Any], float | None], dict[str, Any]]
 
 @contextlib.contextmanager
 def trial_processes(device: torch.device) -> Iterator[Asker]:
-    """A context with the function that runs trials, each in a process of its own.
+    """Context manager that provides the function to run trials, each in a separate process.
 
-    On a CPU, the processes are forks of a process that has imported everything, because the imports
-    take as long as a small trial.
+    On a CPU, the processes are forked from a process that has imported everything, because the
+    imports take as long as a small trial.
     """
     module, environment = "firstlight.tuning.search", training_environment()
     if device.type == "cpu":
@@ -448,19 +462,19 @@ def ask_trial(
     pace: bool = False,
     curves: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Run a trial; returns the result of `measure`, or {"error": {"type", "message"}}.
+    """Run a trial; return the result of `measure`, or {"error": {"type", "message"}}.
 
     Args:
         asker: function of `trial_processes`.
         place: folder of the trial's run.
         values: values of the trial's recipe.
         init_from: initial weights; see `tune`.
-        ends: time by `time.monotonic` at which the trial is stopped.
+        ends: time (of `time.monotonic`) at which the trial is stopped.
         pace: True only measures the time of steps and evaluations.
         curves: curves of complete trials.
     """
     if place.exists():
-        # The folder of a killed call, whose process may still run: it ends without the folder.
+        # Folder of a killed call. If its process is still running, it ends without the folder.
         remove_folder(place)
     make_folder(place.parent)
     request = {
@@ -476,7 +490,7 @@ def ask_trial(
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a trial, or only the first steps of the recipe, in this process, without checkpoints.
+    """Run a trial, or only the first steps of the recipe, in this process and without checkpoints.
 
     Args:
         request: "recipe", values of the recipe; "init_from"; "threads" of torch; "parent", process
@@ -504,7 +518,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     watch = _Pace(recipe) if request["pace"] else _Trial(recipe, request["curves"])
 
     def on_step(record: Mapping[str, Any]) -> None:
-        # Without the calling process, nothing would read the result.
+        # If the calling process has ended, no one would read the result.
         if watch.is_done_with(record) or not psutil.pid_exists(request["parent"]):
             raise _Done
 
@@ -514,11 +528,11 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Done(Exception):  # noqa: N818 - no error
-    """Raised to end a run early, without writing a checkpoint and a report."""
+    """Raised to end a run early without writing a checkpoint or a report."""
 
 
 class _Trial:
-    """Records the evaluations of a trial, and decides whether it is pruned.
+    """Records the evaluations of a trial and decides whether to prune it.
 
     Args:
         recipe: the trial's recipe.
@@ -532,7 +546,7 @@ class _Trial:
         self.trial = pruning_trial(curves)
 
     def is_done_with(self, record: Mapping[str, Any]) -> bool:
-        """Take a step's metrics; True if it is the last step, or the trial is pruned."""
+        """Process a step's metrics; return True if it is the last step or the trial is pruned."""
         self.seconds += record["seconds"]
         step, is_last = record["step"], record["step"] == self.recipe.schedule.max_steps
         if "val/loss" in record:
@@ -544,7 +558,7 @@ class _Trial:
         return is_last or self.pruned
 
     def result(self) -> dict[str, Any]:
-        """See `measure`."""
+        """Return the result of `measure`."""
         return {"curve": self.curve, "pruned": self.pruned, "seconds": round(self.seconds, 3)}
 
 
@@ -561,7 +575,7 @@ class _Pace:
         self.objective = ""
 
     def is_done_with(self, record: Mapping[str, Any]) -> bool:
-        """Take a step's metrics; True once enough steps are timed.
+        """Process a step's metrics; return True once enough steps have been timed.
 
         Raises:
             ConfigError: there is no held-out text.
@@ -574,8 +588,8 @@ class _Pace:
             return False
         if not self.objective:
             raise ConfigError(
-                "there is no held-out text to judge a trial by: prepare it with --val-fraction "
-                "above 0"
+                "there is no held-out text to evaluate a trial on: prepare the data with "
+                "--val-fraction above 0"
             )
         return len(self.times) >= _PACE_STEPS or self._loop_seconds() > _PACE_SECONDS
 
@@ -583,13 +597,15 @@ class _Pace:
         return self.times[-1][0] - self.times[0][0]
 
     def result(self) -> dict[str, Any]:
-        """See `measure`."""
+        """Return the result of `measure`."""
         gaps = [
             (after[0] - before[0], after[1])
             for before, after in zip(self.times, self.times[1:], strict=False)
         ]
         if self.times and len(self.times) < PACE_EVERY:
-            raise ConfigError(f"a run of fewer than {PACE_EVERY} steps leaves nothing to search")
+            raise ConfigError(
+                f"the recipe's run has fewer than {PACE_EVERY} steps, too few for a search"
+            )
         step = statistics.median([gap for gap, is_evaluated in gaps if not is_evaluated])
         evaluated = [gap for gap, is_evaluated in gaps if is_evaluated]
         folder = Path(self.recipe.run.dir or "")

@@ -2,7 +2,7 @@
 
 A trial is a shortened run of the recipe. Its schedule and all other values that count steps are
 scaled down to the trial's length, so that the learning rate decays to the same value as at the end
-of the whole run. The searched values are those of the whole run, and all trials see the same number
+of the full run. The searched values are those of the full run, and all trials see the same number
 of tokens.
 """
 
@@ -22,10 +22,10 @@ from firstlight.optim.schedule import ALTERNATIVES
 from firstlight.recipe import Recipe, known_keys, parse_recipe, recipe_fields
 from firstlight.recipe.load import changed_recipe, parse_yaml
 
-#: Number of evaluations of a trial, the last of them at its end.
+#: Number of evaluations in a trial; the last is at its end.
 POINTS = 6
 
-#: Sections whose keys can be searched, since they change the training result.
+#: Sections whose keys can be searched because they affect the training result.
 _SECTIONS = (
     "model",
     "init",
@@ -38,7 +38,8 @@ _SECTIONS = (
     "preference",
 )
 
-#: Keys that can't be searched: they set the length of a run, and longer runs are always better.
+#: Keys that can't be searched because they set the length of a run, and longer runs are always
+#: better.
 _LENGTHS = (
     "schedule.max_steps",
     "schedule.epochs",
@@ -46,7 +47,7 @@ _LENGTHS = (
     "schedule.resume",
 )
 
-#: Keys that count steps or tokens of the whole run; they are scaled to the length of a trial.
+#: Keys that count steps or tokens of the full run; they are scaled to the length of a trial.
 _SCALED = (
     "schedule.warmup_steps",
     "schedule.warmup_tokens",
@@ -57,8 +58,8 @@ _SCALED = (
     "optimizer.muon_momentum_warmup_steps",
 )
 
-#: Learning rates and weight decay are searched, without --search, from the recipe's own value
-#: divided by this factor to the value times this factor.
+#: Without --search, learning rates and weight decay are searched from the recipe's value divided by
+#: this factor to the value times this factor.
 _FACTOR = 5.0
 
 #: Range of schedule.warmup_ratio without --search.
@@ -90,14 +91,14 @@ class SearchKey:
 
     @property
     def in_words(self) -> str:
-        """The key and its search space in the form of --search."""
+        """The key and its search space in the format of --search."""
         if self.choices:
             return f"{self.key}={','.join(self.choices)}"
         return f"{self.key}={self.low:g}..{self.high:g}{':log' if self.log else ''}"
 
     def rounded(self, value: Value) -> Value:
-        """A sampled value rounded to three significant digits, which read better, and clamped to
-        the range."""
+        """Round a sampled value to three significant digits, for readability, and clamp it to the
+        range."""
         if isinstance(value, str) or self.whole:
             return value
         return min(max(float(f"{value:.3g}"), self.low), self.high)
@@ -113,18 +114,21 @@ def parse_search(text: str) -> SearchKey:
     section = key.partition(".")[0]
     if not equals or not values:
         raise ConfigError(
-            f"--search '{text}' is not KEY=LOW..HIGH[:log] or KEY=VALUE,VALUE,...: write for "
-            "instance optimizer.learning_rate=1e-4..1e-2:log"
+            f"--search '{text}' is not KEY=LOW..HIGH[:log] or KEY=VALUE,VALUE,...: use for "
+            "example optimizer.learning_rate=1e-4..1e-2:log"
         )
     if key not in known_keys():
         raise ConfigError(f"--search {key}: there is no such key{nearest(key, known_keys())}")
     if section not in _SECTIONS:
         raise ConfigError(
-            f"--search {key}: a search changes what is learned, not {section}: keys of "
-            f"{', '.join(_SECTIONS)} can be searched"
+            f"--search {key}: keys in section {section} can't be searched: choose keys in "
+            f"{', '.join(_SECTIONS)}"
         )
     if key in _LENGTHS:
-        raise ConfigError(f"--search {key}: all trials see as many tokens: set --trial-steps")
+        raise ConfigError(
+            f"--search {key}: the length of a run can't be searched, since all trials see the "
+            "same number of tokens: set --trial-steps"
+        )
     match = re.fullmatch(r"(\S+?)\.\.([^\s:]+)(:log)?", values)
     if match is None:
         return SearchKey(key, _choices(key, values))
@@ -135,7 +139,9 @@ def _choices(key: str, values: str) -> tuple[str, ...]:
     # A comma inside brackets, as in [0.9,0.95], is part of a value.
     choices = tuple(part.strip() for part in re.split(r",(?![^\[]*\])", values))
     if len(set(choices)) < 2 or "" in choices:
-        raise ConfigError(f"--search {key}={values}: give a range, or two or more different values")
+        raise ConfigError(
+            f"--search {key}={values}: specify a range, or at least two different values"
+        )
     try:
         for choice in choices:
             parse_yaml(choice)
@@ -151,20 +157,22 @@ def _range(key: str, low: str, high: str, *, log: bool) -> SearchKey:
         ends = math.nan, math.nan
     where = f"--search {key}={low}..{high}"
     if not all(map(math.isfinite, ends)) or ends[0] >= ends[1]:
-        raise ConfigError(f"{where}: a range has two numbers, the smaller one first")
+        raise ConfigError(f"{where}: a range must be two numbers, the smaller one first")
     if log and ends[0] <= 0:
-        raise ConfigError(f"{where}:log begins above 0: choose a small number instead of {low}")
+        raise ConfigError(f"{where}:log must begin above 0: use a small number instead of {low}")
     kinds = _kinds_of(key)
     if not kinds & {int, float}:
         raise ConfigError(f"{where}: {key} is not a number: list its values, {key}=VALUE,VALUE,...")
     whole = float not in kinds
     if whole and not all(end.is_integer() for end in ends):
-        raise ConfigError(f"{where}: {key} is a whole number, and so are the ends of its range")
+        raise ConfigError(
+            f"{where}: {key} is an integer, so the ends of its range must be integers"
+        )
     return SearchKey(key, (), *ends, log, whole)
 
 
 def _kinds_of(key: str) -> set[Any]:
-    """The types that the schema allows for a key."""
+    """Return the types that the schema allows for a key."""
     section, _, name = key.partition(".")
     fields = [
         kind.model_fields[own] for of, kind, own in recipe_fields() if (of, own) == (section, name)
@@ -179,10 +187,10 @@ def _plain(annotation: Any) -> set[Any]:
 
 
 def default_search(recipe: Recipe) -> list[SearchKey]:
-    """The search space without --search: learning rates, warm-up and weight decay, around the
-    recipe's own values.
+    """Return the default search space: learning rates, warm-up and weight decay around the recipe's
+    values.
 
-    The batch size is not searched, because short trials favour smaller batches than long runs.
+    The batch size is not searched because short trials favour smaller batches than long runs.
     """
     own = recipe.optimizer
     values = {"learning_rate": own.learning_rate, "weight_decay": own.weight_decay}
@@ -197,12 +205,13 @@ def default_search(recipe: Recipe) -> list[SearchKey]:
 
 
 def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -> dict[str, Value]:
-    """The recipe's own values of the keys, without those that are open or outside the search space.
+    """Return the recipe's values of the keys, excluding those that are unset or outside the search
+    space.
 
     Args:
         keys: the keys.
         recipe: the recipe.
-        warmup_ratio: warm-up of the whole run, as a fraction of its steps.
+        warmup_ratio: warm-up of the full run, as a fraction of its steps.
     """
     found: dict[str, Value] = {}
     for one in keys:
@@ -221,15 +230,16 @@ def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Recipe:
-    """The whole run's recipe with the values of a trial.
+    """Return the full run's recipe with the values of a trial.
 
-    A searched key replaces alternative keys (`warmup_ratio` replaces `warmup_steps`). With another
-    batch size, the number of steps is changed so that the number of tokens stays the same.
+    A searched key replaces alternative keys (`warmup_ratio` replaces `warmup_steps`). With a
+    different batch size, the number of steps is adjusted so that the number of tokens stays the
+    same.
 
     Args:
         recipe: the recipe as written.
-        values: values by `section.key`; {} keeps the recipe's own.
-        seq_len: tokens of a sequence.
+        values: values by `section.key`; {} keeps the recipe's values.
+        seq_len: number of tokens per sequence.
 
     Raises:
         ConfigError: the recipe with these values is invalid.
@@ -252,14 +262,14 @@ def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Re
 
 
 def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
-    """Check the searched keys, each value with the recipe's own other values.
+    """Check each value of the searched keys together with the recipe's other values.
 
     Raises:
-        ConfigError: a key is given twice, or the recipe with a value is invalid.
+        ConfigError: a key is repeated, or the recipe is invalid with one of the values.
     """
     names = [one.key for one in keys]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"--search {twice[0]} is given twice: keep one")
+        raise ConfigError(f"--search {twice[0]} is repeated: keep only one")
     seq_len = recipe.data.seq_len or 1
     for one in keys:
         for value in one.choices or (one.low, one.high):
@@ -268,18 +278,19 @@ def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
 
 
 def describe(values: Mapping[str, Value]) -> str:
-    """Values as text, such as "optimizer.learning_rate 0.003"; "its own values" if empty."""
+    """Describe values as text, such as "optimizer.learning_rate 0.003", or "its own values" if
+    there are none."""
     parts = (f"{key} {show_value(value)}" for key, value in values.items())
     return ", ".join(parts) or "its own values"
 
 
 def show_value(value: Value) -> str:
-    """A value as short text."""
+    """Return a value as short text."""
     return value if isinstance(value, str) else compact(value)
 
 
 def step_tokens(recipe: Recipe, seq_len: int) -> int:
-    """Tokens of an optimizer step of one process.
+    """Return the number of tokens per optimizer step on one process.
 
     Raises:
         ConfigError: the batch is not a multiple of the micro-batch.
@@ -294,14 +305,14 @@ def step_tokens(recipe: Recipe, seq_len: int) -> int:
 def trial_recipe(
     recipe: Recipe, values: Mapping[str, Value], trial_steps: int, full_steps: int, seq_len: int
 ) -> tuple[dict[str, Any], int]:
-    """Values of a trial's recipe without its run folder, and its number of steps.
+    """Return the values of a trial's recipe, without its run folder, and its number of steps.
 
     Args:
         recipe: the recipe as written.
         values: see `with_values`.
-        trial_steps: steps of a trial with the recipe's own batch size.
-        full_steps: steps of the whole run with the recipe's own batch size.
-        seq_len: tokens of a sequence.
+        trial_steps: number of steps in a trial with the recipe's batch size.
+        full_steps: number of steps in the full run with the recipe's batch size.
+        seq_len: number of tokens per sequence.
 
     Raises:
         ConfigError: the recipe with these values is invalid.
@@ -318,7 +329,7 @@ def trial_recipe(
     evaluation = {"every_steps": -(-steps // POINTS), "max_rows": found.evaluation.max_rows}
     changes |= {
         "evaluation": {**evaluation, "sample_prompts": []},
-        # No run continues from a trial, so it needs no checkpoints.
+        # A trial needs no checkpoints because no run continues from it.
         "checkpoint": {"every_steps": 0, "keep_best": 0},
         "run.max_minutes": None,
         "run.trackers": [],

@@ -1,8 +1,7 @@
-"""A study of `firstlight tune`: its settings, what Optuna decides (the values of trials, the
-pruning of trials, and the importance of keys), and its results as a table and a picture.
+"""A study of `firstlight tune`: its settings, the decisions made by Optuna (values of trials,
+pruning, importance of keys), and its results as a table and a picture.
 
-Optuna stores nothing: its study is created anew in memory each time, from the lines of
-trials.jsonl.
+Optuna stores nothing: its study is recreated in memory each time from the lines of trials.jsonl.
 """
 
 from __future__ import annotations
@@ -27,38 +26,38 @@ TRIALS_NAME = "trials.jsonl"
 #: Number of trials with random values before the TPE sampler uses the results.
 _RANDOM_TRIALS = 8
 
-#: Minimum of complete trials for an estimate of the keys' importance.
+#: Minimum number of complete trials for estimating the importance of keys.
 _TRIALS_TO_WEIGH = 8
 
 #: A trial is pruned if its lowest loss so far is above this percentile of the complete trials'
 #: losses at the same evaluation.
 _KEPT_PERCENT = 75.0
 
-#: Number of complete trials below which no trial is pruned.
+#: Minimum number of complete trials before any trial is pruned.
 _UNPRUNED_TRIALS = 5
 
-#: Number of evaluations, a third of a trial, before which no trial is pruned.
+#: Minimum number of evaluations, a third of a trial, before a trial is pruned.
 _UNPRUNED_POINTS = 2
 
-#: Number of proposals for a trial after which all combinations count as tried.
+#: Number of proposals for a trial after which all combinations are considered tried.
 _ATTEMPTS = 50
 
 
 @dataclass(frozen=True)
 class Study:
-    """The settings of a study, and the measurements of its first call; the content of study.json.
+    """Content of study.json: the settings of a study and the measurements of its first call.
 
     Attributes:
         recipe: values of the recipe.
         search: the searched keys with their values.
         init_from: initial weights of each trial, see `tune`.
         objective: metric to minimise, "bits_per_byte" or "val/loss".
-        seq_len: tokens of a sequence.
-        full_steps: steps of the recipe's whole run.
+        seq_len: number of tokens per sequence.
+        full_steps: number of steps in the recipe's full run.
         warmup_ratio: warm-up steps as a fraction of `full_steps`.
-        trial_steps: steps of a trial.
-        seconds: expected duration of a trial in seconds, with the start of its process.
-        machine: facts of the machine.
+        trial_steps: number of steps in a trial.
+        seconds: expected duration of a trial in seconds, including the start of its process.
+        machine: facts about the machine.
     """
 
     recipe: dict[str, Any]
@@ -88,7 +87,7 @@ def require_optuna() -> None:
 
 
 def read_study(path: Path) -> Study:
-    """The study in a file study.json.
+    """Read a study from study.json.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -102,7 +101,7 @@ def read_study(path: Path) -> Study:
 
 
 def read_trials(folder: Path, study: Study) -> list[dict[str, Any]]:
-    """The lines of trials.jsonl.
+    """Read the lines of trials.jsonl.
 
     Raises:
         CheckpointError: a line is damaged, or belongs to another study.
@@ -112,19 +111,21 @@ def read_trials(folder: Path, study: Study) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         values, is_own = line.get("values"), number == 1
         if not isinstance(values, dict) or (set(values) != names and not is_own):
-            raise CheckpointError(f"{path}:{number} is no trial of this study: remove the folder")
+            raise CheckpointError(
+                f"{path}:{number} is not a trial of this study: remove the folder"
+            )
     return lines
 
 
 def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value] | None:
-    """Values of the next trial by key; None if all combinations have been tried.
+    """Propose the values of the next trial by key; return None if all combinations have been tried.
 
-    The first trial has the recipe's own values, as far as they are inside the search space.
+    The first trial uses the recipe's own values where they are inside the search space.
     """
     if not lines:
         return own_values(study.search, study.parsed, study.warmup_ratio)
     tried = [line["values"] for line in lines]
-    # The sampler may propose tried values again, and a trial with them would have the same loss.
+    # The sampler may propose values that have already been tried, which would give the same loss.
     for attempt in range(_ATTEMPTS):
         values = _sample(study, lines, attempt)
         if values not in tried:
@@ -133,11 +134,11 @@ def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value
 
 
 def _sample(study: Study, lines: Sequence[Mapping[str, Any]], attempt: int) -> dict[str, Value]:
-    """Values of the next trial from Optuna's TPE sampler (Bergstra et al. 2011), a function of the
-    seed, the lines and the attempt."""
+    """Sample the values of the next trial with Optuna's TPE sampler (Bergstra et al. 2011), as a
+    function of the seed, the lines and the attempt."""
     import optuna
 
-    # A new sampler for each trial: its state would be missing when a study is continued.
+    # Use a new sampler for each trial, because its state would be missing when a study is resumed.
     seed = (study.parsed.run.seed * 1_000_003 + len(lines) * _ATTEMPTS + attempt) % 2**32
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM_TRIALS)
     with _quiet():
@@ -159,7 +160,7 @@ def _distributions(study: Study) -> dict[str, Any]:
 
 
 def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = None) -> Any:
-    """An Optuna study with the trials of `lines`.
+    """Return an Optuna study with the trials of `lines`.
 
     Raises:
         CheckpointError: a line does not fit the search.
@@ -171,14 +172,14 @@ def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = N
     distributions = _distributions(study)
     for line in lines:
         if set(line["values"]) != set(distributions):
-            continue  # the recipe's own values, outside of the search
+            continue  # The recipe's own values may be outside the search space.
         is_complete = line["state"] == "complete"
         try:
             trial = create_trial(
                 params=line["values"],
                 distributions=distributions,
-                # Failed trials, too: for the sampler, a pruned trial without intermediate values
-                # is worse than all others.
+                # This includes failed trials: the sampler ranks a pruned trial without intermediate
+                # values below all others.
                 state=TrialState.COMPLETE if is_complete else TrialState.PRUNED,
                 value=line["objective"] if is_complete else None,
                 intermediate_values={point: value for point, _, _, value in line["curve"]},
@@ -191,7 +192,7 @@ def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = N
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context without Optuna's messages about new studies."""
+    """Context manager that suppresses Optuna's messages about new studies."""
     import optuna
 
     before = optuna.logging.get_verbosity()
@@ -203,10 +204,10 @@ def _quiet() -> Iterator[None]:
 
 
 def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
-    """An Optuna trial whose `should_prune` compares it with the curves of complete trials.
+    """Return an Optuna trial whose `should_prune` compares it with the curves of complete trials.
 
     Args:
-        curves: [number of the evaluation, step, tokens, loss] of each evaluation, by trial.
+        curves: for each trial, [number of the evaluation, step, tokens, loss] of each evaluation.
     """
     import optuna
     from optuna.trial import create_trial
@@ -223,8 +224,8 @@ def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
 
 
 def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Importance of each key for the loss as a fraction, by PED-ANOVA (Watanabe et al. 2023,
-    arXiv 2304.10255); empty if too few trials are complete."""
+    """Estimate the importance of each key for the loss, as a fraction, with PED-ANOVA (Watanabe et
+    al. 2023, arXiv 2304.10255). Empty if too few trials are complete."""
     import optuna
 
     if sum(line["state"] == "complete" for line in lines) < _TRIALS_TO_WEIGH:
@@ -237,7 +238,7 @@ def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, fl
 
 
 def trial_in_words(line: Mapping[str, Any], study: Study) -> str:
-    """The result of a trial as one line of text."""
+    """Describe the result of a trial in one line."""
     head = f"trial {line['trial']}: {describe(line['values'])}"
     if line["state"] == "failed":
         return f"{head}: failed: {line['message']}"
@@ -245,9 +246,9 @@ def trial_in_words(line: Mapping[str, Any], study: Study) -> str:
     return f"{head}: {study.objective} {line['objective']:.4f}{early}"
 
 
-# The results: a table, and a picture of the loss against each key
+# Results: a table, and a plot of the loss against each key
 
-#: Number of panels in a row of the picture.
+#: Number of panels per row in the picture.
 _COLUMNS = 3
 
 #: Maximum number of ticks on the x axis of a panel.
@@ -261,8 +262,8 @@ Line = Mapping[str, Any]
 
 
 def in_order(lines: Sequence[Line]) -> list[Line]:
-    """The trials, the best first: complete trials by their loss, then pruned trials by the fraction
-    of their steps, then failed trials."""
+    """Sort trials, best first: complete trials by loss, then pruned trials by the fraction of
+    completed steps, then failed trials."""
     ranks = {"complete": 0, "pruned": 1, "failed": 2}
 
     def place(line: Line) -> tuple[Any, ...]:
@@ -273,7 +274,7 @@ def in_order(lines: Sequence[Line]) -> list[Line]:
 
 
 def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> list[list[str]]:
-    """The table of the trials, the best first: rows of cells, of which the first is the header."""
+    """Return the table of trials, best first, as rows of cells starting with the header."""
     names = [one.key.partition(".")[2] for one in keys]
     rows = [["trial", objective, *names, "steps", ""]]
     for line in in_order(lines):
@@ -289,7 +290,7 @@ def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> l
 
 
 def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> bytes:
-    """A PNG of the loss against each key, and of the loss curves of all trials.
+    """Return a PNG of the loss against each key, and of the loss curves of all trials.
 
     Args:
         keys: the searched keys.
@@ -305,7 +306,7 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
     top = lowest + max(_SPAN * (statistics.median(ends) - lowest), 0.01 * lowest)
     columns = min(len(keys) + 1, _COLUMNS)
     rows = -(-(len(keys) + 1) // columns)
-    # Without pyplot, which would look for a window system and keep global state.
+    # Does not use pyplot, which would look for a window system and keep global state.
     figure = Figure(figsize=(4.4 * columns, 3.4 * rows + 0.4), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for place, key in zip(axes, keys, strict=False):
@@ -333,7 +334,7 @@ def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, *, 
         place.set_xscale("log")
         ticks = [n * 10.0**power for power in range(-12, 7) for n in (1, 2, 5)]
         ticks = [tick for tick in ticks if key.low <= tick <= key.high]
-        # Matplotlib's own tick labels overlap on an axis of one or two decades.
+        # Matplotlib's default tick labels overlap on an axis of one or two decades.
         place.set_xticks(ticks[:: -(-len(ticks) // _TICKS) or 1])
         place.minorticks_off()
         place.xaxis.set_major_formatter(lambda tick, _: compact(tick))
@@ -375,4 +376,4 @@ def _draw_curves(place: Any, lines: Sequence[Line], best: Line) -> None:
         lowest, highest = best["objective"], statistics.median(second)
         margin = 0.05 * abs(highest - lowest)
         place.set_ylim(lowest - margin, max(highest, lowest) + 3 * margin)
-    place.set_title("by the share of a trial, in per cent", loc="left", fontsize="medium")
+    place.set_title("by progress of the trial, in percent", loc="left", fontsize="medium")

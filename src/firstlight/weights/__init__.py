@@ -1,1 +1,1 @@
-"""Weights of models in Hugging Face folders, read and written without a second copy in memory."""
+"""Reading and writing the weights of Hugging Face model folders without a second copy in memory."""

@@ -17,22 +17,24 @@ from firstlight.errors import (
     first_line,
 )
 
-#: Patterns of the files that are downloaded: no pickled weights and no code, which could run.
+#: Patterns of the files to download. Pickled weights and code, which could be executed, are
+#: excluded.
 _WEIGHTS = "*.safetensors"
 _DOWNLOADED = ["*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt"]
-#: Patterns of pickled weights, which are only downloaded to convert a model without safetensors.
+#: Patterns of pickled weights, which are downloaded only to convert a model without safetensors.
 _PICKLED = ["pytorch_model*.bin"]
 
 #: Patterns of files that are not downloaded: copies of the weights for other programs.
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
-#: Usual names of local folders for runs and models, which are not taken for owners on the hub.
+#: Common names of local folders for runs and models, which are not interpreted as owners on the
+#: hub.
 _LOCAL_FOLDERS = frozenset(
     ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
 )
 
-#: Error numbers that mean that a download could not be written, rather than received.
+#: Error numbers which mean that a download could not be written to disk.
 _DISK_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -44,7 +46,8 @@ _DISK_ERRORS = (
 
 
 def is_gguf(path: Path) -> bool:
-    """True for a GGUF file, by its name or first bytes, since Ollama's files have no suffix."""
+    """Return True for a GGUF file, judging by its name or, since Ollama's files have no suffix, its
+    first bytes."""
     if not path.is_file() or path.suffix.lower() == ".gguf":
         return path.is_file()
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -55,8 +58,8 @@ def is_gguf(path: Path) -> bool:
 def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
-    """The folder of a local model, of a GGUF file's model (see `gguf_folder`), or of a hub model
-    after its download.
+    """Return the folder of a local model, a GGUF file's model (see `gguf_folder`) or a hub model,
+    which is downloaded if necessary.
 
     A hub id is OWNER/NAME (`openai-community/gpt2`), or OWNER/NAME@REVISION for a branch, tag or
     commit other than the newest of `main`. The revision begins at the first "@", which no
@@ -64,25 +67,24 @@ def find_model_folder(
 
     huggingface_hub downloads with its cache (`HF_HOME`), its token (`HF_TOKEN` or `hf auth login`)
     and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache are not downloaded
-    again. If the hub can't be reached, the cached files are used without a message.
+    again. If the hub can't be reached, the cached files are silently used.
 
     Args:
         name: a folder, a GGUF file or a hub id.
-        pickled: download `pytorch_model*.bin` if the model has no safetensors.
+        pickled: True downloads `pytorch_model*.bin` if the model has no safetensors.
         weights: False downloads only config.json, the tokenizer and other small files.
-        typed: True if the user typed the name. It is then not looked up at the hub if it looks
-            like a mistyped path (see `_is_mistyped_path`), unless it has a revision
-            (`OWNER/NAME@main`).
+        typed: True if the user typed the name. It is then not looked up on the hub if it looks like
+            a mistyped path (see `_is_mistyped_path`), unless it has a revision (`OWNER/NAME@main`).
 
     Raises:
-        ModelError: `name` is no folder, and can't be downloaded.
+        ModelError: `name` is not a folder and can't be downloaded.
         StorageError: the cache can't be written.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if is_gguf(path):
-        # Imported here, because it imports torch, which no other name needs.
+        # Imported here because it imports torch, which is not needed for other names.
         from firstlight.weights.gguf.reader import gguf_folder
 
         return gguf_folder(path)
@@ -93,15 +95,17 @@ def find_model_folder(
     is_path = typed and not at and _is_mistyped_path(path, hint)
     if path.exists() or not looks_like_hub_id or is_path:
         problem = (
-            "is a file, not a folder (a model's folder is named whole; `firstlight convert` reads "
+            "is a file, not a folder (specify the model's folder; `firstlight convert` reads "
             "files of nanoGPT and LLMs-from-scratch)"
             if path.exists()
             else "does not exist"
         )
         if not path.exists() and "/" not in text:
-            hint = f"{hint}; a model of the hub is OWNER/NAME, as openai-community/gpt2"
+            hint = (
+                f"{hint}; a model on the hub has the form OWNER/NAME, such as openai-community/gpt2"
+            )
         elif not path.exists() and looks_like_hub_id:
-            hint = f"{hint}: train it first, or write {text}@main for the hub's model of that name"
+            hint = f"{hint}: train it first, or use {text}@main for the hub model of that name"
         raise ModelError(f"model folder {text} {problem}{hint}")
     from huggingface_hub import snapshot_download
 
@@ -114,12 +118,13 @@ def find_model_folder(
             snapshot_download(repository, allow_patterns=_PICKLED, **options)
         return folder
     except Exception as error:
-        # huggingface_hub passes on errors of its HTTP library, which differs between versions.
+        # huggingface_hub propagates errors of its HTTP library, which differs between versions.
         raise _failure(error, text) from error
 
 
 def is_hub_id(name: str) -> bool:
-    """True if `name`, with or without @REVISION, means a model on the hub and not a local path."""
+    """Return True if `name`, with or without @REVISION, refers to a model on the hub and not to a
+    local path."""
     repository, at, _ = name.partition("@")
     path = Path(repository)
     if _HUB_ID.fullmatch(repository) is None or path.exists():
@@ -128,8 +133,8 @@ def is_hub_id(name: str) -> bool:
 
 
 def _near(path: Path) -> str:
-    """Suggestion for a path that does not exist, such as " (did you mean 'mine/run'?)"; "" if no
-    existing path is similar."""
+    """Return a suggestion for a path that does not exist, such as " (did you mean 'mine/run'?)", or
+    "" if no existing path is similar."""
     match: list[str] = []
     with contextlib.suppress(OSError):
         if path.parent.is_dir():
@@ -146,14 +151,14 @@ def _near(path: Path) -> str:
 
 
 def _is_mistyped_path(path: Path, hint: str) -> bool:
-    """True if OWNER/NAME, which does not exist here, is a mistyped path rather than a hub id: its
-    parent folder exists, `hint` suggests a similar path, or it begins with a usual name of a folder
-    for runs."""
+    """Return True if OWNER/NAME, which does not exist locally, is a mistyped path rather than a hub
+    id: its parent folder exists, `hint` suggests a similar path, or it begins with a common folder
+    name for runs."""
     return bool(hint) or path.parent.is_dir() or path.parts[0] in _LOCAL_FOLDERS
 
 
 def _failure(error: Exception, text: str) -> FirstlightError:
-    """The error with the reason why the hub id `text` could not be downloaded."""
+    """Return an error with the reason why the hub id `text` could not be downloaded."""
     from huggingface_hub import constants
 
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -161,13 +166,14 @@ def _failure(error: Exception, text: str) -> FirstlightError:
         return StorageError(f"{describe_os_error(error)} (HF_HOME moves the hub's cache)")
     hint = _near(Path(text).expanduser())
     return ModelError(
-        f"{text} is not a folder here{hint}, and it can't be downloaded from the hub: "
+        f"{text} is not a local folder{hint}, and it can't be downloaded from the hub: "
         f"{_reason(error, text)}"
     )
 
 
 def _reason(error: Exception, text: str) -> str:
-    """One line with the reason why the download of the hub id `text` failed, and a remedy."""
+    """Return one line with the reason why the download of the hub id `text` failed, and a
+    remedy."""
     from huggingface_hub import constants, errors
 
     repository, _, revision = text.partition("@")
@@ -180,11 +186,11 @@ def _reason(error: Exception, text: str) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no revision '{revision or constants.DEFAULT_REVISION}'"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        lack = f"the cache in {constants.HF_HUB_CACHE} does not hold all of the model"
+        lack = f"the cache in {constants.HF_HUB_CACHE} does not contain all files of the model"
         if constants.HF_HUB_OFFLINE:
             return f"HF_HUB_OFFLINE is set, and {lack}: unset it to download"
         cause = first_line(error.__cause__ or error)
-        return f"{constants.ENDPOINT} can't be used ({cause}), and {lack}: try later"
+        return f"{constants.ENDPOINT} is not available ({cause}), and {lack}: try again later"
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
-        return f"the hub refused the token: {log_in} to a valid one"
+        return f"the hub refused the token: {log_in} to a valid token"
     return first_line(error)

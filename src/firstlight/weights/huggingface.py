@@ -1,7 +1,7 @@
-"""The files of model folders in the Hugging Face layout, except the weights, and models built from
-them without weights.
+"""Files of Hugging Face model folders other than the weights, and models built from them without
+weights.
 
-`firstlight.lora.loading` reads a whole folder, and also that of an adapter.
+`firstlight.lora.loading` reads complete folders, including those of adapters.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 
-#: Numbers of layers, and of experts in all layers, that are allowed whatever the files hold, since
-#: a model of that size is built quickly on the meta device.
+#: Number of layers, and of experts in all layers, that are allowed regardless of the files'
+#: contents, since a model of that size is built quickly on the meta device.
 _FEW_LAYERS, _FEW_EXPERTS = 200, 20_000
-#: Minimum number of tensors in a layer, and of an expert.
+#: Minimum number of tensors per layer and per expert.
 _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 
 
 def unloaded_model(
     config: ModelConfig, folder: Path, vocab_multiple: int = 1, *, tensors: int | None = None
 ) -> Model:
-    """The model of a config, on the meta device. Its size is first checked against the number of
-    tensors in the files, since a damaged config.json can have any numbers.
+    """Build the model of a config on the meta device. Its size is first checked against the number
+    of tensors in the files, since a damaged config.json can contain any number.
 
     Args:
         config: the config of the folder's config.json.
@@ -64,18 +64,18 @@ def unloaded_model(
     ):
         if size > most:
             raise ModelError(
-                f"{folder}: {CONFIG_NAME} says {says}, and its files have only {count} tensors: "
-                "the two are not of one model"
+                f"{folder}: {CONFIG_NAME} specifies {says}, but the files have only {count} "
+                "tensors: they belong to different models"
             )
     try:
         with torch.device("meta"):
             return build_model(config, vocab_multiple)
-    except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64-bit integers
+    except (RuntimeError, TypeError, OverflowError) as error:  # Sizes beyond 64-bit integers.
         raise ModelError(f"{folder}: {CONFIG_NAME}: such sizes are impossible: {error}") from error
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder; None if it has none.
+    """Load the tokenizer of a model folder, or return None if it has none.
 
     Raises:
         TokenizerError: the folder's tokenizer is damaged.
@@ -84,16 +84,16 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """True if a folder has a file with a usual name of a tokenizer."""
+    """Return True if a folder has a file with a standard tokenizer name."""
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     return any((folder / name).is_file() for name in names)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model config of a folder's config.json.
+    """Read the model config in a folder's config.json.
 
     Raises:
-        ModelError: config.json is missing, damaged, or of an unsupported family.
+        ModelError: config.json is missing or damaged, or its family is not supported.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -103,26 +103,26 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def require_not_trainer(folder: Path) -> None:
-    """Refuse a folder without config.json that transformers' Trainer has written.
+    """Refuse a folder without config.json that was written by transformers' Trainer.
 
     Raises:
-        ModelError: it is such a folder; the message names the model in it.
+        ModelError: the folder is of this kind; the message names the model in it.
     """
     numbers = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.iterdir())
     if steps := [int(found[1]) for found in numbers if found]:
         newest = folder / f"checkpoint-{max(steps)}"
         raise ModelError(
-            f"{folder} is an output folder of transformers' Trainer, not a model folder: name one "
+            f"{folder} is an output folder of transformers' Trainer, not a model folder: use one "
             f"of its checkpoints; the newest is {newest}"
         )
     if (folder / "training_args.bin").is_file():
         raise ModelError(
             f"{folder} is a checkpoint of transformers' Trainer without {CONFIG_NAME}: copy "
-            f"{CONFIG_NAME} and the tokenizer's files of the model that was trained into it"
+            f"{CONFIG_NAME} and the tokenizer files of the trained model into it"
         )
 
 
-#: Ways to undo what a program has quantised.
+#: Advice on how to undo the quantisation of each program.
 _UNDO = {
     "mlx-lm": ", or undo it with `mlx_lm.convert --dequantize --hf-path FOLDER --mlx-path NEW`",
     "bitsandbytes": ", or undo it with transformers: model.dequantize(), model.save_pretrained",
@@ -130,7 +130,7 @@ _UNDO = {
 
 
 def _require_plain(content: Mapping[str, Any], where: str) -> None:
-    """Refuse the config.json of quantised weights, except of a model in MXFP4, which is read."""
+    """Refuse the config.json of quantised weights, except MXFP4, which is supported."""
     packed = content.get("quantization_config") or content.get("quantization")
     values = packed if isinstance(packed, Mapping) else {}
     program = values.get("quant_method") or (
@@ -144,21 +144,21 @@ def _require_plain(content: Mapping[str, Any], where: str) -> None:
     to_bits = f" to {bits} bits" if bits else ""
     undo = _UNDO.get(str(program), "")
     raise ModelError(
-        f"{where}: the weights were quantised by {program}{to_bits}, and quantised weights are not "
-        f"read: take the model that was not quantised{undo} (for an adapter, "
-        "name that model as base_model_name_or_path in adapter_config.json)"
+        f"{where}: the weights were quantised by {program}{to_bits}, and quantised weights are "
+        f"not supported: use the unquantised model{undo} (for an adapter, set "
+        "base_model_name_or_path in adapter_config.json to that model)"
     )
 
 
 def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model config of a config.json object.
+    """Parse a config.json object as a model config.
 
     Args:
         content: the object.
-        where: the object's name in messages.
+        where: name of the object in messages.
 
     Raises:
-        ModelError: the config is damaged, or of an unsupported family or quantisation.
+        ModelError: the config is damaged, or its family or quantisation is not supported.
     """
     family = FAMILIES.get(str(content.get("model_type")))
     _require_plain(content, where)
@@ -181,8 +181,8 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a text: from generation_config.json, else from config.json, else from the
-    tokenizer; () if none of them has any."""
+    """Return the ids that end a text: from generation_config.json, or else from config.json, or
+    else from the tokenizer. Empty if none of them has any."""
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         if ends := end_ids(_read_optional(folder / name)):
             return ends
@@ -196,14 +196,16 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that end a text, from config.json or generation_config.json; () without any."""
+    """Return the ids that end a text in config.json or generation_config.json, or () if there are
+    none."""
     value: Any = content.get("eos_token_id")
     ids: list[Any] = value if isinstance(value, list) else [value]
     return tuple(ids) if all(isinstance(item, int) for item in ids) else ()
 
 
 def read_generation(folders: Iterable[Path]) -> dict[str, Any]:
-    """The content of generation_config.json in the first folder that has one; {} if none has.
+    """Return the content of generation_config.json in the first folder that has one, or {} if there
+    is none.
 
     Raises:
         ModelError: the file is damaged.
@@ -217,16 +219,16 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a generation_config.json that replace defaults of `SamplingConfig`.
+    """Return the settings of a generation_config.json that replace defaults of `SamplingConfig`.
 
-    As in transformers, a model that samples has temperature 1 unless the file has another, and one
-    with `do_sample` false always takes the likeliest token.
+    As in transformers, a model that samples has temperature 1 unless the file specifies another,
+    and a model with `do_sample` false always chooses the most likely token.
     """
     found = {"temperature": 1.0} if generation.get("do_sample") is True else {}
     for name in _SAMPLING:
         value = generation.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            # Some programs write -1 for a top_k that is off.
+            # Some programs write -1 to disable top_k.
             found[name] = int(min(max(value, 0), 2**31)) if name == "top_k" else float(value)
     if generation.get("do_sample") is False:
         found["temperature"] = 0.0
@@ -236,7 +238,7 @@ def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
 def model_files(
     config: ModelConfig, tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, str]:
-    """The files of a Hugging Face model folder except the weights, as texts by name.
+    """Return the text of each file in a Hugging Face model folder except the weights, by name.
 
     Args:
         config: config of the model.
@@ -256,13 +258,13 @@ def model_files(
 def generation_config(
     tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The `generation_config.json` of a model with this tokenizer, as an object. Ids that end a
-    turn of the tokenizer's chat template also end a generation.
+    """Return the `generation_config.json` of a model with this tokenizer, as an object. Ids that
+    end a turn of the tokenizer's chat template also end a generation.
 
     Args:
         tokenizer: tokenizer of the model.
-        generation: the file of the model that it was made from, whose settings and end tokens are
-            kept.
+        generation: the file of the model that it was derived from, whose settings and end tokens
+            are kept.
     """
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = list(dict.fromkeys((*ends, *turn_end_ids(tokenizer), *end_ids(generation))))
@@ -275,8 +277,8 @@ def generation_config(
 
 
 def training_notes(folder: Path) -> list[str]:
-    """Notes for the user on training settings in a model folder's config.json that firstlight does
-    not apply, such as dropout."""
+    """Return notes for the user on training settings in a model folder's config.json that
+    firstlight does not apply, such as dropout."""
     path = folder / CONFIG_NAME
     content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
@@ -284,14 +286,14 @@ def training_notes(folder: Path) -> list[str]:
     applied = {} if family is None else family.config.model_fields
     names = ("attention_dropout", "hidden_dropout", "router_jitter_noise")
     return [
-        f"{path} has {name} {content[name]}, which is not applied"
+        f"{path} has {name} {content[name]}, which is ignored"
         for name in (*names, "resid_pdrop", "embd_pdrop")
         if content.get(name) and name not in applied
     ]
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Notes for the user on differences between transformers and firstlight in reading a model
+    """Return notes for the user on differences between how transformers and firstlight read a model
     folder.
 
     Args:
@@ -307,6 +309,7 @@ def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list
     if any(step.get("pattern", {}).get("Regex") == SPLIT_PATTERNS[split] for step in steps):
         return []
     return [
-        f"transformers 5 reads every tokenizer of a {config['model_type']} model with the split of "
-        f"{split}, and gives other ids than this one: take model_type qwen3 or llama for it"
+        f"transformers 5 reads every tokenizer of a {config['model_type']} model with the split "
+        f"pattern of {split}, which gives different ids than this tokenizer: use model_type "
+        "qwen3 or llama"
     ]

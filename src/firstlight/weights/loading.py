@@ -1,4 +1,4 @@
-"""Loading and saving a model's weights in safetensors files, without holding them twice.
+"""Loading and saving a model's weights in safetensors files without a second copy in memory.
 
 A model on the meta device gets its weights in one of these modes:
 
@@ -9,11 +9,11 @@ A model on the meta device gets its weights in one of these modes:
     straight    all tensors are read, then copied into the model, as most programs do: this takes
                 twice the memory, and is only a baseline for benchmarks
 
-The default, `auto`, is mmap if all parameters can be mapped, so that a model on the CPU is ready at
-once. Else it is sequential: for other devices, other dtypes, stacked experts, experts in MXFP4 and
-padded vocabularies. Training overwrites all weights, and therefore loads sequentially.
+The default, `auto`, is mmap if all parameters can be mapped, so that a model on the CPU is ready
+immediately. Otherwise it is sequential: for other devices, other dtypes, stacked experts, experts
+in MXFP4 and padded vocabularies. Training overwrites all weights, and therefore loads sequentially.
 
-`file_tensors` maps names in the file to parameters of the model, for loading and for saving.
+`file_tensors` maps names in the file to parameters of the model, both for loading and for saving.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from firstlight.weights.stored import (
 
 LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
 
-#: Ends of the names of buffers that old checkpoints contain: they are computed, not learned.
+#: Suffixes of buffer names in old checkpoints; these buffers are computed, not learned.
 COMPUTED_BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
     ".rotary_emb.inv_freq",
-    # Pythia's masks.
+    # Attention masks of Pythia.
     ".attention.bias",
     ".attention.masked_bias",
 )
@@ -69,19 +69,19 @@ _AnyTensor = TypeVar("_AnyTensor", bound=_Described)
 #: Name of the output head's parameter in the model.
 HEAD_WEIGHT = "lm_head.weight"
 
-#: End of a tensor's name that only files with stacked experts have.
+#: Tensor name suffix that occurs only in files with stacked experts.
 _STACKED = ".mlp.experts.gate_up_proj"
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """True if files with tensors of these names keep all experts of a layer in one tensor, as the
-    model does. transformers 5 writes such files with `save_original_format=False`."""
+    """Return True if files with tensors of these names keep all experts of a layer in one tensor,
+    as the model does. transformers 5 writes such files with `save_original_format=False`."""
     return any(name.endswith(_STACKED) for name in names)
 
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
-    """Number of tensors in a model's files, with each expert of a stack counted."""
-    # An empty tensor is left out: its header can claim any number of experts.
+    """Return the number of tensors in a model's files, with each expert of a stack counted."""
+    # Empty tensors are ignored, because their header can claim any number of experts.
     return sum(
         t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1
         for n, t in stored.items()
@@ -90,13 +90,14 @@ def count_tensors(stored: Mapping[str, _Described]) -> int:
 
 
 def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
-    """The tensors of a model's file by their names there, as views of the model's parameters.
+    """Return the tensors of a model's file by their names in the file, as views of the model's
+    parameters.
 
-    A tied head and the rows that pad the vocabulary are left out.
+    A tied head and the padding rows of the vocabulary are omitted.
 
     Args:
         model: the model.
-        stacked: True keeps all experts of a layer in one tensor [E, ...]; False gives a view of
+        stacked: True keeps all experts of a layer in one tensor [E, ...]; False returns a view of
             each expert's matrices under its name in the family's files.
     """
     config = model.config
@@ -111,9 +112,9 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors, with stacked experts ([E, 2F, C] for gate and up, [E, C, F] for down) replaced
-    by views of each expert's matrices, under their names in the family's files. Shape letters as in
-    `models/moe.py`."""
+    """Return the tensors, with stacked experts ([E, 2F, C] for gate and up, [E, C, F] for down)
+    replaced by views of each expert's matrices, under their names in the family's files. Shape
+    letters are as in `models/moe.py`."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if config.family.experts is not None and ".mlp." in name:
@@ -124,12 +125,13 @@ def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
 
 
 def file_name(model: Model, name: str) -> str:
-    """The name in a model's file of the parameter `name`, which is not an expert's."""
+    """Return the name in a model's file for the parameter `name`, which must not belong to an
+    expert."""
     return model.head_file_name if name == HEAD_WEIGHT else name
 
 
 def embedding_name(model: Model) -> str:
-    """The name of the token embedding's weight."""
+    """Return the name of the token embedding's weight."""
     return f"{model.embedding_name}.weight"
 
 
@@ -156,21 +158,22 @@ def load_weights(
     dtype: torch.dtype | None = None,
     mode: LoadingMode = "auto",
 ) -> tuple[FileState, ...]:
-    """Give a model on the meta device the weights of a model folder.
+    """Load the weights of a model folder into a model on the meta device.
 
     Args:
-        model: the model; its parameters get memory on `device`.
+        model: the model, whose parameters are allocated on `device`.
         folder: a folder with one safetensors file, or several with an index.
         device: the parameters' device.
         dtype: the parameters' dtype; None is the dtype of the embedding in the file.
-        mode: the loading mode, see the docstring of this module.
+        mode: the loading mode; see the docstring of this module.
 
     Returns:
-        The files that stay memory-mapped as parameters; () if all weights were copied.
+        The files that remain memory-mapped as parameters; () if all weights were copied.
 
     Raises:
-        ModelError: a file is missing or damaged; a tensor is missing, extra, of the wrong shape or
-            not floating point; or a tied head differs from the embedding. The message names it.
+        ModelError: a file is missing or damaged; a tensor is missing, unexpected, not floating
+            point or has the wrong shape; or a tied head differs from the embedding. The message
+            names the file or tensor.
     """
     stored = fitting_tensors(model, folder)
     dtype = dtype or stored[embedding_name(model)].dtype
@@ -182,15 +185,15 @@ def load_weights(
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
-    """The tensors of a model folder by the names of `file_tensors`, with experts stacked if the
-    files have them so.
+    """Return the tensors of a model folder by the names of `file_tensors`, with stacked experts if
+    the files store them stacked.
 
     Args:
         model: the model of that folder's config, on any device.
         folder: a folder with one safetensors file, or several with an index.
 
     Raises:
-        ModelError: the tensors do not fit the model, see `load_weights`.
+        ModelError: the tensors do not match the model; see `load_weights`.
     """
     stored: dict[str, AnyStored] = {**stored_tensors(folder)}
     if model.config.family.has_mxfp4:
@@ -201,18 +204,19 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """The same as `fitting_tensors`, given all tensors in the folder's files by name (`stored`).
+    """Return the same as `fitting_tensors`, from all tensors in the folder's files by name
+    (`stored`).
 
     Raises:
-        ModelError: the tensors do not fit the model, see `load_weights`.
+        ModelError: the tensors do not match the model; see `load_weights`.
     """
     expected = file_tensors(model, stacked=has_stacked_experts(stored))
     prefix, _, short = embedding_name(model).partition(".")
     head_name = model.head_file_name
     heads = (HEAD_WEIGHT, head_name)
-    if short in stored:  # the base model saved alone, without the prefix that it has beside a head
+    if short in stored:  # The base model was saved without a head, so the prefix is missing.
         stored = {n if n in heads else f"{prefix}.{n}": tensor for n, tensor in stored.items()}
-    if HEAD_WEIGHT in stored:  # the head's name in transformers 5, in all families
+    if HEAD_WEIGHT in stored:  # Name of the head in transformers 5, for all families.
         stored = {head_name if n == HEAD_WEIGHT else n: tensor for n, tensor in stored.items()}
     stored = {n: t for n, t in stored.items() if n in expected or not n.endswith(COMPUTED_BUFFERS)}
     left_out = model.config.family.left_out
@@ -228,22 +232,21 @@ def require_fit(
         shapes[head_name] = shapes[embedding]
     require_tensors(str(folder), shapes, {name: t.shape for name, t in stored.items()})
     if quantised:
-        # Quantised weights are useless without their scales, which are not read.
+        # Quantised weights are useless without their scales, which are not supported.
         raise ModelError(
-            f"{folder} has quantised tensors: {first_names(quantised)}: take the model that was "
-            "not quantised"
+            f"{folder} has quantised tensors ({first_names(quantised)}): use the unquantised model"
         )
     head = stored.pop(head_name, None) if model.config.tie_word_embeddings else None
     if head is not None and not head.has_values_of(stored[embedding]):
         raise ModelError(
-            f"{folder}: config.json ties {head_name} to {embedding}, but the two differ: set "
-            "tie_word_embeddings to false in it"
+            f"{folder}: config.json ties {head_name} to {embedding}, but their values differ: "
+            "set tie_word_embeddings to false in config.json"
         )
     return stored
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first three of `names` and the number of the remaining ones, for a message."""
+    """Return the first three of `names` and the number of others, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
@@ -251,14 +254,15 @@ def first_names(names: Sequence[str]) -> str:
 def require_tensors(
     where: str, expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuse tensors that are missing, extra or misshapen.
+    """Refuse tensors that are missing, unexpected or have the wrong shape.
 
     Args:
         where: name of the model or file, for the message.
         expected, given: shapes by tensor name.
 
     Raises:
-        ModelError: a tensor is missing, extra or misshapen; the message names up to three.
+        ModelError: a tensor is missing, unexpected or has the wrong shape; the message names up to
+            three.
     """
     wrong = [
         f"{name} is {list(given[name])}, expected {list(shape)}"
@@ -282,18 +286,19 @@ def _load_sequentially(
     inference = torch.is_inference_mode_enabled()
 
     def read(tensor: AnyStored, place: Tensor) -> None:
-        # torch's inference mode is set for each thread.
+        # torch's inference mode is set per thread.
         with torch.inference_mode(inference):
             tensor.read_into(place)
 
-    # Threads help: reading releases the GIL, and one core can't use the whole memory bandwidth.
+    # Threads help because reading releases the GIL and one core can't saturate the memory
+    # bandwidth.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda name: read(stored[name], places[name]), stored))
     return ()
 
 
 def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
-    """The (name, buffer) pairs of a model's buffers that its files contain."""
+    """Return the (name, buffer) pairs of a model's buffers that its files contain."""
     saved = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
@@ -301,7 +306,7 @@ def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
 def _load_mapped(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # A change of the file can't affect packed tensors, which are unpacked into memory.
+    # Changes to the file can't affect packed tensors, which are unpacked into memory.
     plain = [tensor for tensor in stored.values() if isinstance(tensor, StoredTensor)]
     files = tuple({tensor.file for tensor in plain})
     mapped = open_tensors(stored)
@@ -316,7 +321,8 @@ def _load_mapped(
         ):
             whole[name] = tensor
         else:
-            # Stacked experts, padded vocabularies, other dtypes and devices need their own memory.
+            # Stacked experts, padded vocabularies, other dtypes and other devices need separate
+            # memory.
             whole[name] = torch.zeros_like(parameter, device=device)
     model.load_state_dict(whole, strict=False, assign=True)
     model.finish_loading()
@@ -329,7 +335,7 @@ def _load_mapped(
 def _load_straight(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # Cloned, so that all tensors are in memory at once and not only memory-mapped.
+    # Cloned so that all tensors are actually in memory and not just memory-mapped.
     read = {name: tensor.clone() for name, tensor in open_tensors(stored).items()}
     allocate(model, device)
     for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
@@ -362,10 +368,10 @@ LOADING_MODES = tuple(_MODES)
 
 
 def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Give a model on the meta device memory on the CPU, and copy tensors into it.
+    """Allocate a model on the meta device in CPU memory, and copy tensors into it.
 
     Args:
-        model: changed in place.
+        model: the model, modified in place.
         tensors: tensors by the names of `file_tensors`.
         dtype: the parameters' dtype.
     """
@@ -376,7 +382,7 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
 
 def weights_to_save(model: Model) -> dict[str, Tensor]:
-    """The tensors of a model's `model.safetensors`, contiguous and on the CPU."""
+    """Return the tensors of a model's `model.safetensors`, contiguous and on the CPU."""
     return {
         name: tensor.detach().cpu().contiguous() for name, tensor in file_tensors(model).items()
     }
@@ -384,22 +390,23 @@ def weights_to_save(model: Model) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def nonfinite_tensor(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity; None if there is none."""
+    """Return the name of the first tensor with a NaN or an infinity, or None if there is none."""
     return next((name for name, tensor in tensors if not is_finite(tensor)), None)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True if all numbers of a tensor of any shape are finite."""
+    """Return True if all numbers of a tensor of any shape are finite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.itemsize == 1:  # torch has no extremes of fp8
+    if tensor.itemsize == 1:  # torch does not support aminmax for fp8.
         tensor = tensor.float()
-    # NaN propagates through both extremes, and no second tensor of this size is made.
+    # NaN propagates through both extremes, and no second tensor of this size is created.
     return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def stored_values(stored: Mapping[str, AnyStored]) -> Iterator[tuple[str, Tensor]]:
-    """The names and values of the tensors of `fitting_tensors`, one after the other in memory."""
+    """Yield the names and values of the tensors from `fitting_tensors`, with only one in memory at
+    a time."""
     for name, tensor in stored.items():
         yield name, tensor.read()
 
@@ -416,20 +423,21 @@ def grow_vocabulary(
     copied_from: int | None = None,
     vocab_multiple: int = 1,
 ) -> None:
-    """Give the tokens from `tokens_before` up to `tokens_now` rows in the embedding and the head.
+    """Add rows to the embedding and the head for the tokens from `tokens_before` up to
+    `tokens_now`.
 
-    A new token's rows are the mean of the old tokens' rows (Hewitt 2021: the new token is then as
-    likely as the average token, and takes little probability from the others), or a copy of one old
-    token's rows. The old rows do not change. Their logits do not either, except for the rounding of
-    a matrix product of another size (none at most sizes, up to 2e-8 observed). A tied head stays
-    tied.
+    A new token's rows are the mean of the old tokens' rows (Hewitt 2021: the new token is then
+    about as likely as the average token and takes little probability from the others), or a copy of
+    one old token's rows. The old rows do not change, and neither do their logits, except for
+    rounding in a matrix product of a different size (none at most sizes, up to 2e-8 observed). A
+    tied head stays tied.
 
     Args:
-        model: changed in place, its `config` as well. If the model already has rows beyond
-            `tokens_before`, as padded vocabularies have, those of new tokens are overwritten.
-        tokens_before: number of token ids that the old tokenizer had.
-        tokens_now: number of token ids that the new tokenizer has.
-        copied_from: id of the old token whose rows are copied; None takes the mean.
+        model: the model, modified in place including its `config`. If it already has rows beyond
+            `tokens_before`, as in padded vocabularies, those of new tokens are overwritten.
+        tokens_before: number of token ids in the old tokenizer.
+        tokens_now: number of token ids in the new tokenizer.
+        copied_from: id of the old token whose rows are copied; None uses the mean.
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
     """
     assert tokens_before <= model.config.vocab_size

@@ -1,5 +1,5 @@
-"""Safetensors files: reading headers, reading tensors directly into parameters, and writing; and
-experts that are stored in MXFP4, which are read as bf16."""
+"""Safetensors files: reading headers, reading tensors directly into parameters, and writing.
+Experts stored in MXFP4 are read as bf16."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INDEX_NAME = "model.safetensors.index.json"
 PICKLED_NAME = "pytorch_model.bin"
 PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 
-#: Number formats of plain weights, by safetensors' names. Quantised models have others.
+#: Number formats of unquantised weights, by their safetensors names.
 FLOAT_FORMATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -49,20 +49,22 @@ FLOAT_FORMATS = {
 #: Maximum number of tensors in a file. Each takes 1.5 KB of memory while the header is read; models
 #: have up to 100,000 in all their files.
 _MOST_TENSORS = 100_000
-#: Bytes that are read and converted at a time: few enough for the cache, even of several threads.
+#: Number of bytes that are read and converted at a time; small enough for the cache, even with
+#: several threads.
 _CHUNK_BYTES = 1 << 20
-#: The same for a GPU: larger, since the host waits for each copy, but not much, since each thread's
-#: part is on the GPU twice while it is converted.
+#: The same for a GPU. It is larger because the host waits for each copy, but not much larger
+#: because each thread's chunk is on the GPU twice during conversion.
 _GPU_CHUNK_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)
 class FileState:
-    """A file's identity and state at one moment.
+    """Identity and state of a file at one moment.
 
     Attributes:
         path: the file's path.
-        identity: (device, inode). Another file that is renamed to the path has another identity.
+        identity: (device, inode). A different file that is renamed to the path has a different
+            identity.
         state: (size in bytes, time of the last change in nanoseconds).
     """
 
@@ -72,24 +74,24 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path, file: io.FileIO | None = None) -> FileState:
-        """The present state of the file at `path`, which may be open as `file`."""
+        """Return the current state of the file at `path`, which may be open as `file`."""
         found = os.stat(path) if file is None else os.fstat(file.fileno())
         return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
 
     def require_unchanged(self) -> None:
-        """Refuse a mapped file that another program has written into.
+        """Refuse a mapped file that another program has modified.
 
         Raises:
-            ModelError: the file was overwritten or cut short in place.
+            ModelError: the file was overwritten or truncated in place.
         """
         try:
             now = FileState.of(self.path)
         except OSError:
-            return  # the content of a deleted file stays as long as it is mapped
+            return  # The content of a deleted file remains available while it is mapped.
         if now.identity == self.identity and now.state != self.state:
             raise ModelError(
-                f"{self.path} was changed in place while the model was in use: load it again "
-                "(way='sequential', --loading sequential, keeps a copy)"
+                f"{self.path} was modified in place while the model was in use: load it again "
+                "(way='sequential' or --loading sequential keeps a copy)"
             )
 
 
@@ -100,7 +102,7 @@ class StoredTensor:
     Attributes:
         file: state of the file when its header was read.
         name: the tensor's name in the file.
-        kind: number format, as safetensors names it (F32, BF16).
+        kind: number format by its safetensors name (F32, BF16).
         shape: sizes of the tensor.
         offset: position of the tensor's first byte in the file.
     """
@@ -122,10 +124,12 @@ class StoredTensor:
         return torch.uint8 if self.kind == "U8" else FLOAT_FORMATS[self.kind]
 
     def read_into(self, target: Tensor) -> None:
-        """Copy the values into a contiguous tensor of the same shape, of any dtype, on any device.
+        """Copy the values into a contiguous tensor of the same shape, with any dtype and on any
+        device.
 
         Raises:
-            ModelError: the file can't be read, is shorter than its header says, or was replaced.
+            ModelError: the file can't be read, is shorter than its header specifies, or was
+                replaced.
         """
         flat = target.detach().view(-1)
         if flat.device.type == "cpu" and flat.dtype == self.dtype:
@@ -135,12 +139,12 @@ class StoredTensor:
         start = 0
         for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
             place = flat[start : start + len(part)]
-            # Another dtype is converted on the target's device, where a GPU is faster.
+            # Dtype conversion takes place on the target's device, which is faster on a GPU.
             place.copy_(part if part.dtype == place.dtype else part.to(flat.device))
             start += len(part)
 
     def read(self) -> Tensor:
-        """The values on the CPU, in the file's dtype.
+        """Return the values on the CPU, in the file's dtype.
 
         Raises:
             ModelError: as in `read_into`.
@@ -150,8 +154,9 @@ class StoredTensor:
         return result
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """True if a tensor of the same shape and any dtype has equal values; NaN equals NaN."""
-        # Parts with the same number of elements, even if the dtypes differ.
+        """Return True if a tensor of the same shape and any dtype has equal values; NaN equals
+        NaN."""
+        # Use chunks with the same number of elements, even if the dtypes differ.
         count = _CHUNK_BYTES // 8
         pairs = zip(
             self._parts(count * self.dtype.itemsize),
@@ -165,14 +170,15 @@ class StoredTensor:
 
     @classmethod
     def mean(cls, tensors: Sequence[StoredTensor]) -> Tensor:
-        """The mean of tensors of one shape, fp32 on the CPU. The sum is computed in fp64.
+        """Return the mean of tensors of one shape, fp32 on the CPU. The sum is computed in fp64.
 
         Raises:
-            ModelError: a file can't be read, is shorter than its header says, or was replaced.
+            ModelError: a file can't be read, is shorter than its header specifies, or was replaced.
         """
         result = torch.empty(tensors[0].shape, dtype=torch.float32, device="cpu")
         flat, start = result.view(-1), 0
-        # Parts with the same number of elements, so few that those of all tensors fit in the cache.
+        # Use chunks with the same number of elements, small enough that those of all tensors fit in
+        # the cache.
         count = _CHUNK_BYTES // 32
         for parts in zip(*(one._parts(count * one.dtype.itemsize) for one in tensors), strict=True):
             total = parts[0].double()
@@ -199,7 +205,8 @@ class StoredTensor:
             raise ModelError(f"{self.path} can't be read: {describe_os_error(error)}") from error
 
     def _parts(self, chunk_bytes: int) -> Iterator[Tensor]:
-        """The values in order, in 1-D parts of up to `chunk_bytes`. All parts share one buffer."""
+        """Yield the values in order, in 1-D chunks of up to `chunk_bytes`. All chunks share one
+        buffer."""
         count = torch.Size(self.shape).numel()
         size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
         buffer = torch.empty(size, dtype=self.dtype, device="cpu")
@@ -210,23 +217,24 @@ class StoredTensor:
                 yield part
 
     def _fill(self, flat: Tensor, file: io.FileIO) -> None:
-        """Read the next bytes of the file into a 1-D tensor on the CPU, of the same dtype."""
+        """Read the next bytes of the file into a 1-D CPU tensor of the same dtype."""
         if not len(flat):
             return
         memory = flat.view(torch.uint8).numpy().data
         while memory:
             count = file.readinto(memory)
             if not count:
-                raise ModelError(f"{self.path} is damaged or cut short")
+                raise ModelError(f"{self.path} is damaged or truncated")
             memory = memory[count:]
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a model folder by name: of `model.safetensors`, or of all files in its index.
+    """Return all tensors of a model folder by name, from `model.safetensors` or from all files in
+    its index.
 
     Raises:
         ModelError: the folder has no weights, a file is missing or damaged, or the index does not
-            fit the files; the message names the file.
+            match the files; the message names the file.
     """
     if (folder / WEIGHTS_NAME).is_file():
         return read_header(folder / WEIGHTS_NAME)
@@ -238,7 +246,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def indexed_tensors(
     folder: Path, index_name: str, read: Callable[[Path], Mapping[str, _AnyTensor]]
 ) -> dict[str, _AnyTensor]:
-    """The tensors by name of all files that an index names.
+    """Return the tensors of all files in an index by name.
 
     Args:
         folder: the folder of the index and the files.
@@ -246,14 +254,14 @@ def indexed_tensors(
         read: function that reads the tensors of a file by name.
 
     Raises:
-        ModelError: a file is missing or damaged, or the index does not fit the files.
+        ModelError: a file is missing or damaged, or the index does not match the files.
     """
     weight_map = _read_index(folder, index_name)
     tensors: dict[str, _AnyTensor] = {}
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not path.is_file():
-            raise ModelError(f"{path} is missing, but {index_name} names it: download it again")
+            raise ModelError(f"{path} is missing but is listed in {index_name}: download it again")
         for name, tensor in read(path).items():
             if weight_map.get(name) != file_name:
                 where = weight_map.get(name, "nowhere")
@@ -265,7 +273,7 @@ def indexed_tensors(
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, from its header alone.
+    """Return the tensors of a safetensors file by name, from its header alone.
 
     Raises:
         ModelError: the file is missing or damaged.
@@ -276,25 +284,25 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(file.read(8), "little")
             if MAX_JSON_BYTES < length <= state.state[0]:
                 raise ModelError(
-                    f"{path} has a header of {length:,} bytes, more than the {MAX_JSON_BYTES:,} "
-                    "that are read"
+                    f"{path} has a header of {length:,} bytes, more than the limit of "
+                    f"{MAX_JSON_BYTES:,}"
                 )
-            # safetensors maps the whole file before it looks at its header.
+            # safetensors maps the entire file before checking its header.
             if not 0 < length <= state.state[0] - 8:
                 raise ModelError(
-                    f"{path} is damaged or cut short, copy it again: its header would be "
+                    f"{path} is damaged or truncated, copy it again: its header would be "
                     f"{length:,} bytes long"
                 )
             content = file.read(length)
             if (count := content.count(b"{")) > _MOST_TENSORS:
                 raise ModelError(f"{path} has {count:,} tensors: the limit is {_MOST_TENSORS:,}")
-            # safetensors checks the header and the file's length, but does not tell offsets.
+            # safetensors checks the header and the file's length but does not expose offsets.
             with safetensors.safe_open(path, framework="pt"):
                 header = json.loads(content, object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing") from None
     except safetensors.SafetensorError as error:
-        raise ModelError(f"{path} is damaged or cut short, copy it again: {error}") from error
+        raise ModelError(f"{path} is damaged or truncated, copy it again: {error}") from error
     except OSError as error:
         raise ModelError(f"{path} can't be read: {describe_os_error(error)}") from error
     except ModelError:
@@ -315,15 +323,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def has_pickled_weights(folder: Path) -> bool:
-    """True if a model folder has pickled weights and no safetensors."""
+    """Return True if a model folder has pickled weights but no safetensors."""
     return any(
         (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
 def _repository_of(folder: Path) -> str | None:
-    """OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache; None for any
-    other folder."""
+    """Return OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache; None for
+    any other folder."""
     found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
     return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
 
@@ -331,24 +339,24 @@ def _repository_of(folder: Path) -> str | None:
 def _no_weights(folder: Path) -> ModelError:
     if any(folder.glob("model.shard-*-of-*.safetensors")):
         return ModelError(
-            f"{folder} holds its weights in shards, each written by one process: make a model "
-            f"folder of them with `firstlight convert {folder} --out DIR`, and use that"
+            f"the weights in {folder} are shards written by several processes: convert them to a "
+            f"model folder with `firstlight convert {folder} --out DIR`, and use that"
         )
     repository = _repository_of(folder)
     if has_pickled_weights(folder) or repository:
         return ModelError(
-            f"{folder} has no {WEIGHTS_NAME}; a {PICKLED_NAME} is a pickle, which could run code "
-            "when it is opened: make a model folder with safetensors of it with "
-            f"`firstlight convert {repository or folder} --out DIR`, and use that"
+            f"{folder} has no {WEIGHTS_NAME}; {PICKLED_NAME} is a pickle, which could run code "
+            "when it is opened: convert it to safetensors with `firstlight convert "
+            f"{repository or folder} --out DIR`, and use that folder"
         )
     return ModelError(
-        f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are read "
-        "(pickled .bin and .pt files can run code when they are opened)"
+        f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are supported (pickled .bin "
+        "and .pt files can run code when they are opened)"
     )
 
 
 def _read_index(folder: Path, index_name: str) -> dict[str, str]:
-    """The file name of each tensor, from an index.
+    """Read an index; return the file name of each tensor.
 
     Raises:
         ModelError: the index is damaged, or names a file outside its folder.
@@ -366,7 +374,7 @@ def _read_index(folder: Path, index_name: str) -> dict[str, str]:
 
 
 def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The tensors by the names in `stored`, memory-mapped. The files must not change while the
+    """Memory-map tensors; return them by the names in `stored`. The files must not change while the
     tensors are in use.
 
     Raises:
@@ -385,10 +393,11 @@ def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file atomically: an old one stays until the new one is complete.
+    """Write a safetensors file atomically; an existing file is kept until the new one is complete.
 
     Raises:
-        StorageError: the file system refuses a write, or safetensors lacks a tensor's dtype.
+        StorageError: the file system refuses a write, or safetensors does not support a tensor's
+            dtype.
     """
     with replacing(path) as file:
         write_tensors(file, tensors, {"format": "pt"})
@@ -397,8 +406,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def save_weights(
     tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write the weights of a model folder: one file, or several with an index if the tensors have
-    more than `max_shard_bytes` together.
+    """Write the weights of a model folder, as one file or, if the tensors have more than
+    `max_shard_bytes` in total, as several files with an index.
 
     Raises:
         StorageError: the file system refuses a write.
@@ -428,9 +437,9 @@ def save_weights(
 
 # Experts in MXFP4
 
-#: Ends of the names of a stack's packed numbers and of their scales.
+#: Name suffixes of a stack's packed numbers and of their scales.
 _BLOCKS, _SCALES = "_blocks", "_scales"
-#: Bytes of a block: 32 numbers of 4 bits.
+#: Size of a block in bytes: 32 numbers of 4 bits.
 _BLOCK_BYTES = 16
 
 #: The non-negative E2M1 numbers in the order of their codes 0 to 7; bit 3 of a code is the sign.
@@ -441,7 +450,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class PackedTensor:
     """A stack of matrices that a file stores in MXFP4, with the methods of `StoredTensor`.
 
-    MXFP4 has numbers of 4 bits (E2M1), of which 32 share a scale of 8 bits (E8M0). Source: Open
+    MXFP4 consists of 4-bit numbers (E2M1); 32 of them share an 8-bit scale (E8M0). Source: Open
     Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
 
     gpt-oss' files store a stack of the experts' matrices, `NAME`, [E, in, out] in the model, as two
@@ -450,7 +459,7 @@ class PackedTensor:
         NAME_blocks   [E, out, in / 32, 16]: two numbers per byte, the first in the low four bits
         NAME_scales   [E, out, in / 32]: exponents of the scales, plus 127
 
-    MXFP4 is never written: training needs numbers that a small update can change.
+    MXFP4 is never written, because training needs numbers that a small update can change.
 
     Attributes:
         blocks: the packed numbers, uint8 [E, out, in / 32, 16].
@@ -462,7 +471,7 @@ class PackedTensor:
 
     @property
     def kind(self) -> str:
-        """The number format after unpacking, as safetensors names it."""
+        """Number format after unpacking, by its safetensors name."""
         return "BF16"
 
     @property
@@ -477,22 +486,23 @@ class PackedTensor:
         return experts, blocks * 2 * count, rows
 
     def has_values_of(self, other: object) -> bool:
-        """Always False. `require_fit` compares only head and embedding, which are never packed."""
+        """Return False. `require_fit` compares only head and embedding, which are never packed."""
         return False
 
     def read_into(self, target: Tensor) -> None:
         """Copy the unpacked values into a tensor [E, in, out] of any dtype, on any device.
 
         Raises:
-            ModelError: a file can't be read, is shorter than its header says, or was replaced.
+            ModelError: a file can't be read, is shorter than its header specifies, or was replaced.
         """
-        # One expert at a time: unpacking all at once would need as much memory as the model again.
+        # One expert at a time, because unpacking all at once would need as much memory as the
+        # model.
         for number, place in enumerate(target.detach()):
             parts = (_matrix_of(tensor, number) for tensor in (self.blocks, self.scales))
             place.copy_(unpack_mxfp4(*parts).T)
 
     def read(self) -> Tensor:
-        """The unpacked values, bf16 [E, in, out], on the CPU.
+        """Return the unpacked values, bf16 [E, in, out], on the CPU.
 
         Raises:
             ModelError: as in `read_into`.
@@ -506,14 +516,14 @@ AnyStored = StoredTensor | PackedTensor
 
 
 def _matrix_of(stored: StoredTensor, expert: int) -> Tensor:
-    """The bytes of one expert of a stack [E, ...], uint8 [...]."""
+    """Read the bytes of one expert in a stack [E, ...]; returns uint8 [...]."""
     shape = stored.shape[1:]
     place = stored.offset + expert * math.prod(shape)
     return dataclasses.replace(stored, shape=shape, offset=place).read()
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The values of MXFP4 blocks, bf16 [..., in].
+    """Unpack MXFP4 blocks to bf16 [..., in].
 
     Args:
         blocks: two E2M1 numbers per byte, the low four bits first, uint8 [..., in / 32, 16].
@@ -522,21 +532,21 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     values = torch.tensor(_VALUES, dtype=torch.bfloat16)
     values = torch.cat((values, -values))
     every = torch.arange(256)
-    # Both bf16 values of a byte are one int32 in this table, so that one look-up gives both.
+    # In this table, both bf16 values of a byte form one int32, so a single lookup gives both.
     pairs = torch.stack((values[every & 15], values[every >> 4]), dim=1).view(torch.int32).flatten()
     numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
     numbers = numbers.view(*scales.shape, -1)
-    # ldexp, not a product with the scale: the largest scale, 2^128, overflows bf16, although its
-    # product with a small number may not.
+    # ldexp is used instead of multiplying by the scale, because the largest scale, 2^128, overflows
+    # bf16 although its product with a small number may not.
     return torch.ldexp(numbers, scales.int()[..., None] - 127, out=numbers).flatten(-2)
 
 
 def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
-    """The tensors of a folder, with each pair `NAME_blocks`, `NAME_scales` as one `PackedTensor`
-    NAME.
+    """Return the tensors of a folder, with each pair `NAME_blocks`, `NAME_scales` as one
+    `PackedTensor` NAME.
 
     Raises:
-        ModelError: the shapes or dtypes of a pair don't fit; the message names them.
+        ModelError: the shapes or dtypes of a pair don't match; the message names them.
     """
     found: dict[str, AnyStored] = {}
     for name, tensor in stored.items():
@@ -559,8 +569,8 @@ def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
 
 
 def open_tensors(stored: Mapping[str, AnyStored]) -> dict[str, Tensor]:
-    """The tensors by the names in `stored`: memory-mapped, except packed ones, which are unpacked
-    into memory.
+    """Open tensors; return them by the names in `stored`. They are memory-mapped, except packed
+    tensors, which are unpacked into memory.
 
     Raises:
         ModelError: a file can't be read, or was replaced after its header was read.

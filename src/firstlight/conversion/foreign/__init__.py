@@ -1,1 +1,1 @@
-"""Checkpoints of other programs: one file per program, and what they share."""
+"""Checkpoints of other programs: one module per program, and shared code."""

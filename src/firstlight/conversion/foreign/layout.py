@@ -1,7 +1,8 @@
-"""What the readers of all programs share: names and shapes of tensors, settings and their checks.
+"""Code shared by the readers for all programs: names and shapes of tensors, settings and their
+checks.
 
-A layout maps each Hugging Face name to the program's names that its tensor is made of; "{}" is the
-number of the layer. Shapes are those of Hugging Face's tensors, as letters:
+A layout maps each Hugging Face name to the names of the program's tensors from which it is built;
+"{}" is the layer number. Shapes are those of Hugging Face's tensors, as letters:
 
     V  vocabulary    P  positions    C  hidden size    F  MLP size    D  size of a head
     Q  query heads x head size    K  kv heads x head size
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 
-#: Modules of Hugging Face's GPT-2 -> shape of the weight, shape of the bias ("" for none).
+#: Modules of Hugging Face's GPT-2 -> (shape of the weight, shape of the bias or "" if there is
+#: none).
 GPT2_MODULES = {
     "transformer.wte": ("V C", ""),
     "transformer.wpe": ("P C", ""),
@@ -53,7 +55,7 @@ GPT2_SHAPES = {
     if shape
 }
 _LLAMA_SHAPES = {f"{module}.weight": shape for module, shape in LLAMA_MODULES.items()}
-#: Family -> letter -> (Hugging Face tensor, its dimension) that gives the size of the letter.
+#: Family -> letter -> (Hugging Face tensor, dimension) that determines the size of the letter.
 SIZES = {
     "gpt2": {
         "V": ("transformer.wte.weight", 0),
@@ -79,17 +81,18 @@ TRANSPOSED = frozenset(
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of one program's model.
+    """Names and shapes of the tensors in one program's model.
 
     Attributes:
         program: name of the program.
-        kind: Hugging Face's family whose names the tensors get: "gpt2", "nanochat" or "llama"
-            (also for Mistral, Qwen2 and Qwen3, whose names are Llama's).
-        mark: end of a tensor's name by which the layout is recognised.
-        names: the program's tensors that each Hugging Face tensor is made of; several are stacked
-            along the outputs.
+        kind: Hugging Face family whose tensor names are used: "gpt2", "nanochat" or "llama" (also
+            for Mistral, Qwen2 and Qwen3, whose names are Llama's).
+        mark: tensor name suffix by which the layout is recognised.
+        names: the program's tensors from which each Hugging Face tensor is built; several are
+            stacked along the outputs.
         shapes: shapes of the Hugging Face tensors, in letters.
-        optional: biases, by Hugging Face name, that a file may lack; it lacks all or none of them.
+        optional: biases, by Hugging Face name, that may be missing in a file; either all or none
+            are missing.
         rotates_pairs: True if rotary positions rotate pairs (2i, 2i + 1) of a head's rows; False
             for Hugging Face's pairs (i, i + D/2).
         is_transposed: True if the weights in `TRANSPOSED` are [out, in], unlike Hugging Face's.
@@ -113,7 +116,7 @@ def llama_layout(
     norm: str = "weight",
     rotates_pairs: bool = False,
 ) -> Layout:
-    """The layout of a program's Llama.
+    """Return the layout of a program's Llama.
 
     Args:
         program, mark, rotates_pairs: see `Layout`.
@@ -135,7 +138,7 @@ def llama_layout(
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model, as its tensors show it.
+    """Shape of a model, as determined from its tensors.
 
     Attributes:
         sizes: sizes by shape letter.
@@ -155,15 +158,15 @@ class Settings:
     """Settings of another program's model.
 
     Attributes:
-        found: settings that the files hold or the program's code fixes, by keys of a Hugging Face
+        found: settings from the files or fixed in the program's code, by keys of a Hugging Face
             config.json.
-        assumed: settings that the program's code has values for, by the same keys. The caller may
-            override them.
+        assumed: default values in the program's code, by the same keys. The caller may override
+            them.
         notes: a sentence for the user about an assumed setting, by its key.
-        choices: the values that the program's code can compute, by the key of the setting.
-        model_args: settings by the program's own names. Those of a GPT are compared with its
+        choices: the values that the program's code supports, by the key of the setting.
+        model_args: settings by the program's own names. Those of a GPT are checked against its
             tensors.
-        where: place where `model_args` was found, for messages.
+        where: origin of `model_args`, for messages.
         sines: table of sines [positions, head size] that older Llamas of LLMs-from-scratch save;
             None if there is none.
     """
@@ -179,12 +182,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Opened:
-    """Another program's model, as it is in its files.
+    """Another program's model, as stored in its files.
 
     Attributes:
         layout: names and shapes of the program's tensors.
-        weights: tensors by the program's names. A tied head is under both its names.
-        settings: settings in the files, and those that the program's code fixes or assumes.
+        weights: tensors by the program's names. A tied head is included under both names.
+        settings: settings from the files, and those fixed or assumed by the program's code.
         left_out: keys of the file's optimizer states, which are not converted.
     """
 
@@ -195,7 +198,7 @@ class Opened:
 
 
 def without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors without masks and rotary tables, which are not weights."""
+    """Remove masks and rotary tables, which are not weights."""
     buffers = (".attn.bias", ".att.mask", ".att.cos", ".att.sin", "rope.freqs")
     return {name: value for name, value in weights.items() if not name.endswith(buffers)}
 
@@ -207,21 +210,22 @@ def tie(weights: dict[str, Any]) -> None:
 
 
 def optimizer_states(content: Mapping[str, Any]) -> list[str]:
-    """The keys of a checkpoint's optimizer states. A state_dict alone has none, since its values
-    are tensors."""
+    """Return the keys of a checkpoint's optimizer states. A bare state_dict has none, since its
+    values are tensors."""
     return [
         key for key, value in content.items() if "optim" in str(key) and isinstance(value, Mapping)
     ]
 
 
 def is_number(value: Any) -> bool:
-    """True for integers, floats and, as in Python, booleans, which some keys have."""
+    """Return True for integers, floats and, as in Python, booleans, which are the values of some
+    keys."""
     return isinstance(value, (int, float))
 
 
 def require_range(path: Path, values: Mapping[Any, Any]) -> None:
-    """Refuse NaN, infinity and numbers of 2^63 or more. No setting has them, and very large
-    integers can't be converted to floats or printed."""
+    """Refuse NaN, infinity and numbers of 2^63 or more. They are never valid settings, and very
+    large integers can't be converted to floats or printed."""
     for key, value in values.items():
         if isinstance(key, str) and is_number(value) and not abs(value) < 2**63:
-            raise ModelError(f"{path}: {key} is infinite or 2^63 or more: copy the file again")
+            raise ModelError(f"{path}: {key} is not finite or is 2^63 or more: copy the file again")

@@ -31,8 +31,8 @@ CONFIG = "model_config.yaml"
 #: Maximum size of model_config.yaml in bytes.
 _MAX_CONFIG_BYTES = 1_000_000
 
-#: Modules of Hugging Face's Llama -> litgpt's. Its one matrix for queries, keys and values is split
-#: into [q], [k] and [v] when a file is opened.
+#: Modules of Hugging Face's Llama -> those of litgpt. Its single matrix for queries, keys and
+#: values is split into [q], [k] and [v] when a file is opened.
 _MODULES = {
     "model.embed_tokens": "transformer.wte",
     "model.layers.{}.input_layernorm": "transformer.h.{}.norm_1",
@@ -91,7 +91,7 @@ def open_folder(folder: Path) -> Opened:
     try:
         values = parse_yaml(content)
     except ValueError as error:
-        raise ModelError(f"{config_path} is no valid YAML ({error}): copy it again") from error
+        raise ModelError(f"{config_path} is not valid YAML ({error}): copy it again") from error
     settings, rows = _settings(config_path, values)
     saved = read_pickle(path)
     weights = named_weights(path, saved)
@@ -108,8 +108,8 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The tensors, with litgpt's fused matrix `attn.qkv` split into `attn.qkv[q]`, `[k]` and `[v]`
-    of `rows` rows each."""
+    """Split litgpt's fused matrix `attn.qkv` into `attn.qkv[q]`, `[k]` and `[v]`, with the numbers
+    of rows in `rows`."""
     cut: dict[str, Any] = {}
     for name, value in weights.items():
         match = re.fullmatch(r"(.*\.attn\.qkv)\.(weight|bias)", name)
@@ -117,10 +117,11 @@ def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dic
             cut[name] = value
         elif value.dim() == 0 or len(value) != sum(rows):
             raise ModelError(
-                f"{path}: {name} is {list(value.shape)}, and {CONFIG} asks for {sum(rows)} rows"
+                f"{path}: {name} has shape {list(value.shape)}, but {CONFIG} requires "
+                f"{sum(rows)} rows"
             )
         elif not is_whole(value):
-            raise ModelError(f"{path}: {name} has fewer numbers than its shape says")
+            raise ModelError(f"{path}: {name} has fewer elements than its shape requires")
         else:
             for letter, part in zip("qkv", torch.split(value, list(rows)), strict=True):
                 cut[f"{match[1]}[{letter}].{match[2]}"] = part
@@ -128,7 +129,7 @@ def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dic
 
 
 def _layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
-    """The layout of a Llama-like model of litgpt.
+    """Return the layout of a Llama-like model of litgpt.
 
     Args:
         qkv_bias: True if queries, keys and values have biases.
@@ -146,32 +147,31 @@ def _layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
 
 
 def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
-    """Settings of a Llama-like model of litgpt, from model_config.yaml.
+    """Return the settings of a Llama-like model of litgpt, from model_config.yaml.
 
     Returns:
-        The settings, and the numbers of rows that queries, keys and values have in litgpt's one
-        matrix for all three.
+        The settings, and the number of rows for queries, keys and values in litgpt's fused matrix.
 
     Raises:
-        ModelError: a setting is missing, invalid, or of an architecture that is not read.
+        ModelError: a setting is missing or invalid, or the architecture is not supported.
     """
     if not isinstance(values, Mapping):
-        raise ModelError(f"{path} is not of litgpt: it holds no settings")
+        raise ModelError(f"{path} is not a litgpt file: it contains no settings")
     require_range(path, values)
     for key, (default, allowed) in _FIXED.items():
         if values.get(key, default) not in allowed:
             raise ModelError(
-                f"{path}: {key} is {values.get(key, default)!r}, and of litgpt's models those like "
-                f"Llama, Mistral, Qwen2 and Qwen3 are read, which have {allowed[0]!r}: export it "
-                "with `litgpt convert_from_litgpt`"
+                f"{path}: {key} is {values.get(key, default)!r}, but only litgpt models like "
+                f"Llama, Mistral, Qwen2 and Qwen3 are supported, which have {allowed[0]!r}: "
+                "export it with `litgpt convert_from_litgpt`"
             )
     missing = [key for key in _NEEDED if not is_number(values.get(key))]
     if missing:
-        raise ModelError(f"{path} has no {missing[0]}: it is not a whole model_config.yaml")
+        raise ModelError(f"{path} has no {missing[0]}: it is not a complete model_config.yaml")
     heads, groups = values["n_head"], values.get("n_query_groups") or values["n_head"]
     size = values.get("head_size") or (values["n_embd"] // heads if heads else 0)
     if any(type(value) is not int or value < 1 for value in (heads, groups, size)):
-        raise ModelError(f"{path}: n_head, n_query_groups and head_size must be whole numbers")
+        raise ModelError(f"{path}: n_head, n_query_groups and head_size must be integers")
     window = values.get("sliding_window_size")
     traits = {
         "mistral": window is not None,
@@ -181,11 +181,10 @@ def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
     kinds = [kind for kind, has in traits.items() if has]
     windows = values.get("sliding_window_indices") or ()
     if not isinstance(windows, Sequence):
-        raise ModelError(f"{path}: sliding_window_indices is no list: copy the file again")
+        raise ModelError(f"{path}: sliding_window_indices is not a list: copy the file again")
     if len(kinds) > 1 or (window is not None and 0 in windows):
         raise ModelError(
-            f"{path}: attn_bias, norm_qk and windows (in some layers) together are of no family "
-            "that is read"
+            f"{path}: no supported family combines attn_bias, norm_qk and windows (in some layers)"
         )
     found = {
         "model_type": kinds[0] if kinds else "llama",
@@ -204,7 +203,7 @@ def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
 
 
 def _rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of a Hugging Face config.json, from litgpt's settings."""
+    """Return `rope_parameters` of a Hugging Face config.json, from litgpt's settings."""
     theta = values.get("rope_base", 10_000)
     if not is_number(theta):
         raise ModelError(f"{path}: rope_base is not a number: copy the file again")
@@ -214,6 +213,6 @@ def _rope(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         return rope
     keys = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
     if not isinstance(scaling, Mapping) or scaling.keys() != keys:
-        raise ModelError(f"{path}: rope_adjustments other than Llama 3's are not read")
+        raise ModelError(f"{path}: rope_adjustments other than Llama 3's are not supported")
     renamed = {key.replace("max_seq_len", "max_position_embeddings"): scaling[key] for key in keys}
     return {**rope, **renamed, "rope_type": "llama3"}

@@ -1,7 +1,7 @@
-"""GPTs and Llamas of LLMs-from-scratch (rasbt/LLMs-from-scratch), the code of the book: a file of
-weights, or one of weights and optimizer.
+"""GPTs and Llamas of LLMs-from-scratch (rasbt/LLMs-from-scratch), the code of the book: a file with
+weights, or with weights and optimizer.
 
-Names are those of `pkg/llms_from_scratch/ch04.py` and `llama3.py` and of `ch05/07_gpt_to_llama`.
+The names are those in `pkg/llms_from_scratch/ch04.py`, `llama3.py` and `ch05/07_gpt_to_llama`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GPT = {
     "transformer.ln_f": ("final_norm",),
     "lm_head": ("out_head",),
 }
-#: `GPTModelFast` has one matrix for queries, keys and values.
+#: `GPTModelFast` has a single matrix for queries, keys and values.
 _GPT_FAST = _GPT | {
     "transformer.h.{}.attn.c_attn": ("trf_blocks.{}.att.qkv",),
     "transformer.h.{}.attn.c_proj": ("trf_blocks.{}.att.proj",),
@@ -53,7 +53,7 @@ _GPT_FAST = _GPT | {
 def _gpt_layout(
     mark: str, modules: Mapping[str, tuple[str, ...]], norm: Mapping[str, str]
 ) -> Layout:
-    """The layout of a GPT; `norm` has the names of a norm's tensors "weight" and "bias"."""
+    """Return the layout of a GPT; `norm` has the names of a norm's tensors "weight" and "bias"."""
     names = {}
     for module, (_, bias) in GPT2_MODULES.items():
         for kind in ("weight", "bias") if bias else ("weight",):
@@ -87,9 +87,9 @@ LLAMA = llama_layout(
 
 
 def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
-    """A GPT; `layout` is `GPT` or `GPT_FAST`.
+    """Open a GPT; `layout` is `GPT` or `GPT_FAST`.
 
-    The activation may be ReLU, which readers of the book put in place of its GELU.
+    The activation may be ReLU, with which readers of the book replace its GELU.
     """
     settings = Settings(
         found={"layer_norm_epsilon": 1e-5},
@@ -100,7 +100,7 @@ def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
 
 
 def open_llama(path: Path, weights: Mapping[str, Any]) -> Opened:
-    """A Llama. Older ones save rotary tables, which show heads and context.
+    """Open a Llama. Older files contain rotary tables, which reveal the heads and the context.
 
     Raises:
         ModelError: the tables have an impossible shape.
@@ -111,7 +111,7 @@ def open_llama(path: Path, weights: Mapping[str, Any]) -> Opened:
         return Opened(LLAMA, without_buffers(weights), Settings(found=found))
     width = embedding.shape[-1] if embedding.dim() else 0
     if sines.dim() != 2 or 0 in sines.shape or width % sines.shape[1]:
-        raise ModelError(f"{path}: its rotary tables are {list(sines.shape)}, which can't be")
+        raise ModelError(f"{path}: its rotary tables have the impossible shape {list(sines.shape)}")
     settings = Settings(
         found={**found, "num_attention_heads": width // sines.shape[1]},
         assumed={"max_position_embeddings": sines.shape[0]},

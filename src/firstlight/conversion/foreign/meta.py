@@ -46,13 +46,13 @@ LAYOUT = llama_layout(
     },
     rotates_pairs=True,
 )
-#: Dimension along which the files shard a module's matrix (tensor parallelism), by its name.
+#: Module name -> dimension along which the files shard its matrix (tensor parallelism).
 _CUT = {
     **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0),
     **dict.fromkeys(("wo", "w2"), 1),
 }
-#: Keys of params.json that are known: settings of the model, and keys that have no effect on it or
-#: whose effect the tensors' shapes show.
+#: Known keys of params.json: settings of the model, and keys that have no effect on it or whose
+#: effect is visible in the tensors' shapes.
 _KEYS = {
     "dim",
     "n_layers",
@@ -70,14 +70,14 @@ _KEYS = {
     "max_seq_len",
     "model_parallel_size",
 }
-#: Keys of params.json that must not be null, since there is no default for them.
+#: Keys of params.json that must not be null because they have no default.
 _NOT_NULL = ("dim", "n_layers", "n_heads", "vocab_size")
 #: Widths of Llama 3.2's text models (1B, 3B), whose rotary scaling factor is 32; Llama 3.1's is 8.
 _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Meta's `consolidated.*.pth` files in a folder, in the order of their numbers."""
+    """Return Meta's `consolidated.*.pth` files in a folder, in the order of their numbers."""
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
 
@@ -86,19 +86,19 @@ def open_folder(folder: Path) -> Opened:
     files = files_in(folder)
     missing = {f"consolidated.{i:02}.pth" for i in range(len(files))} - {f.name for f in files}
     if missing:
-        raise ModelError(f"{folder} lacks {min(missing)}: a model needs all its parts, copy it too")
+        raise ModelError(f"{folder} lacks {min(missing)}: copy all files of the model")
     shards = [without_buffers(named_weights(path, read_pickle(path))) for path in files]
     for path, shard in zip(files, shards, strict=True):
         broken = [n for n, t in shard.items() if not isinstance(t, Tensor) or not is_whole(t)]
         if broken:
-            raise ModelError(f"{path} has {broken[0]!r:.80}, which is no plain tensor")
+            raise ModelError(f"{path} has {broken[0]!r:.80}, which is not a plain tensor")
         tie(shard)
     settings = _settings(folder / CONFIG, read_json(folder / CONFIG))
     return Opened(LAYOUT, _joined(files, shards), settings)
 
 
 def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """The whole tensors, joined from the files' shards; those of a single file are unchanged."""
+    """Join the shards in the files to full tensors; those of a single file are unchanged."""
     if len(shards) == 1:
         return dict(shards[0])
     first = shards[0]
@@ -106,7 +106,9 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
         if {n: (t.shape, t.dtype) for n, t in shard.items()} != {
             n: (t.shape, t.dtype) for n, t in first.items()
         }:
-            raise ModelError(f"{path} and {files[0]} are no parts of one model: shapes differ")
+            raise ModelError(
+                f"{path} and {files[0]} are not parts of the same model: their shapes differ"
+            )
     width = first["norm.weight"].numel() if "norm.weight" in first else 0
     joined = {}
     for name, tensor in first.items():
@@ -121,27 +123,31 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
                 raise ModelError(f"{name} differs between {files[0]} and its other parts")
             joined[name] = tensor
         elif tensor.dim() != 2:
-            raise ModelError(f"{files[0]}: {name} is {list(tensor.shape)}, expected a matrix")
+            raise ModelError(
+                f"{files[0]}: {name} has shape {list(tensor.shape)}, but must be a matrix"
+            )
         else:
             joined[name] = torch.cat(parts, cut)
     return joined
 
 
 def _settings(path: Path, params: Any) -> Settings:
-    """Settings of Meta's Llama, from params.json.
+    """Return the settings of Meta's Llama, from params.json.
 
-    The file lacks the context length, which Meta's code fixes for each model. It is guessed from
-    the other settings, as in Hugging Face's config.json of the same model.
+    The file does not contain the context length, which is fixed in Meta's code for each model. It
+    is inferred from the other settings to match Hugging Face's config.json of the same model.
 
     Raises:
-        ModelError: a setting is missing, invalid, or of another architecture.
+        ModelError: a setting is missing or invalid, or belongs to another architecture.
     """
     if not isinstance(params, Mapping) or not {"dim", "n_layers", "n_heads"} <= params.keys():
-        raise ModelError(f"{path} lacks dim, n_layers or n_heads: it is not of Meta's Llama")
-    # An unknown key that is off does not change the model.
+        raise ModelError(
+            f"{path} lacks dim, n_layers or n_heads: it does not belong to Meta's Llama"
+        )
+    # An unknown key that is disabled does not change the model.
     unknown = [k for k, v in params.items() if k not in _KEYS and v not in (None, False)]
     if unknown:
-        raise ModelError(f"{path} has {unknown[0]}: a model of that kind is not read")
+        raise ModelError(f"{path} has {unknown[0]}: this kind of model is not supported")
     for key, value in params.items():
         if not is_number(value) and (value is not None or key in _NOT_NULL):
             raise ModelError(f"{path}: {key} is not a number: copy the file again")
@@ -159,8 +165,9 @@ def _settings(path: Path, params: Any) -> Settings:
             "original_max_position_embeddings": 8192,
         }
         notes["rope_parameters"] = (
-            f"The rotary positions are taken to be stretched by {rope['factor']:g}, as in Llama "
-            f"3.{2 if usual == 32 else 1} (rope_parameters in --config if that is wrong)."
+            f"The scaling factor of the rotary positions is assumed to be {rope['factor']:g}, as "
+            f"in Llama 3.{2 if usual == 32 else 1} (set rope_parameters in --config if that is "
+            "wrong)."
         )
     # Llama 3.1 and 3.2 have scaled frequencies, Llama 3 a base of 500,000, Code Llama 1,000,000.
     # Llama 1 and 2 share the base of 10,000; Llama 1 has an epsilon of 1e-6.
@@ -168,10 +175,10 @@ def _settings(path: Path, params: Any) -> Settings:
     if theta == 10_000.0 and params.get("norm_eps") == 1e-6:
         context = 2048
     notes["max_position_embeddings"] = (
-        f"The context is taken to be {context:,}, as in Meta's models with such settings "
-        "(max_position_embeddings in --config if that is wrong)."
+        f"The context is assumed to be {context:,}, as in Meta's models with such settings (set "
+        "max_position_embeddings in --config if that is wrong)."
     )
-    # Llama 1 and 2 have -1, which stands for the tokenizer's size.
+    # Llama 1 and 2 have -1, which means the tokenizer's size.
     vocabulary = params.get("vocab_size", -1)
     return Settings(
         found={

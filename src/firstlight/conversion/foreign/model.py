@@ -1,16 +1,17 @@
 """Checkpoints of other programs: nanoGPT, nanochat, LLMs-from-scratch, OpenAI's GPT-2, Meta's
 Llama, litgpt, torchtune.
 
-The tensors get Hugging Face's names and layout. Settings that the files lack are given by the
-caller, or assumed to have the program's defaults, with a note. Each program has one file, which
-knows its names, files and settings.
+The tensors are converted to Hugging Face's names and layout. Settings that are missing in the files
+are specified by the caller, or assumed to have the program's defaults, with a note. Each program
+has a separate module with its names, files and settings.
 
-Names and shapes of tensors do not show everything about a model: a GPT of LLMs-from-scratch with
-sliding windows (`ch04/06_swa`) has the same tensors as a GPT without them.
+Names and shapes of tensors do not fully determine a model: a GPT of LLMs-from-scratch with sliding
+windows (`ch04/06_swa`) has the same tensors as a GPT without them.
 
-The config.json of a model has settings from its file, from the caller and from the program's
-defaults. The caller can't contradict the file. A setting that neither has gets the program's
-default, with a note; without a default, the model is refused with the request to give the setting.
+The config.json of a model combines settings from its file, from the caller and from the program's
+defaults. The caller can't contradict the file. A setting that is in neither gets the program's
+default, with a note; if there is no default, the model is refused with a message that asks for the
+setting.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-#: Layouts of single files, tried in this order. A `GPTModelFast` of the book also has the mark of
-#: its `GPTModel`, and therefore comes first.
+#: Layouts of single files, tried in this order. The book's `GPTModelFast` also has the mark of its
+#: `GPTModel` and therefore comes first.
 LAYOUTS = (
     nanogpt.LAYOUT,
     llms_from_scratch.GPT_FAST,
@@ -69,12 +70,12 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A model of another program, in Hugging Face's terms.
+    """A model of another program, converted to Hugging Face's names and config.
 
     Attributes:
-        config: a config.json object, of a GPT-2, a nanochat or a Llama-like model.
-        tensors: tensors by their names in model.safetensors, without a tied head. A tensor that
-            needed no rearranging is memory-mapped, and changes when the file does.
+        config: a config.json object for a GPT-2, nanochat or Llama-like model.
+        tensors: tensors by their names in model.safetensors, without a tied head. Tensors that need
+            no rearranging are memory-mapped and change if the file changes.
         program: name of the program.
         notes: settings that were assumed, one sentence each.
     """
@@ -89,18 +90,18 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     """Read a checkpoint of another program.
 
     Args:
-        path: a file of nanoGPT, LLMs-from-scratch or torchtune; or of OpenAI's GPT-2, Meta's
-            Llama, litgpt or nanochat, the folder or its file of weights.
-        config: settings that the file lacks, as keys of a Hugging Face config.json. A GPT of
-            LLMs-from-scratch needs `n_head` if its heads are not of size 64. Llamas of
-            LLMs-from-scratch and torchtune need `num_attention_heads`,
-            `max_position_embeddings` and `rope_parameters`.
+        path: a file of nanoGPT, LLMs-from-scratch or torchtune; or the folder or weights file of
+            OpenAI's GPT-2, Meta's Llama, litgpt or nanochat.
+        config: settings that are missing in the file, as keys of a Hugging Face config.json. A GPT
+            of LLMs-from-scratch needs `n_head` unless its heads have size 64. Llamas of
+            LLMs-from-scratch and torchtune need `num_attention_heads`, `max_position_embeddings`
+            and `rope_parameters`.
 
     Raises:
         InputError: a file of settings can't be read.
-        ModelError: the file can't be read, holds objects other than weights, or is of an unknown
-            program; a tensor is missing, unknown, misshapen or not floating point; or `config`
-            lacks a needed key or contradicts the file.
+        ModelError: the file can't be read, contains objects other than weights, or belongs to an
+            unknown program; a tensor is missing, unknown, not floating point or has the wrong
+            shape; or `config` lacks a required key or contradicts the file.
     """
     opened = _open(path)
     layout, weights = opened.layout, opened.weights
@@ -123,28 +124,28 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
         _turn_halves(tensors, full_config["head_dim"])
     if opened.left_out:
         notes.append(
-            f"The optimizer's state in it ({', '.join(opened.left_out)}) is left out: training "
-            "that starts from the result (firstlight train --init-from) begins with new moments."
+            f"Its optimizer state ({', '.join(opened.left_out)}) is not converted: training that "
+            "starts from the result (firstlight train --init-from) begins with new moments."
         )
     if filled:
-        notes.append(f"It has no biases for {', '.join(filled)}: zeros stand in for them.")
+        notes.append(f"It has no biases for {', '.join(filled)}: they are set to zero.")
     if not qkv_bias:
         notes.append(
-            "Its queries, keys and values have no biases, and neither have those of the result "
-            "(qkv_bias: false in config.json): transformers takes zeros for them; for other "
-            "programs convert the result once more, which writes the zeros out."
+            "Its queries, keys and values have no biases, and neither do those of the result "
+            "(qkv_bias: false in config.json). transformers uses zeros for them; for other "
+            "programs, convert the result again, which writes the zeros."
         )
     return ForeignModel(full_config, tensors, layout.program, tuple(notes))
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """The folder of another program's model that consists of several files.
+    """Return the folder of another program's model that consists of several files.
 
     Args:
-        path: the folder, or for litgpt, Meta and OpenAI its file of weights.
+        path: the folder, or for litgpt, Meta and OpenAI its weights file.
 
     Returns:
-        The folder; None for any other file, and for folders of Hugging Face or unknown programs.
+        The folder; None for any other file and for folders of Hugging Face or unknown programs.
     """
     folder = path if path.is_dir() else path.parent
     is_named = path.name == litgpt.FILE or ".ckpt" in path.name
@@ -152,12 +153,14 @@ def foreign_folder(path: Path) -> Path | None:
     if not is_meant or not folder.is_dir():
         return None
     if path.is_dir() and any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
-        return None  # a litgpt folder can also hold the Hugging Face model that it was made from
+        # A litgpt folder can also contain the Hugging Face model that it was made from.
+        return None
     if (folder / litgpt.FILE).is_file() and (folder / litgpt.CONFIG).is_file():
         return folder
     if (folder / meta.CONFIG).is_file() and meta.files_in(folder):
         return folder
-    # A folder without meta_STEP.json is accepted here, so that the error names the missing file.
+    # A folder without meta_STEP.json is accepted here, so that the later error names the missing
+    # file.
     if path.is_dir() and nanochat.files_in(folder) and not (folder / CONFIG_NAME).is_file():
         return folder
     return folder if (folder / openai.CONFIG).is_file() and openai.bundles_in(folder) else None
@@ -168,8 +171,8 @@ def _open(path: Path) -> Opened:
 
     Raises:
         InputError: a file of settings can't be read.
-        ModelError: a file can't be read, holds objects other than weights, or is of an unknown
-            program.
+        ModelError: a file can't be read, contains objects other than weights, or belongs to an
+            unknown program.
     """
     folder = foreign_folder(path)
     if folder is None:
@@ -206,17 +209,17 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
             return layout
     if any(name.startswith("transformer.h.0.attn.qkv.") for name in weights):
         raise ModelError(
-            f"{path} is of litgpt: name the folder that has it as {litgpt.FILE} "
-            f"beside its {litgpt.CONFIG}"
+            f"{path} is a litgpt file: use the folder that contains it as {litgpt.FILE} together "
+            f"with {litgpt.CONFIG}"
         )
     if any(name.endswith(meta.LAYOUT.mark) for name in weights):
         raise ModelError(
-            f"{path} is of Meta: name the folder that has its consolidated.00.pth beside its "
-            f"{meta.CONFIG}"
+            f"{path} is a file of Meta's Llama: use the folder that contains consolidated.00.pth "
+            f"and {meta.CONFIG}"
         )
     raise ModelError(
-        f"{path} is of an unknown layout, it begins with '{next(iter(weights))}': GPTs of "
-        "nanoGPT, GPTs and Llamas of LLMs-from-scratch and Llamas of torchtune are read, and "
+        f"{path} has an unknown layout (the first tensor is '{next(iter(weights))}'): supported "
+        "are GPTs of nanoGPT, GPTs and Llamas of LLMs-from-scratch, Llamas of torchtune, and "
         "folders of OpenAI's GPT-2, Meta's Llama, litgpt and nanochat"
     )
 
@@ -224,7 +227,7 @@ def _layout_of(path: Path, weights: Mapping[str, Any]) -> Layout:
 def _config(
     path: Path, opened: Opened, shape: Shape, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The model's config.json, and notes on the settings that were assumed."""
+    """Return the model's config.json, and notes on the assumed settings."""
     layout, settings = opened.layout, opened.settings
     given = given_config(path, config, layout.kind)
     if layout.kind != "gpt2":
@@ -245,13 +248,13 @@ def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
 def _sources(
     path: Path, weights: Mapping[str, Any], layout: Layout
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """The number of layers, and the names of the program's tensors that each Hugging Face tensor is
-    made of.
+    """Return the number of layers, and the names of the program's tensors from which each Hugging
+    Face tensor is built.
 
-    nanoGPT's optional biases, if the file lacks them all, are made of no tensor: () stands for
-    zeros. LLMs-from-scratch's optional biases of queries, keys and values are left out instead.
+    If the file has none of nanoGPT's optional biases, they have no source tensors: () means zeros.
+    LLMs-from-scratch's optional biases for queries, keys and values are omitted instead.
     """
-    # Layers are counted by the numbers in their tensors' names ("h0/" in OpenAI's).
+    # Layers are counted by the numbers in their tensors' names ("h0/" in OpenAI's names).
     first = next(theirs for names in layout.names.values() for theirs in names if "{}" in theirs)
     number = re.compile(re.escape(first.partition("{}")[0]) + r"(\d+)[./]")
     layers = len({match[1] for name in weights if (match := number.match(name))})
@@ -273,8 +276,8 @@ def _sources(
 
 
 def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that are not plain floating point, such as quantised ones, which need their
-    scales, and tensors whose storage is smaller than their shape says (see `is_whole`)."""
+    """Refuse weights that are not plain floating point, such as quantised weights, which need their
+    scales, and tensors whose storage is smaller than their shape requires (see `is_whole`)."""
     others = [
         f"{name} is {str(value.dtype).removeprefix('torch.') if is_tensor else 'no tensor'}"
         for name, value in weights.items()
@@ -282,28 +285,28 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
     ]
     _refuse(path, "has weights that are not plain floating point", others)
     repeated = [name for name, value in weights.items() if not is_whole(value)]
-    _refuse(path, "has weights of fewer numbers than their shape says", repeated)
+    _refuse(path, "has weights with fewer elements than their shape requires", repeated)
 
 
 def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[str, int]:
-    """The size of each letter in the layout's shapes, read from the tensors of `SIZES`."""
+    """Return the size of each letter in the layout's shapes, read from the tensors of `SIZES`."""
     sizes = {}
     for letter, (ours, dimension) in SIZES[layout.kind].items():
         name = layout.names[ours][0].format(0)
         shape = list(weights[name].shape)
         if len(shape) != 2 or 0 in shape:
-            raise ModelError(f"{path}: {name} is {shape}, expected a matrix")
+            raise ModelError(f"{path}: {name} has shape {shape}, but must be a matrix")
         sizes[letter] = shape[dimension]
     return sizes
 
 
 def _shape_of(spec: str, sizes: Mapping[str, int]) -> list[int]:
-    """The shape that `spec` describes: "C 3C" is [64, 192] if the size of C is 64."""
+    """Return the shape that `spec` describes: "C 3C" is [64, 192] if the size of C is 64."""
     return [int(part[:-1] or 1) * sizes[part[-1]] for part in spec.split()]
 
 
 def _template(name: str) -> str:
-    """A tensor's name in the tables: `transformer.h.3.ln_1.weight` becomes
+    """Return a tensor's name in the tables: `transformer.h.3.ln_1.weight` becomes
     `transformer.h.{}.ln_1.weight`."""
     return re.sub(r"\.\d+\.", ".{}.", name)
 
@@ -316,18 +319,18 @@ def _check_shapes(
     *,
     sizes: Mapping[str, int],
 ) -> None:
-    """Refuse tensors whose shapes are not those of the layout."""
+    """Refuse tensors whose shapes do not match the layout."""
     wrong = []
     for name, parts in sources.items():
         shape = _shape_of(layout.shapes[_template(name)], sizes)
-        # To the program's order, in which parts are stacked along the first dimension.
+        # Convert to the program's order, in which parts are stacked along the first dimension.
         if layout.is_transposed and _template(name) in TRANSPOSED:
             shape.reverse()
         for part in parts:
             expected = [shape[0] // len(parts), *shape[1:]]
             if list(weights[part].shape) != expected:
                 wrong.append(f"{part} is {list(weights[part].shape)}, expected {expected}")
-    _refuse(path, "has misshapen tensors", wrong)
+    _refuse(path, "has tensors with wrong shapes", wrong)
 
 
 def _refuse(path: Path, problem: str, names: list[str]) -> None:
@@ -344,8 +347,8 @@ def _convert(
     *,
     tied: bool,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors by Hugging Face name, and the names of the modules whose missing biases became
-    zeros."""
+    """Return the tensors by Hugging Face name, and the names of the modules whose missing biases
+    were replaced by zeros."""
     tensors, filled = {}, []
     for name, parts in sources.items():
         template = _template(name)
@@ -365,7 +368,7 @@ def _convert(
 
 # The config.json
 
-#: Keys of a GPT-2's config.json, under common names or its own.
+#: Keys of a GPT-2's config.json, by their common names or GPT-2's own names.
 _GPT2_KEYS = {
     *GPT2Config.hf_names,
     *GPT2Config.hf_names.values(),
@@ -396,13 +399,14 @@ _OTHER_KEYS = {
     "transformers_version",
     "_name_or_path",
 }
-#: Written because Hugging Face's config classes would otherwise assume the special tokens of their
-#: own models. The ids of a tokenizer, if there is one, replace them.
+#: Always written, because Hugging Face's config classes would otherwise assume the special tokens
+#: of their original models. The ids of a tokenizer, if there is one, replace these values.
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
 def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The caller's config without nulls; in a GPT-2's, aliases are replaced by GPT-2's own keys.
+    """Return the caller's config without nulls. For a GPT-2, aliases are replaced by GPT-2's own
+    keys.
 
     Raises:
         ModelError: a key is unknown.
@@ -411,11 +415,11 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
     known = _OTHER_KEYS | (_GPT2_KEYS if is_gpt2 else _LLAMA_KEYS)
     given = {}
     for name, value in config.items():
-        # GPT-2's own config.json has a dozen settings of an old classification head.
+        # The original GPT-2 config.json has a dozen settings of an old classification head.
         if name not in known and not name.startswith("summary_"):
             raise ModelError(
-                f"{path} is a {model_type} model, and a config.json of that kind "
-                f"has no key '{name}'{nearest(name, known)}"
+                f"{path} is a {model_type} model, whose config.json has no key "
+                f"'{name}'{nearest(name, known)}"
             )
         if value is not None:
             given[GPT2Config.hf_names.get(name, name) if is_gpt2 else name] = value
@@ -425,27 +429,27 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
 def _merged(
     path: Path, assumed: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
-    """All three merged; later ones take precedence.
+    """Merge all three configs; later arguments take precedence.
 
     Args:
         path: the file, for messages.
         assumed: the program's defaults.
         given: the caller's settings.
-        found: settings in the file, which `given` must not contradict.
+        found: settings from the file, which `given` must not contradict.
 
     Raises:
         ModelError: `given` contradicts `found`.
     """
-    # With rope_parameters, a separate rope_theta (transformers 4's key) would be ignored: it must
-    # not differ from the one inside.
+    # With rope_parameters, a separate rope_theta (a transformers 4 key) would be ignored, so it
+    # must not differ from the value inside.
     rope, told = {**assumed, **given, **found}.get("rope_parameters"), dict(found)
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         told["rope_theta"] = rope["rope_theta"]
     for key in told.keys() & given.keys():
         if given[key] != told[key]:
             raise ModelError(
-                f"{path} has {key} {told[key]!r}, and the config given says {given[key]!r}: leave "
-                f"{key} out of the config"
+                f"{path} has {key} {told[key]!r}, but the config specifies {given[key]!r}: "
+                f"remove {key} from the config"
             )
     return {**assumed, **given, **found}
 
@@ -456,7 +460,7 @@ def gpt2_config(
     given: dict[str, Any],
     settings: Settings,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json of a GPT-2, and notes on the settings that were assumed.
+    """Return the config.json of a GPT-2, and notes on the settings that were assumed.
 
     Args:
         path: the file, for messages.
@@ -486,7 +490,8 @@ def gpt2_config(
         ours = found["n_positions" if theirs == "block_size" else theirs]
         if model_args.get(theirs, ours) != ours:
             raise ModelError(
-                f"{path}: {settings.where} say {theirs} {model_args[theirs]!r}, its tensors {ours}"
+                f"{path}: {settings.where} specify {theirs} {model_args[theirs]!r}, but its "
+                f"tensors have {ours}"
             )
     if "n_head" in model_args:
         found["n_head"] = model_args["n_head"]
@@ -499,28 +504,29 @@ def gpt2_config(
     if "n_head" not in {**given, **found}:
         assumed["n_head"] = _guess_heads(path, sizes["C"])
         notes.append(
-            f"The file doesn't say how many heads there are: {assumed['n_head']} of size 64 were "
-            'taken (give "n_head" if that is wrong).'
+            f"The number of heads is not in the file: {assumed['n_head']} heads of size 64 are "
+            'assumed (set "n_head" in the config if that is wrong).'
         )
     config = _merged(path, assumed, given, found)
     _check_heads(path, config["n_head"], "n_head", sizes["C"])
     for key, choices in settings.choices.items():
         if config[key] not in choices:
             raise ModelError(
-                f"{path}: {key} is {config[key]!r}, and its program computes "
+                f"{path}: {key} is {config[key]!r}, but its program supports only "
                 f"{' or '.join(map(repr, choices))}: correct {key} in the config"
             )
     checked = config_from_hf(config, f"{path}: config")
-    del config["qkv_bias"]  # `to_hf` adds the key only if there are no biases
+    del config["qkv_bias"]  # `to_hf` adds the key only if there are no biases.
     return {**config, **checked.to_hf()}, notes
 
 
 def _guess_heads(path: Path, width: int) -> int:
-    """The number of heads if their size is 64, as in all of OpenAI's GPT-2s."""
+    """Return the number of heads, assuming that their size is 64 as in all of OpenAI's GPT-2
+    models."""
     if width % 64:
         raise ModelError(
-            f"{path} doesn't say how many heads there are, and its width {width} is not a multiple "
-            'of 64, the usual size of a head: give "n_head" in the config (--config FILE.json)'
+            f"{path} does not specify the number of heads, and its width {width} is not a multiple "
+            'of 64, the usual head size: set "n_head" in the config (--config FILE.json)'
         )
     return width // 64
 
@@ -528,13 +534,13 @@ def _guess_heads(path: Path, width: int) -> int:
 def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
     """Refuse a number of heads that does not divide the width of all queries."""
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or width % heads:
-        raise ModelError(f"{path}: {key} is {heads!r}, expected a divisor of the width {width}")
+        raise ModelError(f"{path}: {key} is {heads!r}, but must be a divisor of the width {width}")
 
 
 def llama_config(
     path: Path, shape: Shape, given: dict[str, Any], settings: Settings, program: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config.json of a Llama-like or nanochat model, and notes on the settings that were
+    """Return the config.json of a Llama-like or nanochat model, and notes on the settings that were
     assumed.
 
     Args:
@@ -556,7 +562,9 @@ def llama_config(
     }
     for key, value in settings.found.items():
         if told.get(key, value) != value:
-            raise ModelError(f"{path}: its settings say {key} {value!r}, its tensors {told[key]!r}")
+            raise ModelError(
+                f"{path}: its settings specify {key} {value!r}, but its tensors have {told[key]!r}"
+            )
     found = {"model_type": "llama", **told, **settings.found}
     assumed = {**_NO_SPECIAL_TOKENS, "rms_norm_eps": 1e-5, **settings.assumed}
     config = _merged(path, assumed, given, found)
@@ -572,20 +580,22 @@ def llama_config(
     shown = {"num_key_value_heads": sizes["K"] // head_dim, "head_dim": head_dim}
     for key, value in shown.items():
         if found.get(key, value) != value:
-            raise ModelError(f"{path}: its settings say {key} {found[key]!r}, its tensors {value}")
+            raise ModelError(
+                f"{path}: its settings specify {key} {found[key]!r}, but its tensors have {value}"
+            )
     config = _merged(path, assumed, given, {**found, **shown})
     checked = config_from_hf(config, f"{path}: config")
     scaling = getattr(checked, "rope_scaling", None)
     if not isinstance(scaling, (NoneType, Llama3Rope)):
         raise ModelError(
-            f"{path}: {program} computes no rotary positions of type {scaling.rope_type!r}: "
+            f"{path}: {program} does not support rotary positions of type {scaling.rope_type!r}: "
             "correct rope_parameters"
         )
     if settings.sines is not None and len(settings.sines) > 1:
         _check_rope(path, checked, settings.sines)
     notes = [note for key, note in settings.notes.items() if key not in given]
     if "rms_norm_eps" not in {**given, **found}:
-        notes.append(f"The norms' epsilon is taken to be 1e-05, as in {program}.")
+        notes.append(f"The norms' epsilon is assumed to be 1e-05, as in {program}.")
     return {**config, **checked.to_hf()}, notes
 
 
@@ -597,14 +607,14 @@ def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
         missing.append("rope_parameters (with rope_theta)")
     if missing:
         raise ModelError(
-            f"{path} doesn't say its {', '.join(missing)}: give them in the config "
+            f"{path} does not specify {', '.join(missing)}: set them in the config "
             '(--config FILE.json), such as {"num_attention_heads": 32, "max_position_embeddings": '
             '8192, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}'
         )
 
 
 def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
-    """Compare the config's rotary frequencies with a table of sines that the file holds.
+    """Check the config's rotary frequencies against a table of sines in the file.
 
     Args:
         path: the file, for messages.
@@ -612,13 +622,13 @@ def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
         sines: table [positions, head size], which may have been saved in bf16.
 
     Raises:
-        ModelError: they differ.
+        ModelError: the frequencies differ from the table.
     """
     # At position 1, the angles are the frequencies themselves.
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     saved = sines[1, : len(frequencies)].float()
     if not torch.allclose(saved, frequencies.sin(), rtol=1e-2, atol=1e-6):
         raise ModelError(
-            f"{path} holds rotary tables that rope_theta {config.rope_theta:g} with the config's "
-            "scaling doesn't give: correct rope_parameters"
+            f"{path} contains rotary tables that don't match rope_theta {config.rope_theta:g} "
+            "with the config's scaling: correct rope_parameters"
         )

@@ -1,7 +1,7 @@
-"""nanochat's model in its first form (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026):
-files `model_STEP.pt` with `meta_STEP.json`, or their folder.
+"""nanochat's original model (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026): files
+`model_STEP.pt` with `meta_STEP.json`, or their folder.
 
-The first form has no value embeddings, residual scaling factors or sliding windows.
+The original model has no value embeddings, residual scaling factors or sliding windows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAYOUT = Layout(
     names={f"{ours}.weight": (f"{theirs}.weight",) for ours, (_, theirs) in _MODULES.items()},
     shapes={f"{ours}.weight": shape for ours, (shape, _) in _MODULES.items()},
 )
-#: nanochat's keys of a model's shape -> Hugging Face's keys.
+#: nanochat's keys for a model's shape -> Hugging Face's keys.
 _KEYS = {
     "vocab_size": "vocab_size",
     "n_embd": "hidden_size",
@@ -54,7 +54,7 @@ _SHOWN = 12
 
 
 def files_in(folder: Path) -> list[Path]:
-    """nanochat's `model_STEP.pt` files in a folder, in order of the steps."""
+    """Return nanochat's `model_STEP.pt` files in a folder, sorted by step."""
     steps = {
         int(match[1]): path for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))
     }
@@ -62,14 +62,14 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
-    """Open a nanochat model of the architecture before 11 January 2026: `model_STEP.pt`, with
-    `meta_STEP.json` beside it."""
+    """Open a nanochat model with the architecture before 11 January 2026: `model_STEP.pt`, with
+    `meta_STEP.json` in the same folder."""
     match = _FILE.fullmatch(path.name)
     meta = path.with_name(f"meta_{match[1]}.json") if match else None
     if meta is None or not meta.is_file():
         raise ModelError(
-            f"{path} is of nanochat, and its settings are missing: name a model_STEP.pt that has "
-            "its meta_STEP.json beside it, or their folder"
+            f"{path} is a nanochat file, but its settings are missing: use a model_STEP.pt with "
+            "its meta_STEP.json in the same folder, or that folder"
         )
     settings = _settings(meta, read_json(meta))
     _require_first_form(path, weights, settings)
@@ -79,8 +79,8 @@ def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
         if isinstance(rows, Tensor) and rows.dim() == 2 and 0 < len(rows) - size < _ROWS:
             own[name] = rows[:size]
     tensors = [one for one in own.values() if isinstance(one, Tensor) and is_whole(one)]
-    # On a GPU, nanochat keeps the embedding in bf16 and the rest in fp32. Widening it to fp32 is
-    # exact, and gives the file one dtype, which transformers then loads.
+    # On a GPU, nanochat stores the embedding in bf16 and the rest in fp32. Converting it to fp32 is
+    # exact and gives the file a single dtype, which transformers then loads.
     is_mixed = {tensor.dtype for tensor in tensors} == {torch.float32, torch.bfloat16}
     is_widened = is_mixed and len(tensors) == len(own)
     if is_widened:
@@ -89,27 +89,27 @@ def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
 
 
 def _settings(path: Path, meta: Any) -> Settings:
-    """Settings of a nanochat model: its shape from meta_STEP.json, the rest as fixed in nanochat's
-    code.
+    """Return the settings of a nanochat model: its shape from meta_STEP.json, and the rest as fixed
+    in nanochat's code.
 
     Raises:
         ModelError: a setting is missing or not a positive integer.
     """
     values = meta.get("model_config") if isinstance(meta, Mapping) else None
     if not isinstance(values, Mapping):
-        raise ModelError(f"{path} has no model_config: it is not of nanochat")
+        raise ModelError(f"{path} has no model_config: it is not a nanochat file")
     require_range(path, values)
     for key in _KEYS:
         if key not in values:
             raise ModelError(f"{path}: model_config has no {key}: copy the file again")
         if type(values[key]) is not int or values[key] < 1:
-            raise ModelError(f"{path}: {key} is no whole number: copy the file again")
+            raise ModelError(f"{path}: {key} is not an integer: copy the file again")
     found = {ours: values[key] for key, ours in _KEYS.items()}
     return Settings(
         found={
             "model_type": "nanochat",
             **found,
-            # The default of F.rms_norm, which nanochat calls without an epsilon.
+            # Default of F.rms_norm, which nanochat calls without an epsilon.
             "rms_norm_eps": torch.finfo(torch.float32).eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "final_logit_softcapping": 15.0,
@@ -119,14 +119,15 @@ def _settings(path: Path, meta: Any) -> Settings:
 
 
 def _require_first_form(path: Path, weights: Mapping[str, Any], settings: Settings) -> None:
-    """Refuse later nanochat models, and name the tensors and settings that the first form lacks."""
+    """Refuse later nanochat models; the message names the tensors and settings that the original
+    model lacks."""
     known = {name.replace("{}", "*") for names in LAYOUT.names.values() for name in names}
     found = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in weights)
     more = [name for name in found if name not in known]
     more += [str(key) for key in settings.model_args or () if key not in _KEYS]
     if more:
         raise ModelError(
-            f"{path} is of a later nanochat, whose model no Hugging Face class computes "
-            f"(NanoChatForCausalLM is that of before 11 January 2026): it also has "
+            f"{path} is from a later nanochat version, which no Hugging Face class supports "
+            "(NanoChatForCausalLM is the model before 11 January 2026): it also has "
             f"{', '.join(more[:_SHOWN])}; use it with nanochat"
         )

@@ -14,7 +14,7 @@ from firstlight.conversion.foreign.layout import (
     without_buffers,
 )
 
-#: The names are Hugging Face's, and the biases optional.
+#: The names are those of Hugging Face; biases are optional.
 LAYOUT = Layout(
     program="nanoGPT",
     kind="gpt2",
@@ -28,7 +28,7 @@ _PADDED_VOCABULARY = 50304
 
 
 def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Opened:
-    """The model of a checkpoint.
+    """Open the model in a checkpoint.
 
     Args:
         content: the file's content, with `model_args` unless it is a bare state_dict.
@@ -39,8 +39,9 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
         found={"layer_norm_epsilon": 1e-5},
         assumed={"activation_function": "gelu"},
         notes={
-            "activation_function": "The activation is taken to be the exact GELU, nanoGPT's since "
-            'May 2023 (give "activation_function": "gelu_new" for a file of an older one).'
+            "activation_function": "The activation is assumed to be the exact GELU, which nanoGPT "
+            'has used since May 2023 (set "activation_function": "gelu_new" for a file of an older '
+            "version)."
         },
         model_args=args if isinstance(args, Mapping) else None,
     )
@@ -48,13 +49,13 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
 
 
 def shape_notes(shape: Shape) -> list[str]:
-    """Notes on a padded vocabulary and an untied head."""
+    """Return notes on a padded vocabulary and an untied head."""
     notes = []
     if shape.sizes["V"] == _PADDED_VOCABULARY:
         notes.append(
-            "The vocabulary is 50304, GPT-2's 50257 rounded up for speed: the last 47 ids "
-            "stand for no token."
+            "The vocabulary is 50304, GPT-2's 50257 rounded up for speed: the last 47 ids have "
+            "no token."
         )
     if not shape.tied:
-        notes.append("Its head and embedding differ, though nanoGPT ties them: both are kept.")
+        notes.append("Its head and embedding differ although nanoGPT ties them: both are kept.")
     return notes

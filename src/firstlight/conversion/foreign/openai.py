@@ -1,7 +1,8 @@
-"""OpenAI's GPT-2 as TensorFlow saved it (openai/gpt-2 `src/model.py`): a folder of `model.ckpt.*`
+"""OpenAI's GPT-2 as saved by TensorFlow (openai/gpt-2 `src/model.py`): a folder with `model.ckpt.*`
 and `hparams.json`.
 
-The checkpoint is read without TensorFlow, which takes 600 MB. It is a "tensor bundle" of two files:
+The checkpoint is read without TensorFlow, which would take 600 MB. It is a "tensor bundle" of two
+files:
 
     NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
                                 buffers with dtype, shape, place and checksum
@@ -43,7 +44,7 @@ CONFIG = "hparams.json"
 _MAX_INDEX_BYTES = 16_000_000
 _MAX_DIMENSIONS = 16
 #: Maximum number of tensors in an index, and of bytes in a name. A name is stored without the
-#: prefix that it shares with the one before it: a small index could expand to any size.
+#: prefix that it shares with the previous name, so a small index could expand to any size.
 _MAX_ENTRIES = 100_000
 _MAX_NAME_BYTES = 1_000
 #: Bytes of the footer at the end of a table: two block handles, padded to 40, and the magic number.
@@ -64,8 +65,9 @@ _LANES = 4096
 
 
 def _names() -> dict[str, tuple[str, ...]]:
-    """OpenAI's tensors by Hugging Face's names: g (gain) and b of norms, w and b of linear layers,
-    and the embeddings, which have no suffix. `transformer.h.{}.ln_1` is `model/h{}/ln_1`."""
+    """Return OpenAI's tensor names by Hugging Face's names: g (gain) and b of norms, w and b of
+    linear layers, and the embeddings, which have no suffix. `transformer.h.{}.ln_1` is
+    `model/h{}/ln_1`."""
     names: dict[str, tuple[str, ...]] = {}
     for module, (_, bias) in GPT2_MODULES.items():
         theirs = module.replace("h.{}", "h{}").replace(".", "/").replace("transformer", "model")
@@ -102,31 +104,31 @@ def open_folder(folder: Path) -> Opened:
         if is_convolution and len(tensor) != 1:
             raise ModelError(
                 f"{prefix}: {name} is {list(tensor.shape)}, expected [1, inputs, outputs]: it is "
-                "no GPT-2 of OpenAI's"
+                "not OpenAI's GPT-2"
             )
         weights[name] = tensor[0] if is_convolution else tensor
     if not any(name.endswith(LAYOUT.mark) for name in weights):
         raise ModelError(
-            f"{prefix}.index names no tensor such as 'model/h0{LAYOUT.mark}': it is no GPT-2 of "
-            "OpenAI's"
+            f"{prefix}.index names no tensor such as 'model/h0{LAYOUT.mark}': it is not OpenAI's "
+            "GPT-2"
         )
     settings = _settings(folder / CONFIG, read_json(folder / CONFIG))
     return Opened(LAYOUT, weights, settings)
 
 
 def bundles_in(folder: Path) -> list[Path]:
-    """The indices of the TensorFlow checkpoints in a folder."""
+    """Return the indices of the TensorFlow checkpoints in a folder."""
     return sorted(folder.glob("*.ckpt*.index"))
 
 
 def _settings(path: Path, hparams: Any) -> Settings:
-    """Settings of OpenAI's GPT-2, from hparams.json.
+    """Return the settings of OpenAI's GPT-2, from hparams.json.
 
     Raises:
         ModelError: hparams.json lacks the number of heads.
     """
     if not isinstance(hparams, Mapping) or "n_head" not in hparams:
-        raise ModelError(f"{path} has no n_head: it is not GPT-2's")
+        raise ModelError(f"{path} has no n_head: it does not belong to GPT-2")
     names = {"n_vocab": "vocab_size", "n_ctx": "block_size"}
     args = {names.get(str(key), str(key)): value for key, value in hparams.items()}
     found = {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
@@ -134,7 +136,8 @@ def _settings(path: Path, hparams: Any) -> Settings:
 
 
 class _BundleError(Exception):
-    """A damaged or unsupported file, as the rest of a sentence that begins with the file's name."""
+    """A damaged or unsupported file; the message continues a sentence that begins with the file's
+    name."""
 
 
 @dataclass(frozen=True)
@@ -149,14 +152,14 @@ class _Entry:
 
 
 def read_bundle(prefix: Path) -> dict[str, Tensor]:
-    """The tensors of a TensorFlow checkpoint by name, mapped into memory.
+    """Memory-map the tensors of a TensorFlow checkpoint; return them by name.
 
     Args:
         prefix: path of the checkpoint without `.index`.
 
     Raises:
         InputError: the index is missing or too large.
-        ModelError: the data file is missing, a file is damaged, or the checkpoint has a form that
+        ModelError: the data file is missing, a file is damaged, or the checkpoint has a format that
             TensorFlow does not write for variables saved by one process.
     """
     index = prefix.with_name(prefix.name + ".index")
@@ -171,21 +174,22 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
         for name, entry in entries.items():
             if entry.offset + entry.size > size:
                 raise _BundleError(f"has {size} bytes, and {name} ends beyond them")
-        # With overlapping tensors, a small file could take any amount of memory.
+        # With overlapping tensors, a small file could use unlimited memory.
         if sum(entry.size for entry in entries.values()) > size:
-            raise _BundleError(f"has {size} bytes, fewer than its tensors have together")
+            raise _BundleError(f"has {size} bytes, fewer than its tensors in total")
         content = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8)
         return {name: _tensor(content, name, entry) for name, entry in entries.items()}
     except OSError as error:
         raise ModelError(f"can't read the checkpoint: {describe_os_error(error)}") from error
     except _BundleError as error:
         raise ModelError(
-            f"{path} {error}: it is damaged, cut short, or no TensorFlow checkpoint; copy it again"
+            f"{path} {error}: it is damaged, truncated or not a TensorFlow checkpoint; copy it "
+            "again"
         ) from error
 
 
 def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
-    """The tensor of an entry, as a view of the data file's bytes, uint8 [N]."""
+    """Return the tensor of an entry as a view of the data file's bytes, uint8 [N]."""
     part = content[entry.offset : entry.offset + entry.size]
     if _masked(crc32c(part.numpy())) != entry.checksum:
         raise _BundleError(f"has numbers of {name} that don't match their checksum")
@@ -196,9 +200,9 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
 
 
 def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
-    """The tensors' names and entries in an index."""
+    """Yield the tensors' names and entries in an index."""
     if len(table) < _FOOTER or not table.endswith(_MAGIC):
-        raise _BundleError("does not end as an index does")
+        raise _BundleError("does not end like an index")
     _, position = _handle(table, len(table) - _FOOTER)
     (offset, size), _ = _handle(table, position)
     header = None
@@ -208,11 +212,11 @@ def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
         place, _ = _handle(handle, 0)
         total += place[1] + _TRAILER
         if total > len(table):
-            raise _BundleError("has blocks that lie over each other")
+            raise _BundleError("has overlapping blocks")
         for key, value in _block(table, *place):
             count += 1
             if count > _MAX_ENTRIES:
-                raise _BundleError(f"names more than {_MAX_ENTRIES} tensors")
+                raise _BundleError(f"lists more than {_MAX_ENTRIES} tensors")
             if header is None:
                 header = _header(key, value)
             else:
@@ -228,9 +232,9 @@ def _header(key: bytes, value: bytes) -> dict[int, Any]:
     if key:
         raise _BundleError("does not begin with a header")
     if header.get(1, 1) != 1:
-        raise _BundleError(f"speaks of {header[1]!r} data files, where one is read")
+        raise _BundleError(f"refers to {header[1]!r} data files, but only one is supported")
     if header.get(2, 0) != 0:
-        raise _BundleError("was written with the other order of bytes")
+        raise _BundleError("was written with the opposite byte order")
     return header
 
 
@@ -240,36 +244,36 @@ def _entry(key: bytes, value: bytes) -> _Entry:
     fields: dict[int, Any] = {3: 0, 4: 0, 5: 0, 6: None, 2: b""}
     for number, content in _fields(value):
         if number == 7:
-            raise _BundleError(f"has {name} in slices, which are not read")
+            raise _BundleError(f"has {name} in slices, which are not supported")
         fields[number] = content
     dtype = {**_DTYPES, **_OTHER_DTYPES}.get(fields.get(1, 0))
     if dtype is None:
-        raise _BundleError(f"has {name} of an unknown dtype ({fields.get(1, 0)} in TensorFlow)")
+        raise _BundleError(f"has {name} with an unknown dtype ({fields.get(1, 0)} in TensorFlow)")
     if not isinstance(fields[2], bytes) or any(type(fields[i]) is not int for i in (3, 4, 5, 6)):
-        raise _BundleError(f"has a broken entry of {name}")
+        raise _BundleError(f"has a damaged entry for {name}")
     shape = tuple(_dimensions(name, fields[2]))
     if fields[3] != 0 or fields[5] != math.prod(shape) * dtype.itemsize:
-        raise _BundleError(f"has a size of {name} that its shape {list(shape)} does not have")
-    # PyTorch's strides are 64-bit integers, also those of a tensor with a dimension of size 0.
+        raise _BundleError(f"has a size for {name} that does not match its shape {list(shape)}")
+    # PyTorch's strides are 64-bit integers, even for a tensor with a dimension of size 0.
     if math.prod(size for size in shape if size) >= 2**63:
-        raise _BundleError(f"has no plain shape of {name}")
+        raise _BundleError(f"has an invalid shape for {name}")
     return _Entry(dtype, shape, fields[4], fields[5], checksum=fields[6])
 
 
 def _dimensions(name: str, shape: bytes) -> Iterator[int]:
-    """The sizes in a TensorShapeProto, outermost first."""
+    """Yield the sizes in a TensorShapeProto, outermost first."""
     for count, (number, content) in enumerate(_fields(shape)):
         if number != 2 or not isinstance(content, bytes) or count == _MAX_DIMENSIONS:
-            raise _BundleError(f"has no plain shape of {name}")
+            raise _BundleError(f"has an invalid shape for {name}")
         size = dict(_fields(content)).get(1, 0)
         if not isinstance(size, int) or size >= 2**63:
-            raise _BundleError(f"has no plain shape of {name}")
+            raise _BundleError(f"has an invalid shape for {name}")
         yield size
 
 
 def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a block. A key is stored without the prefix that it shares with the key
-    before it."""
+    """Yield the keys and values of a block. A key is stored without the prefix that it shares with
+    the previous key."""
     end = offset + size
     if end + _TRAILER > len(table) or size < 4:
         raise _BundleError("has a block beyond its end")
@@ -278,7 +282,7 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
     (checksum,) = struct.unpack_from("<I", table, end + 1)
     if _masked(crc32c(np.frombuffer(table, np.uint8, size + 1, offset))) != checksum:
         raise _BundleError("has a block that does not match its checksum")
-    # A block ends with the positions of keys that are stored whole ("restarts") and their number.
+    # A block ends with the positions of keys that are stored in full ("restarts") and their number.
     (restarts,) = struct.unpack_from("<I", table, end - 4)
     position = offset
     stop = end - 4 - 4 * restarts
@@ -298,14 +302,15 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
 
 
 def _handle(content: bytes, position: int) -> tuple[tuple[int, int], int]:
-    """A block handle (offset and size of the block in bytes), and the position after the handle."""
+    """Return a block handle (offset and size of the block in bytes), and the position after the
+    handle."""
     offset, position = _varint(content, position)
     size, position = _varint(content, position)
     return (offset, size), position
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """A varint (an integer in base 128, lowest digit first), and the position after it."""
+    """Return a varint (an integer in base 128, lowest digit first), and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if position >= len(content):
@@ -315,12 +320,12 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, position
-    raise _BundleError("has a number without an end")
+    raise _BundleError("has an unterminated number")
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Numbers and contents of a protocol buffer's fields. Contents are bytes for wire type 2, else
-    integers."""
+    """Yield the numbers and contents of a protocol buffer's fields. Contents are bytes for wire
+    type 2 and integers otherwise."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -340,24 +345,24 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _masked(checksum: int) -> int:
-    """A checksum as LevelDB stores it ("masked"), so that data with embedded checksums can have a
-    checksum of their own."""
+    """Return a checksum in the form stored by LevelDB ("masked"), which allows checksums of data
+    that itself contains checksums."""
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
+    """Return CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
 
     The checksum is linear over GF(2). The bytes are treated as rows of `_LANES` words. Each row is
-    advanced past the rows that follow it, and all are xored: the resulting row has the same
-    checksum as the whole. This takes N / 16384 steps in numpy instead of N in Python.
+    advanced past the rows that follow it, and all rows are xored: the resulting row has the same
+    checksum as the entire content. This takes N / 16384 steps in numpy instead of N in Python.
     """
     rest = len(content) % 4
     body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
     state = 0xFFFFFFFF
     if len(body) > 4 * _LANES:
-        # The first row is filled up with leading zeros. They do not change the checksum, because
-        # the initial value is xored into the first word after them.
+        # The first row is padded with leading zeros, which do not change the checksum because the
+        # initial value is xored into the first word after them.
         missing = -len(body) % (4 * _LANES)
         first = np.zeros(4 * _LANES, np.uint8)
         first[missing:] = body[: 4 * _LANES - missing]
@@ -367,7 +372,7 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
         rows = body[4 * _LANES - missing :].reshape(-1, 4 * _LANES)
         for row in rows:
             lanes = low[lanes & 0xFFFF] ^ high[lanes >> 16]
-            # A copy, since offsets in the data file need not be multiples of 4.
+            # Copied, since offsets in the data file need not be multiples of 4.
             lanes ^= np.frombuffer(row.tobytes(), "<u4")
         body, state = lanes.astype("<u4").view(np.uint8), 0
     table = _byte_table()
@@ -378,7 +383,8 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 @functools.cache
 def _byte_table() -> Sequence[int]:
-    """The CRC table: the checksum's change by each of the 256 values of a byte."""
+    """Return the CRC table, which contains the change of the checksum for each of the 256 values of
+    a byte."""
     table = list(range(256))
     for _ in range(8):
         table = [value >> 1 ^ (_POLYNOMIAL if value & 1 else 0) for value in table]
@@ -387,8 +393,8 @@ def _byte_table() -> Sequence[int]:
 
 @functools.cache
 def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Two tables, uint32 [65536] each, for the low and the high 16 bits of a word: the word that it
-    becomes when the checksum advances past one row of zeros."""
+    """Return two tables, uint32 [65536] each, for the low and the high 16 bits of a word: the word
+    that it becomes when the checksum advances past one row of zeros."""
     table = np.array(_byte_table(), np.uint32)
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     for _ in range(4 * _LANES):

@@ -1,4 +1,4 @@
-"""torchtune's Llama (pytorch/torchtune `models/convert_weights.py`): a file of weights."""
+"""torchtune's Llama (pytorch/torchtune `models/convert_weights.py`): a weights file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUT = llama_layout(
 
 
 def open_weights(weights: Mapping[str, Any]) -> Opened:
-    """The model of a state_dict."""
+    """Open the model in a state_dict."""
     tensors = without_buffers(weights)
     tie(tensors)
     return Opened(LAYOUT, tensors)

@@ -1,7 +1,8 @@
-"""The metadata of a GGUF file: shape and settings of a model, from and to a config.json,
+"""Metadata of a GGUF file: conversion of a model's shape and settings from and to config.json,
 and checks that refuse models which llama.cpp does not compute (`supported_model`).
 
-`add_model` writes the entries, `config_of` reads them. The tokenizer's are written by `writer`.
+`add_model` writes the entries and `config_of` reads them. The tokenizer's entries are written by
+`writer`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ KEPT_KEYS = (
     "topk_group",
     "use_sliding_window",
 )
-#: GGUF's keys of sizes that all families have, after the architecture's name -> our keys.
+#: GGUF keys for sizes that all families have, without the architecture prefix -> firstlight's keys.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -58,12 +59,12 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 
-#: GGUF's tensor of Llama 3's frequency divisors.
+#: GGUF tensor with Llama 3's frequency divisors.
 ROPE_FACTORS = "rope_freqs.weight"
-#: GGUF's tensors of LongRoPE's frequency divisors.
+#: GGUF tensors with LongRoPE's frequency divisors.
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
-#: GGUF entry of firstlight's own: a JSON object with settings that have no GGUF key.
+#: GGUF entry specific to firstlight: a JSON object with settings that have no GGUF key.
 KEPT = "firstlight.config"
 
 #: Sampling settings of generation_config.json -> GGUF's keys.
@@ -74,7 +75,7 @@ _SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-#: GGUF's keys of tokens that end a generation: the tokenizer's end of text, and two others.
+#: GGUF keys for tokens that end a generation: the tokenizer's end-of-text token and two others.
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 #: Shapes of the tensors in a file by name, outermost dimension first.
@@ -100,7 +101,7 @@ ARCHITECTURES = {
     if family.spec.gguf.architecture
 }
 
-#: Whole numbers in GGUF's metadata are below this: llama.cpp reads most of them as int32.
+#: Exclusive upper limit for integers in GGUF metadata, most of which llama.cpp reads as int32.
 _MOST = 2**31
 
 
@@ -163,7 +164,8 @@ def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation_config.json of a file: sampling settings and the tokens that end a text."""
+    """Build generation_config.json from a file's metadata: sampling settings and the tokens that
+    end a text."""
     content: dict[str, Any] = {}
     for name, key in _SAMPLING.items():
         value = metadata.get(key)
@@ -172,15 +174,15 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if "temperature" in content:
         content["do_sample"] = content["temperature"] != 0
         if not content["do_sample"]:
-            del content["temperature"]  # transformers refuses to write a temperature of 0
+            del content["temperature"]  # transformers refuses to write a temperature of 0.
     if ends := [metadata[key] for key in _ENDS if type(metadata.get(key)) is int]:
         content["eos_token_id"] = ends
     return content
 
 
 def _cached_sizes(model: Any) -> tuple[int, int, int]:
-    """(heads, size of a key, size of a value) in llama.cpp's cache. Latent attention caches one
-    head: the KV latent and the key's rotated part as the key, the KV latent as the value."""
+    """Return (heads, size of a key, size of a value) in llama.cpp's cache. Latent attention caches
+    one head: the KV latent and the key's rotated part as the key, the KV latent as the value."""
     if model.family.gguf.layer == "latent":
         rank = model.kv_lora_rank
         return 1, rank + model.rotary_dim, rank
@@ -188,8 +190,8 @@ def _cached_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
-    """Add the entries for the rescaling of rotary positions. Return the settings as an entry of
-    firstlight.config if GGUF's entries do not hold all of them."""
+    """Add the entries for the rescaling of rotary positions. Return the settings as an entry for
+    firstlight.config if GGUF's entries can't represent all of them."""
     import gguf
 
     scaling = model.rope_scaling
@@ -199,7 +201,8 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
         return {}
-    # The file has the divisors of Llama 3's frequencies, from which the settings can't be computed.
+    # The file contains the divisors of Llama 3's frequencies, from which the settings can't be
+    # recovered.
     if not isinstance(scaling, Llama3Rope):
         magnitude = rope_magnitude(scaling, model.max_position_embeddings)
         if isinstance(scaling, YarnRope):
@@ -215,10 +218,10 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
 
 
 def _yarn_factors(model: Any) -> tuple[float, float]:
-    """YaRN's numbers for llama.cpp: (attn_factor, m).
+    """Return YaRN's parameters for llama.cpp: (attn_factor, m).
 
-    attn_factor is the factor of cos and sin. If m is 0, llama.cpp multiplies it by YaRN's own
-    magnitude. m is a factor of DeepSeek's attention scores: llama.cpp multiplies the scores by the
+    attn_factor is the factor for cos and sin. If m is 0, llama.cpp multiplies it by YaRN's default
+    magnitude. m is a factor for DeepSeek's attention scores: llama.cpp multiplies the scores by the
     square of attn_factor and the square of 1 + 0.1 m ln(factor).
     """
     rope = model.rope_scaling
@@ -231,8 +234,8 @@ def _yarn_factors(model: Any) -> tuple[float, float]:
 
 
 def rope_factors(model: Any) -> dict[str, Tensor]:
-    """Tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF's names; none
-    for kinds other than "llama3" and "longrope"."""
+    """Return tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF name.
+    Empty for kinds other than "llama3" and "longrope"."""
     scaling = getattr(model, "rope_scaling", None)
     if isinstance(scaling, LongRope):
         return {
@@ -245,7 +248,7 @@ def rope_factors(model: Any) -> dict[str, Tensor]:
 
 
 def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor:
-    """Divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2].
+    """Return the divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2].
 
     Source: the rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
     """
@@ -273,7 +276,7 @@ def _add_windows(writer: GGUFWriter, model: Any) -> None:
     """Add the entries for the sliding window and for the rotary base of layers that have it."""
     window, spec = model.sliding_window, model.family.gguf
     if window is None and spec.needs_window:
-        # llama.cpp needs a window for this family: one that covers the whole context.
+        # llama.cpp requires a window for this family, so use one that covers the full context.
         window = model.max_position_embeddings
     if window is not None:
         writer.add_sliding_window(window)
@@ -289,28 +292,29 @@ class _Values:
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """An integer; anything else, such as a list with one integer per layer, is a ModelError."""
+        """Return an integer. Any other value, such as a list with one integer per layer, raises a
+        ModelError."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ModelError(f"{self.architecture}.{key} is {value!r}, not a whole number")
+            raise ModelError(f"{self.architecture}.{key} is {value!r}, not an integer")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A finite float, rounded to the decimal digits that fp32, its format in GGUF, has."""
+        """Return a finite float, rounded to the decimal precision of fp32, its format in GGUF."""
         value = self.get(key, default)
         if not isinstance(value, float) or not math.isfinite(value):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not a number")
         return float(str(np.float32(value)))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The unchecked value."""
+        """Return the unchecked value."""
         return self._metadata.get(f"{self.architecture}.{key}", default)
 
 
 def config_of(
     metadata: Mapping[str, Any], stored: Shapes, factors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Hugging Face's config.json of a GGUF file.
+    """Build Hugging Face's config.json for a GGUF file.
 
     Args:
         metadata: the file's entries.
@@ -330,9 +334,10 @@ def config_of(
     rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
     kept = _kept(metadata, architecture)
     layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
-    # `tensor_rules` yields several tensors for each layer: a damaged count would make that endless.
+    # `tensor_rules` yields several tensors per layer, so a damaged count would make it run
+    # endlessly.
     if embedding is None or layers > len(stored) // _LAYER_TENSORS:
-        raise ModelError(f"the file holds {len(stored)} tensors, too few for {layers} layers")
+        raise ModelError(f"the file contains {len(stored)} tensors, too few for {layers} layers")
     config: dict[str, Any] = {
         "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in stored,
@@ -343,7 +348,8 @@ def config_of(
         if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
             config[name] = token_id
     if rotary:
-        # Some of transformers' config classes have a default id, maybe beyond the vocabulary.
+        # Some of transformers' config classes have a default id, which may be beyond the
+        # vocabulary.
         config["pad_token_id"] = None
         config |= _rope_config(values, kept, factors, config)
     family = FAMILIES[config["model_type"]].spec
@@ -354,7 +360,7 @@ def config_of(
 
 
 def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The JSON object in firstlight.config; empty in files of other programs."""
+    """Return the JSON object in firstlight.config; empty for files of other programs."""
     try:
         kept = json.loads(metadata.get(KEPT, "{}"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -362,7 +368,7 @@ def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if not isinstance(kept, dict) or (
         "model_type" in kept and ARCHITECTURES.get(str(kept["model_type"])) != architecture
     ):
-        raise ModelError(f"the file is damaged: {KEPT} does not fit the architecture")
+        raise ModelError(f"the file is damaged: {KEPT} does not match the architecture")
     return kept
 
 
@@ -381,7 +387,8 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
-    """The config of a family with rotary positions, without these, under firstlight's keys."""
+    """Return the config of a family with rotary positions, under firstlight's keys, without the
+    rotary settings."""
     sizes = {ours: values.whole(key) for key, ours in _SIZES.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
@@ -393,11 +400,13 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
     value_dim = values.whole("attention.value_length", head_dim)
     if is_latent:
-        # llama.cpp's key length is that of the KV latent with the rotated part, Hugging Face's
-        # head_dim the rotated part alone.
+        # llama.cpp's key length is that of the KV latent plus the rotated part; Hugging Face's
+        # head_dim is only the rotated part.
         head_dim = rotary_dim
     elif value_dim != head_dim or not is_whole:
-        raise ModelError("heads whose keys, values and rotary part differ in size: not supported")
+        raise ModelError(
+            "heads whose keys, values and rotary part differ in size are not supported"
+        )
     eps = "layer_norm_epsilon" if family.norm_kind == "layer" else "layer_norm_rms_epsilon"
     config: dict[str, Any] = {
         "model_type": model_type,
@@ -408,7 +417,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "head_dim": head_dim,
         family.activation_key: family.activation,
         "rms_norm_eps": values.real(f"attention.{eps}"),
-        # None is written as well, since Mistral's default is a window.
+        # None is also written, since Mistral's default is a window.
         "sliding_window": window or None,
     }
     if "attention_bias" in family.own_keys:
@@ -436,7 +445,8 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
 
 
 def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
-    """Config entries of DeepSeek's latent attention and of its routing of tokens to experts."""
+    """Return the config entries of DeepSeek's latent attention and of its routing of tokens to
+    experts."""
     return {
         "qk_nope_head_dim": values.whole("attention.key_length_mla") - rotary_dim,
         "qk_rope_head_dim": rotary_dim,
@@ -447,7 +457,7 @@ def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
 
 
 def _linear_config(values: _Values) -> dict[str, Any]:
-    """Config entries of Qwen3-Next's linear attention."""
+    """Return the config entries of Qwen3-Next's linear attention."""
     layers, kinds = values.whole("block_count"), values.get("attention.recurrent_layers")
     if not isinstance(kinds, list):
         period = max(values.whole("full_attention_interval", 4), 1)
@@ -464,7 +474,8 @@ def _linear_config(values: _Values) -> dict[str, Any]:
 def _layer_config(
     values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Config entries of families whose layers differ from Llama's, or from each other."""
+    """Return the config entries of families whose layers differ from Llama's, or from each
+    other."""
     own, found = family.own_keys, dict[str, Any]()
     if "query_pre_attn_scalar" in own:
         wide = config["num_hidden_layers"] == family.gguf.wide_scale_layers
@@ -473,9 +484,9 @@ def _layer_config(
     if "qk_layernorm" in own:
         norm = stored.get("blk.0.attn_q_norm.weight")
         found["qk_layernorm"] = norm is not None
-        # `tensor_rules` yields a norm for each head: checked first, as the number of layers is.
+        # `tensor_rules` yields a norm per head, so check the number of heads first.
         if norm is not None and norm[0] != config["num_attention_heads"]:
-            raise ModelError(f"the file is damaged: norms of {norm[0]} heads")
+            raise ModelError(f"the file is damaged: it has norms for {norm[0]} heads")
     if "use_parallel_residual" in own:
         is_parallel = "blk.0.ffn_norm.weight" not in stored
         found["use_parallel_residual"] = values.get("use_parallel_residual", is_parallel) is True
@@ -492,9 +503,9 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
-    """The `model_type` of the architecture's first family that can have the file's number of
-    experts and window (0 is none), of those with its gating function; the first of these if none
-    can."""
+    """Return the `model_type` of the architecture's first family that supports the file's gating
+    function, number of experts and window (0 means none). If none supports the experts and window,
+    return the first with the gating function."""
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
     forms = {name: FAMILIES[name].spec.gguf for name in _families_of(values.architecture)}
     named = [n for n, form in forms.items() if form.layer != "latent" or form.gating == gating]
@@ -510,15 +521,15 @@ def _family_of(values: _Values, experts: int, window: int) -> str:
 def _expert_config(
     values: _Values, stored: Shapes, names: ExpertNames | None, experts: int
 ) -> dict[str, Any]:
-    """Config entries of a mixture of experts."""
+    """Return the config entries of a mixture of experts."""
     layers = values.whole("block_count")
     routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
     router = next((shape for shape in routers if shape is not None), None)
-    # `tensor_rules` yields tensors for each expert: checked first, as the number of layers is.
-    # Each expert has three matrices, and each matrix at least one number.
+    # `tensor_rules` yields tensors per expert, so check the number of experts first. Each expert
+    # has three matrices with at least one number each.
     numbers = sum(math.prod(shape) for shape in stored.values())
     if router is None or router[0] != experts or 3 * layers * experts > numbers:
-        raise ModelError(f"the file is damaged: its routers do not know {experts} experts")
+        raise ModelError(f"the file is damaged: its routers do not have {experts} experts")
     used = {"num_experts_per_tok": values.whole("expert_used_count")}
     if names is None or names.size == "intermediate_size":
         return {"num_local_experts": experts, **used}
@@ -539,7 +550,7 @@ def _rope_config(
     factors: Mapping[str, Tensor],
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Config entries of rotary positions, under the keys of transformers 5 and 4."""
+    """Return the config entries of rotary positions, under the keys of transformers 5 and 4."""
     family, found = FAMILIES[config["model_type"]].spec, dict[str, Any]()
     theta = values.real("rope.freq_base", 10_000.0)
     kind = values.get("rope.scaling.type", "none")
@@ -556,7 +567,9 @@ def _rope_config(
     elif kind == "yarn":
         scaling = _yarn_scaling(values, kept.get("rope_scaling"))
     elif kind != "none":
-        raise ModelError(f"rope scaling {kind!r} is not supported: linear, yarn and Llama 3's are")
+        raise ModelError(
+            f"rope scaling {kind!r} is not supported (supported: linear, yarn and Llama 3's)"
+        )
     rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     if "partial_rotary_factor" in family.own_keys:
         part = kept.get("partial_rotary_factor", rotary_dim / config["head_dim"])
@@ -569,7 +582,8 @@ def _rope_config(
 
 
 def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """LongRoPE's settings: `known` (from firstlight.config), or else from the file's entries."""
+    """Return LongRoPE's settings: `known` (from firstlight.config), or else from the file's
+    entries."""
     if isinstance(known, dict):
         return {**known, "rope_type": "longrope"}
     return {
@@ -582,7 +596,7 @@ def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]
 
 
 def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
-    """YaRN's settings: `known` (from firstlight.config), or else from the file's entries."""
+    """Return YaRN's settings: `known` (from firstlight.config), or else from the file's entries."""
     if isinstance(known, dict):
         return {**known, "rope_type": "yarn"}
     factor = values.real("rope.scaling.factor")
@@ -595,32 +609,33 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     own = values.real("rope.scaling.attn_factor", 1.0)
     if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
         if own != 1:
-            raise ModelError(f"yarn with an attn_factor of {own} is not supported: only 1 is")
-        # The inverse of `_yarn_factors`. The file has 0.1 times m: llama.cpp divides it by 0.1.
+            raise ModelError(f"yarn with an attn_factor of {own} is not supported: it must be 1")
+        # Inverse of `_yarn_factors`. The file contains 0.1 times m, which llama.cpp divides by 0.1.
         multiplier = round(multiplier / 0.1, 6)
         if multiplier:
             return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
         return {**scaling, "attention_factor": yarn_magnitude(factor), "mscale_all_dim": 1.0}
-    # llama.cpp multiplies attn_factor by YaRN's own magnitude.
+    # llama.cpp multiplies attn_factor by YaRN's default magnitude.
     return scaling if own == 1 else {**scaling, "attention_factor": own * yarn_magnitude(factor)}
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
-    """Llama 3's rotary settings: `known` (from firstlight.config), or else `_LLAMA3`. They must
-    give the file's divisors of the frequencies, `factors`, fp32 [rotary_dim / 2]."""
+    """Return Llama 3's rotary settings: `known` (from firstlight.config), or else `_LLAMA3`. They
+    must result in the file's frequency divisors, `factors`, fp32 [rotary_dim / 2]."""
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
     model: Any = config_from_hf({"model_type": "llama", "rope_scaling": scaling}, "the file")
     expected = llama3_factors(model.rope_scaling, theta, rotary_dim)
     if expected.shape != factors.shape:
-        raise ModelError(f"the file is damaged: tensor {ROPE_FACTORS} does not fit the heads")
+        raise ModelError(f"the file is damaged: tensor {ROPE_FACTORS} does not match the heads")
     if not torch.allclose(expected, factors, rtol=1e-4):
-        raise ModelError(f"tensor {ROPE_FACTORS} holds no rotary factors of Llama 3")
+        raise ModelError(f"tensor {ROPE_FACTORS} does not contain Llama 3's rotary factors")
     return scaling
 
 
 def supported_model(config: Mapping[str, Any]) -> Any:
-    """The model config of a Hugging Face config.json, which llama.cpp supports.
+    """Return the model config of a Hugging Face config.json, after checking that llama.cpp supports
+    it.
 
     Raises:
         ModelError: llama.cpp does not support the family or one of its settings, or a setting is
@@ -630,7 +645,7 @@ def supported_model(config: Mapping[str, Any]) -> Any:
     if model_type not in ARCHITECTURES:
         why = ": llama.cpp files of it are not implemented" if model_type in FAMILIES else ""
         raise ModelError(
-            f"model_type '{model_type}' can't be put into GGUF{why} (can: "
+            f"model_type '{model_type}' can't be converted to GGUF{why} (supported: "
             f"{', '.join(ARCHITECTURES)})"
         )
     family = FAMILIES[model_type].spec
@@ -638,29 +653,30 @@ def supported_model(config: Mapping[str, Any]) -> Any:
         value = config.get(key, family.hf_defaults.get(key, values[0]))
         if value not in values:
             raise ModelError(
-                f"llama.cpp has no {model_type} with {key} {value!r}: only {values[0]!r} can be "
-                "put into GGUF"
+                f"llama.cpp does not support {model_type} with {key} {value!r}: GGUF requires "
+                f"{values[0]!r}"
             )
-    # Derived keys follow from other keys, and some families' config classes do not know them.
+    # Derived keys are computed from other keys, and the config classes of some families do not have
+    # them.
     model = config_from_hf(
         {key: value for key, value in config.items() if key not in family.derived_keys},
         "config.json",
     )
     for key, value in model.model_dump().items():
         if isinstance(value, int) and value >= _MOST:
-            raise ModelError(f"{key} {value} can't be put into GGUF: it has to be below {_MOST}")
+            raise ModelError(f"{key} {value} can't be stored in GGUF: it must be below {_MOST}")
     _check_computed(family, model)
     return model
 
 
 def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
-    """Settings that llama.cpp fixes for a family; see `GGUFSpec.fixed`."""
+    """Return the settings that llama.cpp fixes for a family; see `GGUFSpec.fixed`."""
     family = FAMILIES[model_type].spec
     fixed = dict(family.gguf.fixed)
     if not FAMILIES[model_type].config.has_rotary:
         return fixed
-    # llama.cpp computes the tanh approximation of GELU, which is near the exact one: the
-    # difference is a note (`gguf_notes`), not an error.
+    # llama.cpp uses the tanh approximation of GELU, which is close to the exact function, so the
+    # difference is a note (`gguf_notes`) and not an error.
     if family.activation != "gelu":
         fixed[family.activation_key] = (family.activation,)
     if "partial_rotary_factor" not in family.own_keys:
@@ -669,7 +685,7 @@ def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
 
 
 def _check_computed(family: FamilySpec, model: Any) -> None:
-    """Refuse settings for which llama.cpp computes something else.
+    """Refuse settings for which llama.cpp computes a different result.
 
     Args:
         family: facts of the family.
@@ -683,18 +699,19 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
     if kind not in family.gguf.rope_kinds:
         named = [n for n in ARCHITECTURES if kind in FAMILIES[n].spec.gguf.rope_kinds]
         can = f"; it can for {', '.join(named)}" if named else ""
-        raise ModelError(f"rope type '{kind}' can't be put into GGUF for {model.model_type}{can}")
+        raise ModelError(f"rope type '{kind}' can't be stored in GGUF for {model.model_type}{can}")
     faults = [*_wrong_layers(family, model), *_wrong_rotation(family, model)]
     if family.gguf.layer == "latent":
         faults += _wrong_latents(model, family.gguf)
     if faults:
         raise ModelError(
-            f"llama.cpp has no {model.model_type} with {faults[0]} can be put into GGUF"
+            f"llama.cpp does not support {model.model_type} with {faults[0]} can be converted to "
+            "GGUF"
         )
 
 
 def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Settings of layers and head for which llama.cpp computes something else."""
+    """Yield the settings of layers and head for which llama.cpp computes a different result."""
     spec = family.gguf
     if spec.layer == "delta":
         sizes = model.linear_key_head_dim, model.linear_value_head_dim
@@ -710,27 +727,27 @@ def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
         if getattr(model, key) is None and key not in spec.optional:
             yield f"{key} None: only a number"
     if spec.has_windows and model.layer_types is not None:
-        yield "layer_types of another pattern: only the family's own"
+        yield "layer_types with another pattern: only the family's pattern"
     if spec.head == "tied" and not model.tie_word_embeddings:
-        yield "a head of its own: only tie_word_embeddings true"
+        yield "an untied head: only tie_word_embeddings true"
     if spec.exact_heads and model.head_dim * model.num_attention_heads != model.hidden_size:
         yield f"head_dim {model.head_dim}: only hidden_size / num_attention_heads"
 
 
 def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Settings of rotary positions for which llama.cpp computes something else."""
+    """Yield the settings of rotary positions for which llama.cpp computes a different result."""
     if getattr(model, "rotary_dim", 0) % 2:
         yield f"{model.rotary_dim} rotated dimensions: only an even number"
     rope = getattr(model, "rope_scaling", None)
     if isinstance(rope, YarnRope):
         if rope.factor < 1:
-            yield f"yarn of factor {rope.factor}: only 1 and more"
+            yield f"yarn with factor {rope.factor}: only at least 1"
         if (rope.beta_fast, rope.beta_slow) != (32.0, 1.0):
-            yield "yarn of other bounds: only beta_fast 32 and beta_slow 1"
+            yield "yarn with other bounds: only beta_fast 32 and beta_slow 1"
     if isinstance(rope, Llama3Rope) and rope.low_freq_factor >= rope.high_freq_factor:
         yield f"low_freq_factor {rope.low_freq_factor}: only less than high_freq_factor"
     if getattr(model, "no_rope_layers", None) is not None:
-        yield "no_rope_layers of another pattern: only the family's own"
+        yield "no_rope_layers with another pattern: only the family's pattern"
     if family.gguf.has_windows and not family.gguf.has_window_base:
         local = model.rope_local_base_freq if "rope_local_base_freq" in family.own_keys else None
         if model.sliding_window is not None and local not in (None, model.rope_theta):
@@ -738,9 +755,9 @@ def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
 
 
 def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
-    """Settings of latent attention for which llama.cpp computes something else."""
+    """Yield the settings of latent attention for which llama.cpp computes a different result."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
-    # By these sizes llama.cpp recognises models without q_lora_rank, and does not read the key.
+    # llama.cpp recognises models without q_lora_rank by these sizes and does not read the key.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)
     if model.q_lora_rank is not None and lacks_rank:
         yield f"q_lora_rank in {layers} layers: only null"

@@ -1,8 +1,8 @@
-"""Read a GGUF file back into a Hugging Face config and tensors.
+"""Reader for GGUF files, which returns a Hugging Face config and tensors.
 
-All quantised formats that the package gguf can dequantise are read. Every length is checked against
-the file's size before it is used: a damaged file is an error, and can't make the reader hang or
-take all memory. Format: ggml-org/ggml `docs/gguf.md`.
+All quantised formats that the gguf package can dequantise are supported. Every length is checked
+against the file's size before it is used, so a damaged file causes an error and can't make the
+reader hang or use up all memory. Format: ggml-org/ggml `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 _MOST_VALUES = 2_000_000
 #: Maximum number of tensors in a file. Models have up to 3,000, since their experts are stacked.
 _MOST_TENSORS = 20_000
-#: Position up to which a text of the metadata may reach: a vocabulary of 262,144 tokens with its
-#: merges has 10 MB. A sparse file can have any size without taking space on the disk.
+#: Maximum position in the file for metadata; a vocabulary of 262,144 tokens with its merges takes
+#: 10 MB. The file size is not a sufficient limit, because a sparse file can have any size without
+#: taking disk space.
 _MOST_METADATA_BYTES = 1 << 28
-#: Maximum number of rotary factors, one for two numbers of a head.
+#: Maximum number of rotary factors; there is one for every two elements of a head.
 _MOST_FACTORS = 1 << 16
 
 
@@ -80,10 +81,10 @@ class GGUFModel:
         return generation_of(self.metadata)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The file's tokenizer; None if there is none.
+        """Build the file's tokenizer; return None if there is none.
 
         Raises:
-            TokenizerError: the vocabulary is damaged, or of a kind that is not supported.
+            TokenizerError: the vocabulary is damaged, or its kind is not supported.
         """
         try:
             return read_tokenizer(self.metadata)
@@ -95,9 +96,9 @@ def read_gguf(path: Path) -> GGUFModel:
     """Read a model from a GGUF file.
 
     Raises:
-        ModelError: the file can't be opened, is damaged or cut short, or its model's family or
+        ModelError: the file can't be opened, is damaged or truncated, or the model's family or
             settings are not supported.
-        MissingDependencyError: the package gguf is not installed.
+        MissingDependencyError: the gguf package is not installed.
     """
     import_gguf()
     try:
@@ -131,9 +132,9 @@ def read_gguf(path: Path) -> GGUFModel:
 
 
 def gguf_folder(path: Path) -> Path:
-    """The Hugging Face folder of a GGUF file's model, in the cache of this machine.
+    """Return the Hugging Face folder of a GGUF file's model in this machine's cache.
 
-    It is written in fp32 when the file is opened for the first time, or has changed.
+    It is written in fp32 when the file is opened for the first time or has changed.
 
     Raises:
         ModelError, TokenizerError, MissingDependencyError: see `read_gguf` and
@@ -141,7 +142,7 @@ def gguf_folder(path: Path) -> Path:
         StorageError: the cache can't be written.
     """
     stat, parent = path.stat(), cache_folder() / "gguf"
-    # The size and the modification time may stay when another file is unpacked from an archive.
+    # Size and modification time may be unchanged after another file is unpacked from an archive.
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
     place, version = (
         hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -157,8 +158,8 @@ def gguf_folder(path: Path) -> Path:
             return folder
         model = read_gguf(path)
         tokenizer = model.tokenizer()
-        say(f"{path} is opened for the first time: its weights are kept in fp32 in {folder}")
-        # Also what a process that was killed left of another state of the file.
+        say(f"{path} is opened for the first time: storing its weights in fp32 in {folder}")
+        # This also removes leftovers of killed processes for other states of the file.
         for old in parent.glob(f"*{place}-*"):
             remove_folder(old)
         config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
@@ -176,7 +177,7 @@ def gguf_folder(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor's entry in a GGUF file.
+    """Entry of a tensor in a GGUF file.
 
     Attributes:
         shape: sizes, outermost dimension first (the reverse of the file's order).
@@ -202,15 +203,16 @@ class GGUFParser:
         self._position = self._values = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
-        """The metadata, the tensors' entries by name, and the position of the data section."""
+        """Parse the header; return the metadata, the tensors' entries by name, and the position of
+        the data section."""
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is not a GGUF file")
         version = self._number("I")
         if version not in _VERSIONS:
-            raise ModelError(f"GGUF version {version} is not supported: 2 and 3 are")
+            raise ModelError(f"GGUF version {version} is not supported (supported: 2 and 3)")
         tensor_count, entry_count = self._number("Q"), self._number("Q")
         if tensor_count > _MOST_TENSORS:
-            raise ModelError(f"{tensor_count:,} tensors, and {_MOST_TENSORS:,} are read at most")
+            raise ModelError(f"{tensor_count:,} tensors, more than the limit of {_MOST_TENSORS:,}")
         self._count(entry_count)
         metadata: dict[str, Any] = {}
         for _ in range(entry_count):
@@ -231,35 +233,35 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Refuse overlapping tensors, with which a small file could take any amount of memory.
+        """Refuse overlapping tensors, with which a small file could use unlimited memory.
 
         Raises:
-            ModelError: the tensors together have more bytes than the file.
+            ModelError: the tensors are larger in total than the file.
         """
         total = sum(
             math.prod(one.shape[:-1]) * self._kind_of(name, one)[1] for name, one in stored.items()
         )
         if total > self._size:
             raise ModelError(
-                f"the file is damaged or cut short: it has {self._size:,} bytes, fewer than its "
-                f"tensors have together, {total:,}"
+                f"the file is damaged or truncated: it has {self._size:,} bytes, but its tensors "
+                f"need {total:,}"
             )
 
     @staticmethod
     def _kind_of(name: str, stored: GGUFTensor) -> tuple[Any, int]:
-        """A tensor's ggml type, and the number of bytes of one row."""
+        """Return a tensor's ggml type and the size of one row in bytes."""
         gguf = import_gguf()
         try:
             kind = gguf.GGMLQuantizationType(stored.kind)
         except ValueError:
-            raise ModelError(f"tensor {name} is of the unknown type {stored.kind}") from None
+            raise ModelError(f"tensor {name} has the unknown type {stored.kind}") from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if stored.shape[-1] % block:
-            raise ModelError(f"the file is damaged: tensor {name} is {list(stored.shape)}")
+            raise ModelError(f"the file is damaged: tensor {name} has shape {list(stored.shape)}")
         return kind, stored.shape[-1] // block * block_bytes
 
     def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
-        """A tensor's numbers, dequantised to fp32, in the shape `stored.shape`.
+        """Read a tensor and dequantise it to fp32, with the shape `stored.shape`.
 
         Args:
             name: the tensor's name, for messages.
@@ -267,31 +269,33 @@ class GGUFParser:
             data_start: position of the data section, from `parse`.
         """
         gguf = import_gguf()
-        # These are read before their shape can be compared with the config.
+        # These are read before their shape can be checked against the config.
         if name in _FACTORS and math.prod(stored.shape) > _MOST_FACTORS:
-            raise ModelError(f"the file is damaged: tensor {name} is {list(stored.shape)}")
+            raise ModelError(f"the file is damaged: tensor {name} has shape {list(stored.shape)}")
         kind, row_bytes = self._kind_of(name, stored)
         self._position = self._file.seek(min(data_start + stored.offset, self._size))
         data = np.frombuffer(self._take(math.prod(stored.shape[:-1]) * row_bytes), dtype=np.uint8)
         try:
             values = gguf.quants.dequantize(data.reshape(*stored.shape[:-1], row_bytes), kind)
         except NotImplementedError:
-            raise ModelError(f"tensor {name} is {kind.name}, which can't be read") from None
+            raise ModelError(
+                f"tensor {name} has the type {kind.name}, which is not supported"
+            ) from None
         return torch.from_numpy(values.astype(np.float32)).reshape(stored.shape)
 
     def _take(self, count: int) -> bytes:
-        # Checked before reading: `read` would allocate memory for a damaged length.
+        # Check before reading, because `read` would allocate memory for a damaged length.
         if count > self._size - self._position:
-            raise ModelError("the file is damaged or cut short")
+            raise ModelError("the file is damaged or truncated")
         self._position += count
         return self._file.read(count)
 
     def _count(self, values: int) -> None:
-        """Add to the count of metadata values, before they are read, and refuse too many."""
+        """Count metadata values before they are read, and refuse too many."""
         self._values += values
         if self._values > _MOST_VALUES:
             raise ModelError(
-                f"the metadata has {self._values:,} values, and {_MOST_VALUES:,} are read at most"
+                f"the metadata has {self._values:,} values, more than the limit of {_MOST_VALUES:,}"
             )
 
     def _number(self, letter: str) -> Any:
@@ -301,8 +305,8 @@ class GGUFParser:
         length = self._number("Q")
         if self._position + length > _MOST_METADATA_BYTES:
             raise ModelError(
-                f"the file is damaged: a text of {length:,} bytes, and {_MOST_METADATA_BYTES:,} "
-                "bytes of metadata are read at most"
+                f"the file is damaged: it has a string of {length:,} bytes, but metadata is "
+                f"limited to {_MOST_METADATA_BYTES:,} bytes"
             )
         return self._take(length).decode("utf-8")
 
@@ -312,12 +316,12 @@ class GGUFParser:
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind != _ARRAY:
-            raise ModelError(f"the file is damaged: a value of the unknown type {kind}")
+            raise ModelError(f"the file is damaged: it has a value of the unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
         self._count(count)
         if kind == _STRING:
             return [self._string() for _ in range(count)]
         if kind not in _SCALARS:
-            raise ModelError(f"the file is damaged: an array of the unknown type {kind}")
+            raise ModelError(f"the file is damaged: it has an array of the unknown type {kind}")
         size = struct.calcsize(f"<{_SCALARS[kind]}")
         return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * size)))

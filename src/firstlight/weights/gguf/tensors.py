@@ -1,8 +1,8 @@
-"""The tensors of a GGUF file, and the Hugging Face tensors that each is made of.
+"""Mapping between the tensors of a GGUF file and Hugging Face tensors.
 
-`writer` applies the rules of `tensor_rules`, `reader` reverses them. Names and layouts
-are those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the functions below,
-`theirs` is a prefix of GGUF's names, `ours` of Hugging Face's.
+`writer` applies the rules from `tensor_rules`, and `reader` reverses them. Names and layouts are
+those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the functions below,
+`theirs` is a prefix of GGUF names and `ours` a prefix of Hugging Face names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Change = Literal[
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor of a GGUF file, and the Hugging Face tensors that it is made of.
+    """One tensor in a GGUF file, and the Hugging Face tensors from which it is built.
 
     Attributes:
         gguf: name in the file.
@@ -48,9 +48,9 @@ class TensorRule:
             - "by_head_transposed": the same, with the last two dimensions swapped.
         heads: number of attention heads in the rows; 0 if `change` does not depend on it.
         stacked: True if the file's tensor has a first dimension for the sources.
-        taken: indices of the slices of the source that the file's tensor holds; () is all of them.
+        taken: indices of the slices of the source that the file's tensor contains; () means all.
         axis: dimension of the source that `taken` indexes.
-        dropped: dimension of size 1 that the file's tensor lacks; None if there is none.
+        dropped: dimension of size 1 that the file's tensor omits; None if there is none.
     """
 
     gguf: str
@@ -65,7 +65,7 @@ class TensorRule:
 
     @property
     def gguf_shape(self) -> tuple[int, ...]:
-        """The shape in the file, outermost dimension first."""
+        """Shape in the file, outermost dimension first."""
         shape = list(self.shape)
         if self.taken:
             shape[self.axis] = len(self.taken)
@@ -79,8 +79,8 @@ class TensorRule:
 
     @property
     def small(self) -> bool:
-        """True if llama.cpp needs the tensor in fp32 whatever the format of the file: vectors,
-        biases, routers, learned positions, convolutions and the norms of heads."""
+        """True if llama.cpp requires the tensor in fp32 regardless of the file's format: vectors,
+        biases, routers, learned positions, convolutions and head norms."""
         small_tables = (
             "position_embd.weight",
             "ffn_gate_inp.weight",
@@ -91,7 +91,8 @@ class TensorRule:
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
-        """A source tensor, of shape `shape`, in the file's layout (one of several if `stacked`)."""
+        """Convert a source tensor of shape `shape` to the file's layout (one of several if
+        `stacked`)."""
         if self.taken:
             source = source.index_select(self.axis, torch.tensor(self.taken))
         if self.change == "transposed":
@@ -111,8 +112,8 @@ class TensorRule:
         return (source if self.dropped is None else source.squeeze(self.dropped)).contiguous()
 
     def put_into(self, tensors: MutableMapping[str, Tensor], source: str, stored: Tensor) -> None:
-        """Add to `tensors` the source named `source`, or its slices `taken`, from the file's tensor
-        `stored` (its part for this source if `stacked`)."""
+        """Add the source named `source`, or its slices `taken`, to `tensors`, from the file's
+        tensor `stored` (the part for this source if `stacked`)."""
         values = self.from_gguf(stored)
         if not self.taken:
             tensors[source] = values.clone()
@@ -121,7 +122,7 @@ class TensorRule:
         whole.index_copy_(self.axis, torch.tensor(self.taken), values)
 
     def from_gguf(self, stored: Tensor) -> Tensor:
-        """The inverse of `to_gguf`: the source, or its slices `taken`."""
+        """Invert `to_gguf`; return the source or its slices `taken`."""
         if self.change == "transposed":
             return stored.mT.contiguous()
         if self.change in ("by_head", "by_head_transposed"):
@@ -139,7 +140,7 @@ class TensorRule:
 
 
 def tensor_rules(model: Any) -> Iterator[TensorRule]:
-    """All tensors of a model, except its rotary factors, in the order of the file.
+    """Yield a rule for each tensor of a model, except its rotary factors, in file order.
 
     Args:
         model: the model's config.
@@ -160,7 +161,7 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
 
 
 def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of layer number `layer`, counted from 0."""
+    """Yield the tensors of layer number `layer`, counted from 0."""
     kind = model.family.gguf.layer
     if kind == "named":
         yield from _named_rules(model, theirs, ours)
@@ -191,7 +192,7 @@ def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[Ten
 
 
 def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[TensorRule]:
-    """The tensors of a norm over `size` numbers; 0 stands for hidden_size."""
+    """Yield the tensors of a norm over `size` elements; 0 means hidden_size."""
     kind: Change = "one_plus" if model.family.norm_kind == "one_plus" else "none"
     sizes = (size or model.hidden_size,)
     yield TensorRule(f"{theirs}.weight", (f"{ours}.weight",), sizes, kind)
@@ -200,7 +201,8 @@ def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[T
 
 
 def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of a layer with biases everywhere, whose parts `GGUFSpec.block` names."""
+    """Yield the tensors of a layer in which all modules have biases and are named in
+    `GGUFSpec.block`."""
     C = model.hidden_size
     F = model.intermediate_size
     heads = model.num_attention_heads
@@ -222,7 +224,7 @@ def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _block_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of a layer of the Llama-like families."""
+    """Yield the tensors of a layer of the Llama-like families."""
     spec = model.family
     norms = spec.norms
     for word, name in (
@@ -253,7 +255,7 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
         rows = sum(counts.values()) * D
         yield TensorRule(f"{theirs}attn_qkv.weight", (f"{ours}qkv_proj.weight",), (rows, C))
         counts = {}
-    # Qwen3-Next's q_proj also computes a gate for each head's output: twice the rows.
+    # Qwen3-Next's q_proj also computes a gate for each head's output, so it has twice the rows.
     wide = 2 if spec.gguf.layer == "delta" else 1
     for letter, heads in counts.items():
         change: Change = "rotary" if spec.gguf.rotates_pairs and letter != "v" else "none"
@@ -274,7 +276,7 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
 def _head_norm_rules(
     model: Any, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
-    """The norm of queries or keys, if the model has one."""
+    """Yield the norm of queries or keys, if the model has one."""
     D = model.head_dim
     if model.qk_norm == "own":
         names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))
@@ -312,14 +314,14 @@ def _expert_rules(model: Any, names: ExpertNames, theirs: str, ours: str) -> Ite
 
 
 def _two_norm_rules(model: Any, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
-    """The norms before attention and MLP; `second` is llama.cpp's name of the latter."""
+    """Yield the norms before attention and MLP; `second` is llama.cpp's name for the latter."""
     yield from _norm_rules(model, f"{theirs}attn_norm", f"{ours}input_layernorm")
     yield from _norm_rules(model, theirs + second, f"{ours}post_attention_layernorm")
 
 
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of multi-head latent attention; kv_b_proj, with the rows of each head's key and
-    value, is split in two. H heads; L and Q are the ranks of the KV and query latents."""
+    """Yield the tensors of multi-head latent attention; kv_b_proj, with the rows of each head's key
+    and value, is split in two. H heads; L and Q are the ranks of the KV and query latents."""
     C = model.hidden_size
     H = model.num_attention_heads
     L = model.kv_lora_rank
@@ -340,7 +342,7 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
         yield TensorRule(f"{theirs}{word}.weight", (f"{ours}{name}.weight",), sizes)
     rows, source = torch.arange(H * (keys + values)).view(H, -1), (f"{ours}kv_b_proj.weight",)
     shape = (rows.numel(), L)
-    # llama.cpp multiplies queries by the keys' matrices, and needs these transposed.
+    # llama.cpp multiplies queries by the key matrices, which it needs transposed.
     split: tuple[tuple[str, Tensor, Change], ...] = (
         ("attn_k_b", rows[:, :keys], "by_head_transposed"),
         ("attn_v_b", rows[:, keys:], "by_head"),
@@ -351,7 +353,7 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Iterator[TensorRule]:
-    """A layer's routed experts, and its shared experts, which are one MLP."""
+    """Yield a layer's routed experts and its shared experts, which form one MLP."""
     if model.family.experts is not None:
         yield from _expert_rules(model, model.family.experts, theirs, ours)
     C = model.hidden_size
@@ -368,8 +370,8 @@ def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Ite
 
 
 def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate between the
-    gate's and the up projection's."""
+    """Yield gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate
+    between the gate's and the up projection's."""
     C = model.hidden_size
     F = model.intermediate_size
     E = model.num_experts
@@ -388,9 +390,9 @@ def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorR
 
 
 def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """The tensors of Qwen3-Next's linear attention. Rows of in_proj_qkvz, which has queries, keys,
-    values and gates of each key head, are split into all q, k, v, and all gates. G key heads of
-    size D, H value heads of size E."""
+    """Yield the tensors of Qwen3-Next's linear attention. Rows of in_proj_qkvz, which has queries,
+    keys, values and gates of each key head, are split into all q, k, v, and all gates. G key heads
+    of size D, H value heads of size E."""
     C = model.hidden_size
     G = model.linear_num_key_heads
     H = model.linear_num_value_heads

@@ -1,8 +1,8 @@
-"""Tokenizers in GGUF files: `describe_tokenizer` writes one in llama.cpp's terms, `read_tokenizer`
-builds one from them.
+"""Tokenizers in GGUF files: `describe_tokenizer` converts a tokenizer to llama.cpp's metadata, and
+`read_tokenizer` builds one from it.
 
-llama.cpp knows the patterns that split texts by name (`PRE_TOKENIZERS`), and a file holds only the
-name: a tokenizer with other patterns can't be written.
+llama.cpp identifies the patterns that split texts by name (`PRE_TOKENIZERS`), and a file contains
+only the name, so a tokenizer with other patterns can't be written.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from firstlight.tokenizer.parts import byte_level_split, prepend_bos, require_sh
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns by which llama.cpp splits texts into pieces, which it merges separately.
+    """Patterns with which llama.cpp splits texts into pieces, which are merged separately.
 
     Attributes:
         names: values of tokenizer.ggml.pre, separated by spaces; the first one is written.
-        patterns: regular expressions in the spelling of `_canonical`. Each splits the pieces of the
-            one before it; text between two matches is a piece, too.
-        whole_pieces: True if a piece that is a token is taken without merging, as with
-            `ignore_merges` of Hugging Face's BPE.
+        patterns: regular expressions in the form returned by `_canonical`. Each splits the pieces
+            of the previous one; text between two matches is also a piece.
+        whole_pieces: True if a piece that is a token is used without merging, like `ignore_merges`
+            in Hugging Face's BPE.
         adds_bos: True if "bos" begins a text unless the file specifies otherwise.
-        note: texts for which llama.cpp's form of the patterns gives other ids; None if there are
-            none.
+        note: description of texts for which llama.cpp's form of the patterns gives different ids;
+            None if there are none.
     """
 
     names: str
@@ -49,19 +49,19 @@ class PreTokenizer:
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _NOT_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-#: Words of tekken and o200k, which begin anew at a capital letter after a small one: those that end
-#: with small letters, and others.
+#: Word patterns of tekken and o200k, in which a capital letter after a lower-case letter begins a
+#: new word: words that end with lower-case letters, and others.
 _SMALL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _CAPITAL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _OTHER_WORDS = (
     "llama.cpp splits words with combining marks (Hindi, Thai, decomposed accents) and with "
-    "capital letters outside ASCII differently: such texts get other ids there"
+    "capital letters outside ASCII differently: such texts get different ids"
 )
 _OTHER_SPACES = (
-    "llama.cpp splits white space outside ASCII (such as the ideographic space) differently: texts "
-    "with it get other ids there"
+    "llama.cpp splits white space outside ASCII (such as the ideographic space) differently: "
+    "texts with it get different ids"
 )
-#: Letters of alphabets with capital letters, as DeepSeek's first tokenizer has them.
+#: Letters of alphabets with capital letters, as in DeepSeek's first tokenizer.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-"
@@ -83,8 +83,8 @@ _DEEPSEEK3_WORDS = (
 )
 _BLOOM_WORDS = r" ?[^(\s|[.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 
-#: The splits of llama.cpp (`src/llama-vocab.cpp`, of November 2026), without those that a
-#: pattern can't express.
+#: Pre-tokenizers of llama.cpp (`src/llama-vocab.cpp`, November 2026), except those that a pattern
+#: can't express.
 PRE_TOKENIZERS = (
     PreTokenizer(
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert "
@@ -135,7 +135,7 @@ PRE_TOKENIZERS = (
             r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"\s+$",
             _DEEPSEEK_CJK,
-            # llama.cpp has \p{N}+, which is the same where no token has two digits.
+            # llama.cpp uses \p{N}+, which is equivalent if no token has two digits.
             r"\p{N}",
         ),
         note=_OTHER_SPACES,
@@ -167,7 +167,7 @@ PRE_TOKENIZERS = (
     PreTokenizer("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", GPT2_PATTERN, "[0-9][0-9][0-9]")),
     PreTokenizer("default", (r"[\p{P}\$\+<=>\^~\|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")),
 )
-#: Other spellings of parts of these patterns -> the spelling above.
+#: Equivalent forms of parts of these patterns -> the form used above.
 _SPELLINGS = {
     "\r": r"\r",
     "\n": r"\n",
@@ -184,11 +184,11 @@ _SPELLINGS = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-#: Character that stands for a space in Llama 2's tokens, and the normalizer's steps that write it.
+#: Character that represents a space in Llama 2's tokens, and the normalizer steps that insert it.
 _SPACE = "\u2581"
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-#: Gemma's split, which finds no space after the normalizer.
+#: Gemma's split, which has no effect because the normalizer has already replaced the spaces.
 _NO_SPLIT = {
     "type": "Split",
     "pattern": {"String": " "},
@@ -199,21 +199,21 @@ _NO_SPLIT = {
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFTokenizer:
-    """The tokenizer's part of a GGUF file's metadata.
+    """Tokenizer metadata of a GGUF file.
 
     Attributes:
         model: tokenizer.ggml.model, "gpt2" or "llama".
         pre: tokenizer.ggml.pre.
         tokens: every token, by id.
         types: tokenizer.ggml.token_type of every token, by id.
-        scores: score of every token, by id; None for "gpt2". llama.cpp merges the two neighbours
-            whose joint token has the highest score first.
+        scores: score of every token, by id; None for "gpt2". llama.cpp first merges the two
+            neighbours whose combined token has the highest score.
         merges: merges in order, each "left right"; None for "llama".
-        special_ids: ids of "bos" and "eos", the tokens that begin and end a document; where there
-            are such tokens, of "unknown" and "padding", and of "eot" and "eom", further tokens
-            that end a generation.
+        special_ids: ids of "bos" and "eos", the tokens that begin and end a document, and, if they
+            exist, of "unknown", "padding", and "eot" and "eom", additional tokens that end a
+            generation.
         add_bos: True if a prompt begins with "bos".
-        add_space_prefix: True if a space is put before a text.
+        add_space_prefix: True if a space is added before a text.
         chat_template: the Jinja chat template; None if there is none.
         notes: cases in which llama.cpp's ids differ, for the user.
     """
@@ -234,9 +234,9 @@ class GGUFTokenizer:
 def describe_tokenizer(
     tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()
 ) -> GGUFTokenizer:
-    """Describe a tokenizer for a model with `vocab_size` embedding rows, of one of the two kinds to
-    which llama.cpp gives the same ids. Of `ends`, the tokens that end a generation, GGUF has keys
-    for two besides the end of text.
+    """Describe a tokenizer for a model with `vocab_size` embedding rows, as one of the two kinds
+    for which llama.cpp gives the same ids. Of `ends`, the tokens that end a generation, GGUF can
+    store two in addition to the end-of-text token.
 
     - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's kind "gpt2": tokens, merges, and
       the name of the pattern that splits texts into pieces.
@@ -245,12 +245,13 @@ def describe_tokenizer(
     Ids without a token, within the vocabulary or after its end, become unused tokens `[PAD<id>]`.
 
     Raises:
-        TokenizerError: llama.cpp would give other ids, or the tokenizer doesn't fit the model.
+        TokenizerError: llama.cpp would give different ids, or the tokenizer has more tokens than
+            the model.
     """
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding only "
-            f"{vocab_size} rows: give the tokenizer that belongs to the model"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding has "
+            f"only {vocab_size} rows: use the tokenizer that belongs to the model"
         )
     state = json.loads(tokenizer.backend.to_str())
     model = state["model"]
@@ -264,10 +265,10 @@ def describe_tokenizer(
     added = {token["content"]: token for token in state["added_tokens"]}
     for content, token in added.items():
         if not token["special"] and (token["lstrip"] or token["rstrip"] or token["single_word"]):
-            raise _refused(f"its token '{content}' takes in white space or needs word borders")
+            raise _refused(f"its token '{content}' strips white space or requires word boundaries")
     tokens = _tokens(tokenizer, vocab_size)
     types = _types(tokens, added, model)
-    # llama.cpp would take an ordinary token for a missing bos or eos.
+    # llama.cpp would use an ordinary token in place of a missing bos or eos.
     bos = tokenizer.separator_id
     eos = bos if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     unknown = model.get("unk_token") or tokenizer.config.get("unk_token")
@@ -287,7 +288,7 @@ def describe_tokenizer(
     if model.get("byte_fallback"):
         prefix, notes = _space_prefix(state)
         scores = _scores(tokens, types, model)
-        # llama.cpp looks for these tokens, such as Gemma's runs of spaces, in the text itself.
+        # llama.cpp searches the text itself for these tokens, such as Gemma's runs of spaces.
         found = tuple(
             token.replace(_SPACE, " ") if kind == USER_DEFINED else token
             for token, kind in zip(tokens, types, strict=True)
@@ -302,25 +303,26 @@ def describe_tokenizer(
 
 def _refused(reason: str) -> TokenizerError:
     return TokenizerError(
-        f"the tokenizer can't be put into GGUF, since llama.cpp differs: {reason}"
+        "the tokenizer can't be converted to GGUF because llama.cpp would give different ids: "
+        f"{reason}"
     )
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Texts of all tokens, by id; `[PAD<id>]` for ids without a token."""
+    """Return the texts of all tokens by id, with `[PAD<id>]` for ids without a token."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
     if len(set(tokens)) != vocab_size or "" in by_id.values():
-        # llama.cpp aborts the whole process if two tokens have the same text.
-        raise _refused("a token is empty, or is called [PAD..] as unused tokens are")
+        # llama.cpp aborts the process if two tokens have the same text.
+        raise _refused("a token is empty, or is called [PAD..] like unused tokens")
     return tokens
 
 
 def _types(
     tokens: Sequence[str], added: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """tokenizer.ggml.token_type of every token, by id."""
+    """Return tokenizer.ggml.token_type of every token, by id."""
 
     def kind(token: str) -> int:
         if token == model.get("unk_token"):
@@ -337,20 +339,20 @@ def _types(
 
 
 def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The merges as pairs (left, right); older tokenizer.json files have "left right"."""
+    """Return the merges as pairs (left, right); older tokenizer.json files contain "left right"."""
     pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
     return [(left, right) for left, right in pairs]
 
 
 def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """tokenizer.ggml.pre of a byte-level BPE tokenizer, and notes for the user.
+    """Return tokenizer.ggml.pre of a byte-level BPE tokenizer, and notes for the user.
 
     Args:
         state: content of tokenizer.json.
         added: added tokens by text.
 
     Raises:
-        TokenizerError: llama.cpp would split texts differently, or merge them into other tokens.
+        TokenizerError: llama.cpp would split or merge texts differently.
     """
     normalizer = state.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
@@ -360,32 +362,34 @@ def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str
     splits = [one for one in PRE_TOKENIZERS if one.patterns == patterns]
     if not splits:
         raise _refused(
-            f"it splits texts by the pattern {' and '.join(patterns) or '(none)'}; known are those "
-            f"of {', '.join(one.names.split()[0] for one in PRE_TOKENIZERS)}"
+            f"it splits texts by the pattern {' and '.join(patterns) or '(none)'}; supported are "
+            f"those of {', '.join(one.names.split()[0] for one in PRE_TOKENIZERS)}"
         )
     split = next((one for one in splits if one.whole_pieces == whole_pieces), splits[0])
     if split.whole_pieces != whole_pieces:
         _require_reachable(state["model"], added)
     notes = [split.note] if split.note else []
     if normalizer is not None:
-        notes.append("llama.cpp does not normalise texts to NFC as the tokenizer does")
+        notes.append("llama.cpp does not normalise texts to NFC, unlike the tokenizer")
     return split.names.split()[0], tuple(notes)
 
 
 def _patterns(stage: Mapping[str, Any]) -> tuple[str, ...]:
-    """The patterns of a byte-level pre-tokenizer in tokenizer.json, in `_canonical` spelling.
+    """Return the patterns of a byte-level pre-tokenizer in tokenizer.json, in `_canonical` form.
 
     Raises:
-        TokenizerError: it is not byte-level, or has a step that is not a pattern.
+        TokenizerError: the pre-tokenizer is not byte-level, or has a step that is not a pattern.
     """
     *splits, last = stage.get("pretokenizers") or [stage]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        raise _refused("it is neither byte-level BPE without a leading space nor has byte fallback")
+        raise _refused(
+            "it is neither byte-level BPE without a leading space nor BPE with byte fallback"
+        )
     patterns = []
     for step in splits:
         pattern = _canonical(str(step.get("pattern", {}).get("Regex", "")))
-        # The patterns with this end match every text without a gap: removing what is between the
-        # matches, as tokenizers made from tiktoken's files do, then removes nothing.
+        # Patterns with this ending match every text without gaps. Tokenizers made from tiktoken's
+        # files remove the text between matches, which in this case removes nothing.
         mode = step.get("behavior"), step.get("invert")
         kept = mode == ("Isolated", False) or (
             mode == ("Removed", True) and pattern.endswith(r"|\s+(?!\S)|\s+")
@@ -400,26 +404,27 @@ def _patterns(stage: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _canonical(pattern: str) -> str:
-    """The pattern in the spelling of `PRE_TOKENIZERS`."""
+    """Convert a pattern to the form used in `PRE_TOKENIZERS`."""
     for other, ours in _SPELLINGS.items():
         pattern = pattern.replace(other, ours)
     return pattern
 
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Refuse a vocabulary with a token that its own text does not merge into: its id would depend
-    on `ignore_merges`, in which this tokenizer and llama.cpp differ."""
+    """Refuse a vocabulary with a token that can't be reached by merging its text. Its id would
+    depend on `ignore_merges`, which this tokenizer and llama.cpp handle differently."""
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
         if token not in added and len(bpe.tokenize(token)) != 1:
-            raise _refused(f"its merges do not lead to its token '{token}'")
+            raise _refused(f"its merges do not produce its token '{token}'")
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """(True if a tokenizer with byte fallback puts a space before a text, notes for the user).
+    """Return (True if a tokenizer with byte fallback adds a space before a text, notes for the
+    user).
 
     Raises:
-        TokenizerError: the tokenizer treats spaces in another way than Llama 2's.
+        TokenizerError: the tokenizer handles spaces differently than Llama 2's.
     """
     normalizer, splitter = state.get("normalizer"), state.get("pre_tokenizer")
     steps = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
@@ -432,26 +437,31 @@ def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
     scheme = (splitter or {}).get("prepend_scheme")
     expected = {"type": "Metaspace", "replacement": _SPACE, "split": False}
     if not steps and scheme is not None and splitter == {**expected, "prepend_scheme": scheme}:
-        note = "a text that begins with a space gets one more from llama.cpp"
+        note = "llama.cpp adds another space to a text that begins with a space"
         return (False, ()) if scheme == "never" else (True, (note,))
-    raise _refused("it has byte fallback, but does not turn spaces into ▁ as Llama 2's does")
+    raise _refused(
+        "it has byte fallback, but does not convert spaces to ▁ like Llama 2's tokenizer"
+    )
 
 
 def _scores(
     tokens: Sequence[str], types: Sequence[int], model: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Score of every token, by id, with which llama.cpp merges in the order of the BPE's merges.
+    """Return a score for each token, by id, such that llama.cpp merges in the order of the BPE's
+    merges.
 
-    llama.cpp joins any two neighbours whose joint text is a token: the highest score first, and
-    the leftmost pair among equals. This gives the same ids as the BPE under two conditions:
+    llama.cpp joins any two neighbours whose combined text is a token, starting with the highest
+    score and, among equal scores, the leftmost pair. This gives the same ids as the BPE under two
+    conditions:
 
-    - every pair of tokens whose joint text is a token is a merge of the BPE;
-    - all merges into one token follow each other in the list of merges.
+    - every pair of tokens whose combined text is a token is a merge of the BPE;
+    - all merges into the same token are adjacent in the list of merges.
 
-    The score of a token is then minus the rank of its first merge. Tokens of spaces alone are
-    exempt from the second condition (Llama 2's merges of spaces are mixed): those whose merges
-    overlap share a score. Both cut user-defined tokens out of a text before they merge, except that
-    the BPE merges runs of spaces: their merges must then come first.
+    The score of a token is then minus the rank of its first merge. Tokens that consist only of
+    spaces are exempt from the second condition (Llama 2's merges of spaces are interleaved): those
+    whose merges overlap share a score. Both algorithms extract user-defined tokens from a text
+    before merging, except that the BPE merges runs of spaces, so the merges for these must come
+    first.
 
     Raises:
         TokenizerError: a condition is not met, or a byte token is missing.
@@ -478,27 +488,28 @@ def _scores(
         elif set(token) == set(previous) == {_SPACE}:
             scores[token] = scores[previous]
         else:
-            raise _refused(f"its merges into '{token}' and '{previous}' come mixed")
+            raise _refused(f"its merges into '{token}' and '{previous}' are interleaved")
         end, previous = max(end, last[token]), token
     known, listed = set(tokens), set(pairs)
     for token in known - whole:
         for cut in range(1, len(token)):
             pair = (token[:cut], token[cut:])
             if pair[0] in known and pair[1] in known and pair not in listed:
-                raise _refused(f"'{pair[0]}' and '{pair[1]}' make a token, but are not a merge")
+                raise _refused(f"'{pair[0]}' and '{pair[1]}' form a token, but are not a merge")
     return tuple(scores.get(token, float(-len(pairs))) for token in tokens)
 
 
 # Reading
 
-#: `[PAD<id>]`, which stands for an id without a token.
+#: `[PAD<id>]`, which represents an id without a token.
 _UNUSED_TOKEN = re.compile(r"\[PAD(\d+)\]")
-#: llama.cpp's ids of the kind "llama" where a file has none.
+#: llama.cpp's default ids for the kind "llama" if a file does not specify them.
 _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer in a GGUF file's metadata, with the ids of llama.cpp; None if there is none.
+    """Build the tokenizer in a GGUF file's metadata, which gives the same ids as llama.cpp. Return
+    None if there is none.
 
     Raises:
         TokenizerError: the vocabulary is damaged, or of a kind that is not supported.
@@ -513,11 +524,13 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     if kind in (None, "none"):
         return None
     if kind not in ("gpt2", "llama"):
-        raise TokenizerError(f"tokenizers of the kind '{kind}' are not supported: gpt2, llama are")
+        raise TokenizerError(
+            f"tokenizers of the kind '{kind}' are not supported (supported: gpt2, llama)"
+        )
     count = len(tokens) if isinstance(tokens, list) else 0
     types = values.get("token_type", [NORMAL] * count)
     if not count or not isinstance(types, list) or len(types) != count:
-        raise TokenizerError("the file is damaged: its token types do not fit its tokens")
+        raise TokenizerError("the file is damaged: its token types do not match its tokens")
     named = {}
     for name in ("bos", "eos", "unknown", "padding"):
         token_id = values.get(f"{name}_token_id", _LLAMA_IDS.get(name) if kind == "llama" else None)
@@ -530,7 +543,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
         backend, adds_bos = _pieces(values, types, vocabulary, named), True
     special, ordinary = [], []
     for token, index in vocabulary.items():
-        # A padding token can be an ordinary one, such as "!".
+        # A padding token can be an ordinary token, such as "!".
         is_named = token in (named.get(name) for name in ("bos", "eos", "unknown"))
         if is_named or types[index] in (CONTROL, UNKNOWN):
             special.append(AddedToken(token, special=True, normalized=False))
@@ -556,13 +569,13 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def _is_used(token: Any, index: int) -> bool:
-    """False for an id without a token.
+    """Return True if an id has a token.
 
     Raises:
-        TokenizerError: the token is not a text.
+        TokenizerError: the token is not a string.
     """
     if not isinstance(token, str):
-        raise TokenizerError(f"the file is damaged: token {index} is not a text")
+        raise TokenizerError(f"the file is damaged: token {index} is not a string")
     unused = _UNUSED_TOKEN.fullmatch(token)
     return token != "" and (unused is None or int(unused[1]) != index)
 
@@ -570,7 +583,7 @@ def _is_used(token: Any, index: int) -> bool:
 def _byte_level(
     values: Mapping[str, Any], vocabulary: dict[str, int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-level BPE of the kind "gpt2", and True if "bos" begins a text by default.
+    """Build byte-level BPE for the kind "gpt2"; also return True if "bos" begins a text by default.
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.
@@ -584,7 +597,7 @@ def _byte_level(
             f"{', '.join(one.names.split()[0] for one in PRE_TOKENIZERS)})"
         )
     try:
-        # From the second character on, since a token may begin with a space.
+        # Search from the second character, since a token may begin with a space.
         cuts = [(merge, merge.index(" ", 1)) for merge in merges or ()]
         bpe = models.BPE(
             vocab=vocabulary,
@@ -592,7 +605,7 @@ def _byte_level(
             ignore_merges=split.whole_pieces,
         )
     except Exception as error:
-        raise TokenizerError(f"the file is damaged: its merges do not fit: {error}") from error
+        raise TokenizerError(f"the file is damaged: its merges are invalid: {error}") from error
     backend = tokenizers.Tokenizer(bpe)
     backend.pre_tokenizer = (
         pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -609,18 +622,18 @@ def _pieces(
     vocabulary: dict[str, int],
     named: Mapping[str, str],
 ) -> tokenizers.Tokenizer:
-    """BPE with byte fallback, of the kind "llama".
+    """Build BPE with byte fallback for the kind "llama".
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.
         types: tokenizer.ggml.token_type of every token, by id.
         vocabulary: ids by token.
-        named: "bos", "eos", "unknown" and "padding", where there are such tokens.
+        named: texts of the tokens "bos", "eos", "unknown" and "padding", if they exist.
     """
     scores: Any = values.get("scores")
     is_complete = isinstance(scores, list) and len(scores) == len(types)
     if not is_complete or not all(isinstance(score, int | float) for score in scores):
-        raise TokenizerError("the file is damaged: its scores do not fit its tokens")
+        raise TokenizerError("the file is damaged: its scores do not match its tokens")
     require_short(Path("in the file"), vocabulary)
     pieces = [(token, scores[index], types[index]) for token, index in vocabulary.items()]
     return sentencepiece_backend(

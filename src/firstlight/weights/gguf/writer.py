@@ -1,4 +1,4 @@
-"""Write a model as a GGUF file, the format of llama.cpp and of programs that use it.
+"""Writer for GGUF files, the format of llama.cpp and programs based on it.
 
 Parts of the file, in order:
 
@@ -57,10 +57,10 @@ def write_gguf(
     """Write a model as one GGUF file. The memory needed is about twice that of its largest tensor.
 
     Args:
-        path: the file; an old one is replaced once the new one is complete.
+        path: the file; an existing file is replaced once the new one is complete.
         config: Hugging Face's config.json as an object.
-        tensors: tensors by their Hugging Face names; a tied head may be absent. Each is looked up
-            twice and not kept, so that the mapping may read it from a file each time.
+        tensors: tensors by their Hugging Face names; a tied head may be absent. Each tensor is
+            looked up twice and not kept, so the mapping may read it from a file each time.
         tokenizer: the tokenizer; None writes a file without a vocabulary.
         dtype: format of matrices. Vectors, routers, convolutions and learned positions are always
             f32. With q8_0, matrices whose row length is not a multiple of 32 are f16.
@@ -70,11 +70,11 @@ def write_gguf(
 
     Raises:
         ModelError: llama.cpp does not support the model (small differences are notes, see
-            `gguf_notes`); a tensor is missing, extra, misshapen or not finite; or a number is too
-            large for the format.
-        TokenizerError: llama.cpp would give other ids than the tokenizer.
+            `gguf_notes`); a tensor is missing, unexpected, not finite or has the wrong shape; or a
+            number is too large for the format.
+        TokenizerError: llama.cpp would give different ids than the tokenizer.
         MissingDependencyError: the package gguf is not installed.
-        StorageError: the file system refuses a write, for instance because the disk is full.
+        StorageError: the file system refuses a write, for example because the disk is full.
     """
     gguf = import_gguf()
     model = supported_model(config)
@@ -100,7 +100,7 @@ def write_gguf(
         _add_tensor_info(writer, rule.gguf, rule.gguf_shape, _type_of(rule, dtype))
     with replacing(path) as file:
         file.write(_header(writer))
-        # Zeros up to the next multiple of the alignment, here and after each tensor.
+        # Pad with zeros to the next multiple of the alignment, here and after each tensor.
         file.write(bytes(-file.size % writer.data_alignment))
         for values in factors.values():
             file.write(values.numpy().tobytes())
@@ -112,10 +112,10 @@ def write_gguf(
 
 
 def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
-    """The model's name, with which llama.cpp loads the file.
+    """Return the model's name in a form with which llama.cpp can load the file.
 
     If the name contains "phi3" or "phi-3", llama.cpp requires the special tokens of Phi-3's
-    tokenizer. With another tokenizer, they become "phi 3".
+    tokenizer. With any other tokenizer, the name is changed to "phi 3".
     """
     phi3 = {"</s>", "<s>", "<unk>", "<|endoftext|>"}
     if tokenizer is None or phi3 <= set(tokenizer.tokens):
@@ -124,8 +124,10 @@ def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
 
 
 def _header(writer: Any) -> bytes:
-    """The file up to the tensors' data: header, metadata, names and shapes of the tensors."""
-    # The package gguf only writes to files that it opens: its writer gets a buffer instead.
+    """Return the file up to the tensors' data: header, metadata, names and shapes of the
+    tensors."""
+    # The gguf package writes only to files that it opens itself, so its writer gets a buffer
+    # instead.
     import gguf
 
     memory = io.BytesIO()
@@ -141,54 +143,55 @@ def gguf_notes(
     tokenizer: Tokenizer | None = None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Small differences between llama.cpp's computation and the model's, as notes for the user.
+    """Return notes for the user on small differences between llama.cpp's computation and the
+    model's.
 
     Raises:
-        ModelError: the model can't be put into GGUF at all.
-        TokenizerError: the tokenizer can't be put into GGUF.
+        ModelError: the model can't be converted to GGUF at all.
+        TokenizerError: the tokenizer can't be converted to GGUF.
     """
     model = supported_model(config)
     notes = []
     if "gelu" in (config.get("activation_function"), config.get("hidden_act")):
         notes.append(
-            f"llama.cpp computes {model.model_type}'s GELU by its tanh form, the model by the "
-            "exact one: logits differ slightly"
+            f"llama.cpp uses the tanh approximation of GELU for {model.model_type}, but the "
+            "model uses the exact function: logits differ slightly"
         )
     window, spec = getattr(model, "sliding_window", None), model.family.gguf
     if window is not None and window < model.max_position_embeddings and not spec.has_windows:
         notes.append(
-            f"llama.cpp ignores {model.model_type}'s sliding window of {window} tokens: longer "
-            "texts get other logits"
+            f"llama.cpp ignores {model.model_type}'s sliding window of {window} tokens: logits "
+            "differ for longer texts"
         )
     scaling = getattr(model, "rope_scaling", None)
     if scaling is not None and scaling.rope_type == "yarn" and not scaling.truncate:
         notes.append(
-            "llama.cpp rounds the bounds between which YaRN blends frequencies, the model does not "
-            "(truncate false): logits differ slightly"
+            "llama.cpp rounds the bounds between which YaRN blends frequencies, but the model "
+            "does not (truncate false): logits differ slightly"
         )
     eps = getattr(model, "rms_norm_eps", None)
     if spec.inner_eps is not None and eps != spec.inner_eps:
         notes.append(
-            f"llama.cpp takes rms_norm_eps {eps} for the norms within attention, too, where "
-            f"the model has {spec.inner_eps}: logits differ slightly"
+            f"llama.cpp uses rms_norm_eps {eps} for the norms within attention, but the model "
+            f"uses {spec.inner_eps}: logits differ slightly"
         )
     if scaling is not None and scaling.rope_type == "longrope":
         notes.append(
-            "llama.cpp takes LongRoPE's long or short factors by the context it is opened with, "
-            "the model by the text's length"
+            "llama.cpp chooses LongRoPE's long or short factors by the context size that it is "
+            "started with, but the model chooses them by the text's length"
         )
     if tokenizer is not None:
         notes += describe_tokenizer(tokenizer, model.vocab_size).notes
         if left := end_ids(generation_config(tokenizer, generation))[3:]:
             notes.append(
-                "a GGUF file names three end tokens at most: llama.cpp does not stop at "
+                "a GGUF file can list at most three end tokens: llama.cpp does not stop at "
                 f"{', '.join(str(tokenizer.backend.id_to_token(token_id)) for token_id in left)}"
             )
     return notes
 
 
 def import_gguf() -> Any:
-    """The package gguf.
+    """Import and return the gguf package.
 
     Raises:
         MissingDependencyError: the package is not installed.
@@ -201,24 +204,25 @@ def import_gguf() -> Any:
 
 
 def _check_head(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that contradict the config in whether the head is the embedding.
+    """Refuse tensors that contradict the config about whether the head is tied to the embedding.
 
     Raises:
-        ModelError: there are such tensors.
+        ModelError: the tensors contain such a contradiction or fault.
     """
     family, tied = FAMILIES[model.model_type].model, model.tie_word_embeddings
     embedding, head = f"{family.embedding_name}.weight", family.head_file_name
     if head not in tensors and not tied:
         raise ModelError(
-            f"the model lacks {head}, and config.json does not tie it to the embedding"
+            f"the model has no {head}, but config.json does not tie it to the embedding"
         )
     has_both = {head, embedding} <= tensors.keys()
     if tied and has_both and not torch.equal(tensors[head], tensors[embedding]):
-        raise ModelError(f"config.json ties {head} to {embedding}, but the two differ")
+        raise ModelError(f"config.json ties {head} to {embedding}, but their values differ")
 
 
 def _check_tensors(model: Any, rules: list[TensorRule], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are missing, extra, misshapen or not finite, and name them.
+    """Refuse tensors that are missing, unexpected, not finite or have the wrong shape; the message
+    names them.
 
     Args:
         model: the model's config.
@@ -226,7 +230,7 @@ def _check_tensors(model: Any, rules: list[TensorRule], tensors: Mapping[str, Te
         tensors: the model's tensors by Hugging Face name.
 
     Raises:
-        ModelError: there are such tensors.
+        ModelError: the tensors contain such a contradiction or fault.
     """
     family = FAMILIES[model.model_type].model
     unused = family.head_file_name if model.tie_word_embeddings else None
@@ -241,7 +245,7 @@ def _check_tensors(model: Any, rules: list[TensorRule], tensors: Mapping[str, Te
     expected = {source: rule.shape for rule in rules for source in rule.sources}
     require_tensors("the model", expected, shapes)
     if broken:
-        raise ModelError(f"the model has integer or not finite tensors: {first_names(broken)}")
+        raise ModelError(f"the model has integer or non-finite tensors: {first_names(broken)}")
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: GGUFTokenizer | None) -> None:
@@ -272,7 +276,8 @@ def _stored_type(dtype: GGUFDtype) -> GGMLQuantizationType:
 
 
 def _type_of(rule: TensorRule, dtype: GGUFDtype) -> GGMLQuantizationType:
-    """The ggml type of a tensor in a file of format `dtype`; exceptions as in `write_gguf`."""
+    """Return the ggml type of a tensor in a file of format `dtype`; exceptions as in
+    `write_gguf`."""
     if rule.small:
         return _stored_type("f32")
     if dtype == "q8_0" and rule.gguf_shape[-1] % _BLOCK:
@@ -294,7 +299,7 @@ def _add_tensor_info(
 def _encoded(
     rule: TensorRule, tensors: Mapping[str, Tensor], kind: GGMLQuantizationType
 ) -> Iterator[NDArray[Any]]:
-    """The bytes of a tensor, as one numpy array for each of its sources.
+    """Yield the bytes of a tensor as one numpy array per source.
 
     Args:
         rule: the tensor.
@@ -314,7 +319,7 @@ def _encoded(
         largest = tensor.abs().max() / 127 if packed else tensor.abs().max()
         if largest.to(torch.float16 if packed else formats[kind.name]).isinf():
             raise ModelError(
-                f"{source} holds a number too large for {kind.name.lower()}: choose bf16 or f32"
+                f"{source} contains a number too large for {kind.name.lower()}: choose bf16 or f32"
             )
         if packed:
             yield np.ascontiguousarray(gguf.quants.quantize(tensor.float().numpy(), kind))
