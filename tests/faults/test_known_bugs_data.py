@@ -270,5 +270,5 @@ def test_data_of_another_tokenizer_is_trained_on(
     shutil.copytree(data, copy)
     words(320).save_pretrained(copy)
     recipe["data"]["dir"] = str(copy)
-    with pytest.raises(DataError, match=r"tokenizer\.json is not the one the shards were made"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer of the shards"):
         train(recipe)

@@ -1248,7 +1248,7 @@ def test_a_tokenizer_that_the_shards_were_not_made_with_is_refused(
     shutil.copytree(data, tmp_path / "data")
     train_tokenizer(texts, 300).save_pretrained(tmp_path / "data")
     values = changed(recipe, data={"dir": str(tmp_path / "data")})
-    refused(values, DataError, r"tokenizer\.json is not the one the shards were made with")
+    refused(values, DataError, r"tokenizer\.json is not the tokenizer of the shards")
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_refused(

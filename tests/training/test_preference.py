@@ -408,7 +408,7 @@ def test_a_run_begins_at_log_2_and_learns_what_is_preferred(
     losses = [math.log1p(math.exp(-margin)) for margin in margins]
     assert lines[-1]["val/reward_margin"] == pytest.approx(np.mean(margins), rel=1e-4)
     assert lines[-1]["val/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    with pytest.raises(DataError, match="holds preference pairs"):
+    with pytest.raises(DataError, match="contains preference pairs"):
         evaluate(folder_of(pairs))
 
 
