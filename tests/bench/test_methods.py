@@ -328,7 +328,7 @@ def test_a_recipe_gives_its_model_and_a_vocabulary_that_is_left_open_is_gpt2s(
         ({"model": "gpt2-125m"}, r"model 'gpt2-125m' is unknown \(did you mean 'gpt2-124m'\?\)"),
         ({"model": "huge"}, "model 'huge' is unknown: use small, gpt2-124m, .* or a RECIPE.yaml"),
         ({"model": "nothing.yaml"}, "recipe nothing.yaml does not exist"),
-        ({"steps": 0}, "steps is 0: at least 1 is needed"),
+        ({"steps": 0}, "steps is 0, but must be at least 1"),
         ({"repeats": -1}, "repeats is -1"),
         ({"seq_len": 1025}, "seq_len 1025 is more than gpt2-124m's context of 1024"),
         ({"rows": ["bf61"]}, r"row 'bf61' is unknown \(did you mean 'bf16'\?\)"),

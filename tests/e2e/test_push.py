@@ -139,7 +139,7 @@ def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
     results = {one.metric_type: one for one in card.data.eval_results}
     assert results["loss"].metric_value == evaluated["loss"]
     assert results["loss"].metric_args == {"stderr": evaluated["loss_stderr"]}
-    assert f"{at_four['val/loss']:.4f} nats a token" in card.text
+    assert f"{at_four['val/loss']:.4f} nats per token" in card.text
     assert f"| tokens seen | {at_four['tokens_seen']:,} " in card.text
     assert "step 4 of 6: the run" in card.text
     tokens = json.loads((data / "manifest.json").read_text())["splits"]["train"]["tokens"]
