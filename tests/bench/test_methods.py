@@ -330,7 +330,7 @@ def test_a_recipe_gives_its_model_and_a_vocabulary_that_is_left_open_is_gpt2s(
         ({"model": "nothing.yaml"}, "recipe nothing.yaml does not exist"),
         ({"steps": 0}, "steps is 0, but must be at least 1"),
         ({"repeats": -1}, "repeats is -1"),
-        ({"seq_len": 1025}, "seq_len 1025 is more than gpt2-124m's context of 1024"),
+        ({"seq_len": 1025}, "seq_len 1025 exceeds gpt2-124m's context of 1024"),
         ({"rows": ["bf61"]}, r"row 'bf61' is unknown \(did you mean 'bf16'\?\)"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
     ],
