@@ -227,7 +227,7 @@ def main(given: list[str]) -> None:
     print(
         f"""
 {"-" * 78}
-pretrain   {last["pretrain"]["bits_per_byte"]:.3f} bits for a byte of Python that it has not seen
+pretrain   {last["pretrain"]["bits_per_byte"]:.3f} bits per byte of held-out Python
 continue   val/loss of Python {last["continue"]["val/loss/python"]:.3f}, of prose \
 {last["continue"]["val/loss/prose"]:.3f}
 sft        val/loss of answers {last["sft"]["val/loss"]:.3f}

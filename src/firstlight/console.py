@@ -134,6 +134,17 @@ def own_version() -> str:
         return "unknown"
 
 
+def gib(size: float) -> str:
+    """A number of bytes of memory as text: 1610612736 -> '1.50 GiB', 1048576 -> '0.0010 GiB'."""
+    count = size / 2**30
+    return f"{count:,.{2 if count >= 0.01 or not count else 4}f} GiB"
+
+
+def shortened(text: str, width: int) -> str:
+    """The text, cut to `width` characters with "…" as the last one if it is longer."""
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 

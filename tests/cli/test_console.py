@@ -12,7 +12,7 @@ import pytest
 
 from firstlight.cli.main import firstlight, main
 from firstlight.cli.output import show, write_out
-from firstlight.console import say
+from firstlight.console import gib, say
 from firstlight.errors import lacks_memory
 
 WILD = "a\x1b[31m\x9b2J\u202eb\tc\r\nd"
@@ -149,3 +149,11 @@ def test_command_short_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -
         assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
         assert said in ended.stderr
         assert "ulimit -v" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0.00 GiB"), (1 << 20, "0.0010 GiB"), (3 << 29, "1.50 GiB"), (5 << 40, "5,120.00 GiB")],
+)
+def test_memory_of_every_size_is_in_gib(size: int, text: str) -> None:
+    assert gib(size) == text

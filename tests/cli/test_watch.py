@@ -82,7 +82,7 @@ def test_it_follows_a_run_to_its_end(
     assert not is_held(run)
     assert capsys.readouterr().err.splitlines() == [
         "step 3: 'a' -> 'b'",
-        "step 4/4  loss 4.600  1,000 tokens/s  0.00 GiB  0 s left",
+        "step 4/4  loss 4.600  1,000 tokens/s  0.0010 GiB  0 s left",
         "the run is complete: step 4/4",
     ]
 
@@ -161,7 +161,7 @@ def test_it_waits_for_a_folder_that_is_not_there_yet(
     said = capsys.readouterr().err.splitlines()
     assert said[0] == f"waiting for a run in {later} (did you mean 'run'?)"
     assert said[1:] == [
-        "step 4/4  loss 4.600  1,000 tokens/s  0.00 GiB  0 s left",
+        "step 4/4  loss 4.600  1,000 tokens/s  0.0010 GiB  0 s left",
         "the run is complete: step 4/4",
     ]
 
@@ -191,7 +191,7 @@ def test_it_waits_while_texts_are_prepared_in_the_folder(
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
-    for path, said in ((tmp_path, "is no run folder"), (tmp_path / "file", "is a file")):
+    for path, said in ((tmp_path, "is not a run folder"), (tmp_path / "file", "is a file")):
         assert main(["watch", str(path)]) == 1
         assert said in capsys.readouterr().err
 

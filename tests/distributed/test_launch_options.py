@@ -75,7 +75,7 @@ def test_one_process_is_this_one(
     [
         (["--max-restarts", "1"], "--max-restarts needs --nproc"),
         (["--nnodes", "2"], "--nnodes needs --nproc"),
-        (["--nproc", "0"], "--nproc is '0': it has to be a number from 1 on, or auto"),
+        (["--nproc", "0"], "--nproc is '0': it must be auto or a number of at least 1"),
         (["--nproc", "all"], "--nproc is 'all'"),
         (["--nproc", "2", "--nnodes", "0"], "--nnodes"),
         (["--nproc", "2", "--max-restarts", "-1"], "--max-restarts"),
@@ -109,7 +109,7 @@ def test_a_process_that_a_launcher_started_starts_no_others(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "r.yaml", "--nproc", "2"]) == 2
-    assert "a launcher has started this process" in capfd.readouterr().err
+    assert "a launcher started this process" in capfd.readouterr().err
     assert calls == []
 
 

@@ -89,11 +89,11 @@ def test_cards_of_one_world_pass() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({1: {"size": 4}}, "rank 1 on node1 was started as one of 4 processes, and rank 0 on"),
+        ({1: {"size": 4}}, "rank 1 on node1 was started as one of 4 processes, but rank 0 on"),
         ({2: {"fingerprint": "x"}}, "rank 2 on node2 has a different recipe than rank 0 on node0"),
         (
             {1: {"fingerprint": "x"}, 2: {"fingerprint": "y"}},
-            "rank 1 on node1, rank 2 on node2 have another recipe than rank 0 on node0",
+            "rank 1 on node1, rank 2 on node2 have a different recipe than rank 0 on node0",
         ),
         ({2: {"gpu": "GPU-1"}}, "ranks 1 and 2 on node2 share one GPU"),
     ],

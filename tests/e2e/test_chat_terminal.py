@@ -131,11 +131,9 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
         ).split()
     )
     assert said("/temprature 1")[1] == [
-        "firstlight: error: there is no command /temprature (did you mean 'temperature'?)"
+        "firstlight: error: unknown command /temprature (did you mean 'temperature'?)"
     ]
-    assert said("/qqq")[1] == [
-        "firstlight: error: there is no command /qqq: /help lists the commands"
-    ]
+    assert said("/qqq")[1] == ["firstlight: error: unknown command /qqq: /help lists the commands"]
     assert said("/temperature 0.5", "/temperature", "/temperature -1", "/top-k 1.5")[1] == [
         "temperature  0.5",
         "temperature  0.5",
@@ -152,7 +150,7 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
     assert out == answer * 3
     assert lines == [
         "(taken back: /hello)",
-        "firstlight: error: there is no message to take back yet",
+        "firstlight: error: there is no message to undo yet",
         "firstlight: error: there is no message to answer again yet",
     ]
     out, lines = said("a", "/system Be kind.", "/save", f"/save {tmp_path}", f"/save {tmp_path}/x")

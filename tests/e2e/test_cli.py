@@ -369,10 +369,10 @@ def test_stop_texts_end_the_text_and_logprobs_are_told(
 
 def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None:
     arguments = ("generate", without_an_end(trained, tmp_path), "--prompt", "the")
-    full = "the model's context of 64 tokens is full: --slide goes on beyond it\n"
+    full = "the model's context of 64 tokens is full: --slide continues beyond it\n"
     assert run(*arguments).err == full
     assert run(*arguments, "--beams", "2").err == full.replace(
-        "--slide goes on beyond it", "beams end there"
+        "--slide continues beyond it", "beams end there"
     )
     assert run(*arguments, "--max-new-tokens", "3").err == ""
 
@@ -473,7 +473,7 @@ _ERRORS = {
     "prepare text.txt --tokenizer tok --out o --verbose": "No such option",
     "train nowhere.yaml": "recipe nowhere.yaml does not exist",
     "train r.yml": "recipe r.yml does not exist (did you mean 'r.yaml'?)",
-    "train": "no input given; use: firstlight train my_texts/ --budget 10m",
+    "train": "no input given: use firstlight train my_texts/ --budget 10m",
     "train empty": "folder empty holds no text files",
     "train data": "data is a prepared corpus, and train takes a recipe: firstlight train",
     "train run": "run is a run folder, and train takes a recipe: firstlight train run/recipe.yaml",
@@ -494,7 +494,7 @@ _ERRORS = {
     "train r.yaml --lr 3": "unknown option --lr (did you mean '--optimizer.learning_rate'?)",
     "train r.yaml --model gpt2": "--model is a section: set its keys, --model.KEY VALUE",
     "train r.yaml --run.dir=": "run.dir: string should have at least 1 character",
-    "train r.yaml --batch.micro_batch_size 100000000000000": "tokens don't fit into the ",
+    "train r.yaml --batch.micro_batch_size 100000000000000": "does not fit into the ",
     "train r.yaml --run.device gpu": "device 'gpu' is unknown",
     "train r.yaml --init-from nowhere": "model folder nowhere does not exist",
     "train r.yaml --init-from text.txt": "text.txt is a file, not a folder",
@@ -598,7 +598,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert answer.exit_code == 75
     assert one_object(answer.out)["stopped_by"] == "SIGINT"
     assert one_object(answer.out)["step"] == 4
-    said = "stopped by SIGINT and saved: continue with the same command and --resume"
+    said = "stopped by SIGINT and saved: to continue, add --resume to the same command"
     assert answer.err.splitlines()[-1] == said
     answer = run("train", "r.yaml", "--resume", "--json")
     assert answer.exit_code == 0
@@ -621,7 +621,7 @@ def test_an_interruption_is_one_line_and_the_run_can_go_on(
         answer = run("train", "r.yaml")
     assert answer.exit_code == 130
     assert (
-        "\nfirstlight: error: interrupted: continue with the same command and --resume, if"
+        "\nfirstlight: error: interrupted: to continue, add --resume to the same command, if"
         in answer.err
     )
     answer = run("train", "r.yaml", "--resume")

@@ -281,9 +281,10 @@ def test_a_folder_in_the_place_of_a_verb_is_answered_with_train(
     Path("my texts").mkdir()
     assert main(["my texts"]) == 2
     assert capfd.readouterr().err == (
-        "firstlight: error: my texts is no verb; to train on it: firstlight train 'my texts'\n"
+        "firstlight: error: my texts is not a command; "
+        "to train on it: firstlight train 'my texts'\n"
     )
     assert main(["nowhere"]) == 2
     assert "No such command 'nowhere'" in capfd.readouterr().err
     assert main(["help"]) == 2
-    assert "help is an option: firstlight --help, firstlight VERB --help" in capfd.readouterr().err
+    assert "use firstlight --help or firstlight COMMAND --help" in capfd.readouterr().err

@@ -124,7 +124,7 @@ def _require_inline(outputs: list[Any]) -> None:
     (progress,) = [data for data in shown if "text/html" in data]
     (report,) = [data for data in shown if "image/png" in data]
     assert shown[-1] == report
-    assert any(data["text/plain"].startswith("memory of tensors: ") for data in shown)
+    assert any(data["text/plain"].startswith("training took ") for data in shown)
     lines = progress["text/plain"].splitlines()
     assert [line for line in lines if line.startswith("step 8/8  100%")]
     assert [line for line in lines if line.startswith("step 8: val/loss ")]

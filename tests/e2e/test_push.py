@@ -141,7 +141,7 @@ def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
     assert results["loss"].metric_args == {"stderr": evaluated["loss_stderr"]}
     assert f"{at_four['val/loss']:.4f} nats per token" in card.text
     assert f"| tokens seen | {at_four['tokens_seen']:,} " in card.text
-    assert "step 4 of 6: the run" in card.text
+    assert "step 4 of 6: the run and its" in card.text
     tokens = json.loads((data / "manifest.json").read_text())["splits"]["train"]["tokens"]
     assert f"training split: {tokens:,} tokens" in card.text
     sources = json.loads((data / "sources.json").read_text())
@@ -170,7 +170,7 @@ def test_a_local_starting_model_is_not_taken_for_one_of_the_hub(
     assert main(["card", "onward", "ada/tiny", "--out", "card.md"]) == 0
     card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
     assert card.data.base_model is None
-    assert "further from `start`" in card.text
+    assert "fine-tuned from `start`" in card.text
     assert "huggingface.co/ada/start" not in card.text
 
 

@@ -43,7 +43,7 @@ def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why
         assert " has a different recipe than rank 0 on " in rank["said"]
     for rank in sizes:
         assert rank["code"] in (1, 2), sizes
-        assert " was started as one of 4 processes, and rank 0 on " in rank["said"]
+        assert " was started as one of 4 processes, but rank 0 on " in rank["said"]
     assert 2 in codes(twice), twice
     assert any("another process also has rank 1" in rank["said"] for rank in twice)
 

@@ -85,7 +85,11 @@ def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 
 def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     options: dict[str, Any] = {"steps": 2, "overrides": {"evaluation.sample_tokens": 4}}
-    return train_texts(inputs, init_from=model, progress=False, **(options | changes))
+    return train_texts(inputs, init_from=model, **({"progress": False} | options | changes))
+
+
+#: A conversation that is longer than the row of the other ones.
+LONG = {"messages": say("a short question", "one two three four " * 200)}
 
 
 def chosen(
@@ -97,10 +101,25 @@ def chosen(
     return choose_tuning(facts, length, fixed or {})
 
 
-def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> None:
-    chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}])
+def test_conversations_teach_a_model_to_answer(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}, LONG])
     steps: list[int] = []
-    run = tuned(chats, model, on_step=lambda record: steps.append(record["step"]))
+    run = tuned(chats, model, on_step=lambda record: steps.append(record["step"]), progress=True)
+    told = capfd.readouterr().err.splitlines()
+    before = next(number for number, line in enumerate(told) if line.startswith("step "))
+    assert before <= 25
+    assert any(line.startswith("method: all weights (needs ") for line in told[:before])
+    lost = [line for line in told[:before] if line.startswith(("left out: ", "1 of 62 records"))]
+    assert len(lost) == 2
+    lists = "runs/chats/rejected.jsonl, runs/chats/too-long.txt"
+    assert f"full lists of what was left out: {lists}" in told[:before]
+    places = Path("runs/chats/too-long.txt").read_text()
+    assert re.fullmatch(rf"{chats}:62: [\d,]+ tokens\n", places)
+    assert Path("runs/chats/rejected.jsonl").read_text().count(f'"file": "{chats}"') == 1
+    last = next(number for number, line in enumerate(told) if line.startswith("step 2/2 "))
+    assert len(told[last + 1 :]) + len(list(result_lines(run))) <= 12
     assert steps == [1, 2]
     assert run.run_folder == Path("runs/chats")
     assert run.training is not None
@@ -114,10 +133,10 @@ def test_conversations_teach_a_model_to_answer(tmp_path: Path, model: Path) -> N
     assert recipe["data"]["files"] == [str(chats)]
     assert (recipe["data"]["template"], recipe["data"]["on_bad"]) == ("alpaca", "skip")
     assert (recipe["lora"], recipe["model"]["hidden_size"]) == (None, 32)
-    assert "(32), the higher\n  learning_rate: 0.0031" in text
+    assert "at hidden size 32; higher for smaller models\n  learning_rate: 0.0031" in text
     assert f"--init-from {model}" in text.splitlines()[0]
     lines = "\n".join(result_lines(run))
-    assert "bits for a byte of held-out answers" in lines
+    assert "bits per byte of held-out answers" in lines
     assert f"train {chats} --budget 3m" in lines
     assert "--run.dir" not in lines
     assert f"--init-from {model}" in lines
@@ -135,7 +154,7 @@ def test_samples_are_answers_to_questions_of_the_given_held_out_conversations(
     turns = [{"role": "user", "content": "Who asks?"}, {"role": "assistant", "content": "I do."}]
     held = write_lines(tmp_path / "held.jsonl", [{"messages": turns}])
     options = {"evaluation.sample_tokens": 4, "data.val_files": [str(held)]}
-    with pytest.raises(ConfigError, match="--as-is is for texts: leave it out"):
+    with pytest.raises(ConfigError, match="--as-is is only for texts: omit it"):
         tuned(chats, model, as_is=True)
     run = tuned(chats, model, overrides=options, steps=1)
     assert [prompt for prompt, _ in run.samples] == ["Who asks?"]
@@ -193,11 +212,15 @@ def test_texts_go_on_with_pretraining(tmp_path: Path, model: Path, tokenizer: To
     assert Tokenizer.from_pretrained(recipe["data"]["dir"]).fingerprint == tokenizer.fingerprint
     assert run.gzip_bits_per_byte is not None
     assert len(run.samples) == 3
-    with pytest.raises(ConfigError, match=r"--model.hidden_size is for new models, and .*model"):
+    with pytest.raises(
+        ConfigError, match=r"--model.hidden_size applies to new models only: .*model"
+    ):
         tuned(texts, model, overrides={"model.hidden_size": 64})
-    with pytest.raises(ConfigError, match="--size is for new models"):
+    with pytest.raises(ConfigError, match="--size applies to new models only"):
         tuned(texts, model, size="small")
-    with pytest.raises(ConfigError, match=r"--lora.rank is for fine-tuning: name the model"):
+    with pytest.raises(
+        ConfigError, match=r"--lora.rank applies to fine-tuning only: add --init-from"
+    ):
         train_texts(texts, steps=1, overrides={"lora.rank": 8}, progress=False)
 
 
@@ -214,19 +237,19 @@ def test_conversations_are_told_from_texts_by_what_is_in_them(
     assert [one.name for one in conversations_in([str(folder)])] == [
         *(str(chats), str(folder / "c.json"))
     ]
-    with pytest.raises(InputError, match=r"a.jsonl holds conv.*, name the texts alone, such as "):
+    with pytest.raises(InputError, match=r"a.jsonl contains conv.*, name only the texts, such as "):
         require_texts([str(folder)])
     (folder / "e.txt").write_text("a text\n" * 10_000)
     require_texts([str(folder)])
     require_texts(["stdlib"])
-    with pytest.raises(InputError, match=r"a.jsonl holds conversations: .* --init-from MODEL"):
+    with pytest.raises(InputError, match=r"a.jsonl contains conversations: .* --init-from MODEL"):
         require_texts([str(chats), str(folder / "c.json")])
     assert main(["train", str(chats), "--budget", "3m"]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "firstlight train FILE --init-from MODEL" in message
     pairs = write_lines(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(InputError, match=r"holds preference pairs: .*recipes/tour-dpo.yaml"):
+    with pytest.raises(InputError, match=r"contains preference pairs: .*recipes/tour-dpo.yaml"):
         train_texts(pairs, init_from="nowhere", progress=False)
     assert len(find_records([folder])) == 5
 
@@ -263,9 +286,9 @@ def test_options_without_meaning_are_refused(
 ) -> None:
     (tmp_path / "a.txt").write_text("a text\n")
     for option, reason in (
-        (["--new-rows", "copy:a"], "--new-rows is for a recipe"),
-        (["--plan", "auto"], "--plan is for a recipe"),
-        (["--best"], "--best is for --init-from"),
+        (["--new-rows", "copy:a"], "--new-rows is only for recipes"),
+        (["--plan", "auto"], "--plan is only for recipes"),
+        (["--best"], "--best needs --init-from"),
     ):
         assert main(["train", "a.txt", *option]) == 2
         message = capsys.readouterr().err
@@ -295,11 +318,11 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
     rows = [line.split()[0] for line in shown.out.splitlines() if line.strip()]
     assert "template" in rows
     assert "data.template" not in rows
-    assert "1 file beside the conversations not read" in shown.err
+    assert "not read: 1 file without conversations" in shown.err
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
-    assert "10 times the conversations" in shown.out
-    assert shown.out.count("expected memory: ") == 1
+    assert "10 epochs of the conversations" in shown.out
+    assert len(re.findall(r"^expected: .* GiB for tensors, of .* GiB$", shown.out, re.M)) == 1
     needed = []
     for rows in (["--batch.micro_batch_size", "1"], []):
         assert main([*arguments, "--plan-only", "--json", *rows]) == 0
@@ -332,8 +355,8 @@ def test_budget_without_time_for_steps_is_refused_and_the_named_one_is_accepted(
     assert named is not None
     assert main([*arguments, named[1], "--plan-only"]) == 0
     shown = capsys.readouterr().out
-    assert "at the start and at the end only" in shown
-    assert "1 at each evaluation: " in shown
+    assert "only before the first and after the last step" in shown
+    assert "1 sample text per evaluation, " in shown
 
 
 def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
@@ -343,31 +366,26 @@ def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The model sees 320 tokens, and the long conversations have 2,739 each."""
-    long = [{"messages": say("a short question", "one two three four " * 200)}] * 20
+    words = "one two three four " * 200
+    long = [{"messages": say(f"question {number}", words)} for number in range(20)]
     mixed = write_lines(tmp_path / "mixed.jsonl", [*draw_records(80), *long])
     plan = ["train", str(mixed), "--init-from", str(model), "--budget", "20m", "--plan-only"]
 
     # How much memory the runs would take is not asked here.
     monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
-    def row(*options: str) -> str:
+    def planned(*options: str) -> str:
         assert main([*plan, *options]) == 0
-        shown = capsys.readouterr().out.splitlines()
-        return " ".join(next(line for line in shown if line.startswith("data.seq_len")).split())
+        return capsys.readouterr().out
 
-    found = re.fullmatch(
-        r"data\.seq_len 320 the model's context; (\d+) of (\d+) conversations are longer and are "
-        "left out",
-        row(),
-    )
-    assert found is not None
-    count, total = map(int, found.groups())
-    assert 10 <= count <= 20
-    assert total > 80
-    assert row("--data.long", "cut").endswith(
-        f"{count} of {total} conversations are longer and are cut"
-    )
-    assert row("--data.seq_len", "319").startswith("data.seq_len 319 given; ")
+    lost = r"^left out: (\d+) of (\d+) (training|held-out) conversations, longer than 320 tokens$"
+    found = re.findall(lost, planned(), re.M)
+    assert [kind for *_, kind in found] == ["training", "held-out"]
+    assert [sum(int(counts[place]) for counts in found) for place in (0, 1)] == [20, 100]
+    count, total, _ = found[0]
+    cut = f"\ncut: {count} of {total} training conversations, longer than 320 tokens\n"
+    assert cut in f"\n{planned('--data.long', 'cut')}"
+    assert re.search(r"^data\.seq_len +319  given$", planned("--data.seq_len", "319"), re.M)
     only = write_lines(tmp_path / "long.jsonl", long)
     assert main(["train", str(only), "--init-from", str(model), "--plan-only"]) == 1
     assert (
@@ -381,7 +399,7 @@ def test_the_row_holds_the_longest_conversation_or_nearly_all() -> None:
     assert row_of(CHATS, MODEL, {"data.seq_len": 100}).value == 100
     long = dataclasses.replace(CHATS, longest=9000)
     assert row_of(long, MODEL, {}).value == 512
-    assert row_of(long, MODEL, {}).reason == "99 % of the conversations have 150 tokens at most"
+    assert row_of(long, MODEL, {}).reason == "99 % of the conversations have at most 150 tokens"
     usual = dataclasses.replace(long, usual=900)
     assert row_of(usual, MODEL, {}) == Choice("data.seq_len", 512, "the model's context")
     wide = dataclasses.replace(MODEL, context=131_072)

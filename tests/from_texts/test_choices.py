@@ -16,7 +16,7 @@ from firstlight.from_texts.plan import (
     Choices,
     PartFacts,
     expected_range,
-    run_lines,
+    length_lines,
 )
 from firstlight.from_texts.request import request_of
 from firstlight.from_texts.run_folder import commented_yaml
@@ -156,8 +156,8 @@ def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
     assert found.tokens == pytest.approx(rate * left * (1 - defaults.EVALUATION_SHARE), rel=0.02)
     # In 30 s, other parts than steps need more than their usual share.
     assert found.seconds == pytest.approx(seconds, rel=0.05)
-    line = next(run_lines(found, machine, "the text"))
-    assert (f"x {chosen.gain:.2f} expected by compiling" in line) is compiles
+    line = next(length_lines(found, machine, "the text"))
+    assert (f"times {chosen.gain:.2f} expected from compiling" in line) is compiles
 
 
 @pytest.mark.parametrize(
@@ -300,11 +300,15 @@ def test_the_batch_is_whole_micro_batches(fixed: dict[str, Any], batch: int, mic
 
 
 def test_a_batch_of_parts_of_sequences_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not go with the 256 tokens of a sequence: take 256"):
+    with pytest.raises(
+        ConfigError, match="not a multiple of the 256 tokens of a sequence: set it to 256"
+    ):
         choose(TEXT, MACHINE, Length(600), {"batch.global_batch_tokens": 128, "data.seq_len": 256})
     pair = {"batch.micro_batch_size": 2, "batch.gradient_accumulation_steps": 3}
     pair |= {"data.seq_len": 256, "batch.global_batch_tokens": 4096}
-    with pytest.raises(ConfigError, match="4096 does not go with the 1536 tokens of the given mic"):
+    with pytest.raises(
+        ConfigError, match="4096 is not a multiple of the 1536 tokens of the given mic"
+    ):
         choose(TEXT, MACHINE, Length(600), pair)
     wide = choose(TEXT, MACHINE, Length(3600), {"batch.global_batch_tokens": 2048 + 256})
     assert wide["data.seq_len"] == 256, "only the models with sequences of 256 tokens are left"
@@ -313,7 +317,7 @@ def test_a_batch_of_parts_of_sequences_is_refused() -> None:
 
 
 def test_a_width_without_whole_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"not a multiple of 64.*take 128"):
+    with pytest.raises(ConfigError, match=r"not a multiple of the head size 64: set it to 128"):
         choose(TEXT, MACHINE, Length(60.0), {"model.hidden_size": 100})
 
 
@@ -323,7 +327,9 @@ def test_sizes_have_names_and_numbers() -> None:
     table = {one.key: one.reason for one in choose(TEXT, MACHINE, Length(60.0), {}, "3M").choices}
     assert table["model.hidden_size"] == "the size nearest to 3M"
     for size in ("900B", "1k", "5"):
-        with pytest.raises(ConfigError, match=f"--size {size}: with this text's vocabulary, sizes"):
+        with pytest.raises(
+            ConfigError, match=f"--size {size}: with this text's vocabulary, models have"
+        ):
             choose(TEXT, MACHINE, Length(60.0), {}, size)
     with pytest.raises(ConfigError, match=r"--size smal is unknown \(did you mean 'small'"):
         choose(TEXT, MACHINE, Length(60.0), {}, "smal")
@@ -352,8 +358,8 @@ def test_gain_of_more_text_is_that_of_its_own_plan(fixed: dict[str, Any]) -> Non
     gain = 1 - more.bits_per_byte[0] / choices.bits_per_byte[0]
     assert gain > 0.1
     assert choices.advice.endswith(
-        f"8.93M bytes of such text in place of 893k would save about {gain:.0%} of the bits within "
-        "the same budget"
+        "8.93M bytes of similar text instead of 893k would lower the bits per byte by about "
+        f"{100 * gain:.0f} % within the same budget"
     )
 
 
@@ -361,8 +367,8 @@ def test_more_text_than_a_run_reads_is_not_advised() -> None:
     tokens = 2.2 * TEXT.train_tokens
     choices = choose(TEXT, MACHINE, Length(tokens=tokens), {"model.vocab_size": 4096})
     assert choices.advice == (
-        "the text is read 2.2 times; 26.86M bytes of such text in place of 12.21M would save less "
-        "than 1% of the bits in as many tokens"
+        "26.86M bytes of similar text instead of 12.21M would lower the bits per byte by less than "
+        "1 % with as many tokens"
     )
 
 
@@ -372,9 +378,9 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     assert choices.epochs <= defaults.MOST_EPOCHS * 1.05
     assert choices.seconds < 3600
     reasons = {choice.key: choice.reason for choice in choices.choices}
-    assert "the passes over the text end it before" in reasons["schedule.max_minutes"]
+    assert "the limit of epochs ends the run earlier" in reasons["schedule.max_minutes"]
     assert choices["optimizer.weight_decay"] == defaults.REPEATED_WEIGHT_DECAY
-    assert "times" in choices.advice
+    assert "of similar text" in choices.advice
     layers = choices.parameters - 2 * TEXT.vocab_size * choices["model.hidden_size"]
     assert layers <= defaults.MOST_PARAMETERS_A_TOKEN * 30_000
     adamw = choose(little, MACHINE, Length(3600.0), {"optimizer.name": "adamw"})
@@ -383,14 +389,14 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
     assert more.epochs == pytest.approx(10, rel=0.05)
     assert more["schedule.epochs"] == 10.0
     tiny = choose(dataclasses.replace(TEXT, train_tokens=400.0), MACHINE, Length(180.0))
-    assert tiny.advice.startswith("1,320 bytes are too few to learn a language from")
+    assert tiny.advice.startswith("1,320 bytes are too few to learn a language")
     warmup = next(one for one in tiny.choices if one.key == "schedule.warmup_steps")
     assert (tiny.steps, warmup.value) == (6, 0)
-    assert warmup.reason == "of a rising rate: a tenth of a short run"
+    assert warmup.reason == "10 % of a short run"
     once = choose(TEXT, MACHINE, Length(60.0))
     assert once.advice == ""
     reasons = {choice.key: choice.reason for choice in once.choices}
-    assert "measured steps decide" in reasons["schedule.max_minutes"]
+    assert "training time within the budget" in reasons["schedule.max_minutes"]
 
 
 @pytest.mark.parametrize(
@@ -527,7 +533,7 @@ def test_the_width_goes_with_given_heads(
     assert width is None or chosen["model.hidden_size"] in width
     assert chosen["model.num_attention_heads"] == heads
     reason = next(one.reason for one in chosen.choices if one.key == "model.hidden_size")
-    assert f"of the widths that fit --model.num_attention_heads {heads}" in reason
+    assert f"among the sizes that fit --model.num_attention_heads {heads}" in reason
     found = candidate_shapes(512, {"model.num_key_value_heads": 2})
     assert all(one.hidden_size % 128 == 0 for one in found)
     assert len(found) > 10
@@ -535,7 +541,7 @@ def test_the_width_goes_with_given_heads(
 
 def test_heads_that_go_with_no_width_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"no width of 256 goes .*_heads 6: set .* multiple of 12"
+        ConfigError, match=r"none of the hidden sizes 256 fits .*_heads 6: set .* multiple of 12"
     ):
         choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "small")
     near = choose(TEXT, MACHINE, Length(600.0), {"model.num_attention_heads": 6}, "10M")

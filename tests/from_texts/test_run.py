@@ -134,20 +134,18 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
     assert values["schedule"]["max_steps"] == 3
     assert values["model"]["hidden_size"] == 64
     assert "  # given\n  hidden_size: 64" in recipe
-    assert "  # new models learned best with it: docs/learning.md\n  muon_beta2: 0.95" in recipe
+    assert (
+        "  # new models learned best with this value: docs/learning.md\n  muon_beta2: 0.95"
+        in recipe
+    )
     own = "--steps 3 " + " ".join(f"--{key} {value}" for key, value in TINY.items())
     assert recipe.startswith(f"# Chosen by `firstlight train '{texts}' {own}`. A comment")
     lines = list(result_lines(run))
-    assert re.search(r"\(gzip -9: .*, xz: .*, expected: \d\.\d\d to \d\.\d\d\)$", lines[10])
-    metrics = (run.run_folder / "metrics.jsonl").read_text().splitlines()
-    losses = [line["train/loss"] for line in map(json.loads, metrics) if line["step"]]
-    assert lines[0] == "training loss"
-    assert lines[8].startswith(f"  {min(losses):.3f} ")
-    assert lines[9].split() == ["step", "1", "3"]
-    assert "bits for a byte" in lines[10]
-    assert list(result_lines(run, with_curve=False)) == lines[10:]
+    bits = f"result: {run.bits_per_byte:.3f} bits per byte of held-out text"
+    assert lines[0].startswith(bits)
+    assert re.search(r"\(gzip -9: .*, xz: .*, expected: \d\.\d\d to \d\.\d\d\)$", lines[0])
     commands = {words[1]: words[1:] for words in (shlex.split(c) for c, _ in run.next_commands)}
-    assert list(commands) == ["generate", "chat", "serve", "convert", "train"]
+    assert list(commands) == ["generate", "serve", "train", "chat", "convert"]
     # The prompt is the beginning of a held-out text, so that it has the texts' language.
     prompt = commands["generate"][3]
     assert 0 < len(prompt) <= 32
@@ -156,11 +154,11 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
     assert main(commands["convert"]) == 0
 
     assert " --budget 3m " in lines[-1]
-    assert "all of it took" in "\n".join(lines)
+    assert "; total time: " in "\n".join(lines)
     again = trained(texts)
     assert again.training is None
     assert again.bits_per_byte == run.bits_per_byte
-    assert "all of it took" not in "\n".join(result_lines(again))
+    assert "; total time: " not in "\n".join(result_lines(again))
 
     length = {"max_minutes": 1.0, "predicted_steps": 3, "most_steps": 3, "seconds_used": 1.0}
     text = json.dumps({**length, "max_steps": 3, "decided_at": 1})
@@ -172,7 +170,7 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
     worse = trained(texts)
     assert worse.best
     assert (worse.bits_per_byte, worse.samples) == (run.bits_per_byte, run.samples)
-    assert worse.next_commands[1][0] == "firstlight chat runs/my-texts --best"
+    assert worse.next_commands[-2][0] == "firstlight chat runs/my-texts --best"
     assert "--best takes the checkpoint before them" in "\n".join(result_lines(worse))
 
     # No checkpoint is kept of the best evaluation.
@@ -180,7 +178,7 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
         log.write('{"step": 5, "bits_per_byte": 0.1}\n{"step": 6, "bits_per_byte": 99.0}\n')
     unkept = trained(texts)
     assert (unkept.best, unkept.bits_per_byte) == (False, 99.0)
-    assert unkept.next_commands[1][0] == "firstlight chat runs/my-texts"
+    assert unkept.next_commands[-2][0] == "firstlight chat runs/my-texts"
 
     manifest = (run.run_folder / "data/manifest.json").stat().st_mtime_ns
     longer = trained(texts, steps=4)
@@ -188,6 +186,43 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
     shard = "data/train-00000.bin"
     assert (longer.run_folder / shard).samefile(run.run_folder / shard)
     assert (run.run_folder / "data/manifest.json").stat().st_mtime_ns == manifest
+
+
+def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = write_texts(tmp_path / "texts", count=12)
+    (texts / "copy.txt").write_text((texts / "00.txt").read_text())
+    (texts / "crlf.txt").write_bytes(b"a line\r\nanother one\r\n")
+    (texts / "empty.txt").write_text(" \n")
+    (texts / "latin.txt").write_bytes("Früh übt sich".encode("latin-1"))
+    (texts / "paper.pdf").write_bytes(b"%PDF-1.4\n")
+    command = ["train", str(texts), "--steps", "3"]
+    command += [word for key, value in TINY.items() for word in (f"--{key}", str(value))]
+    assert main(command) == 0
+    shown = capfd.readouterr()
+    lines = shown.err.splitlines()
+    before = next(number for number, line in enumerate(lines) if line.startswith("step "))
+    assert before <= 25
+    last = next(number for number, line in enumerate(lines) if line.startswith("step 3/3 "))
+    after = [*lines[last + 1 :], *shown.out.splitlines()]
+    assert len(after) <= 12
+    assert "left out: 1 duplicate" in lines
+    assert f"left out: 1 document, nothing but white space; first: {texts}/empty.txt:1" in lines
+    assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
+    assert any(line.startswith("not read: 1 file of other kinds, 1 .pdf (") for line in lines)
+    unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")
+    assert f"full lists of what was left out: {unread}, {rejected}" in lines
+    assert unread.read_text() == f"{texts}/paper.pdf\n"
+    for name in ("copy.txt", "empty.txt", "latin.txt"):
+        assert f"/{name}" in rejected.read_text()
+    plan = [line.split(":")[0] for line in lines[:before]]
+    assert [plan.count(name) for name in ("model", "length", "expected")] == [1, 1, 1]
+    assert "optimizer.learning_rate" not in shown.err
+    units = re.findall(r"bits[ -]\w+[ -]byte|[kMG]i?B\b", shown.err + shown.out)
+    assert set(units) == {"bits per byte", "GiB", "kB", "MB"}
+    assert main([*command, "--run.seed", "1", "--explain"]) == 0
+    assert "\noptimizer.learning_rate " in capfd.readouterr().err
 
 
 def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
@@ -233,31 +268,31 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = write_texts(tmp_path / "texts")
-    with pytest.raises(ConfigError, match="no run of these inputs is in runs"):
+    with pytest.raises(ConfigError, match="runs has no run of these inputs"):
         trained(texts, steps=None, overrides={}, resume=True)
     trained(texts, steps=1)
     stopped = TINY | {"run.max_minutes": 1e-9}
     trained(texts, steps=5, overrides=stopped)
     first = trained(texts, overrides=stopped, progress=True)
-    said = f"runs/texts has a run of other texts or options: this one is in {first.run_folder}"
+    said = f"runs/texts holds a run of other texts or options: this run is in {first.run_folder}"
     shown = capsys.readouterr().err
     assert said in shown
-    assert "512 were wanted, but the text has too few different pairs" in shown
+    assert "note: the text has too few different pairs for 512 tokens" in shown
     assert first.run_folder == Path("runs/texts-3")
     with pytest.raises(ConfigError, match="set --optimizer"):
         trained(texts, overrides={"optimizer.name": "sgd"}, progress=True)
-    assert "this one is in" not in capsys.readouterr().err
+    assert "this run is in" not in capsys.readouterr().err
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
-    with pytest.raises(ConfigError, match="no run of these inputs and options"):
+    with pytest.raises(ConfigError, match="has no run of these inputs and options"):
         trained(texts, steps=7, overrides=stopped, resume=True)
     (texts / "more.txt").write_text("one more text that nobody has seen before it was here\n")
     with pytest.raises(ConfigError) as raised:
         trained(texts, steps=None, overrides={}, resume=True)
     assert str(raised.value) == (
-        "no run of these inputs is in runs: the texts have changed since the run in runs/texts-2 "
+        "runs has no run of these inputs: the texts have changed since the run in runs/texts-2 "
         f"(new: {texts}/more.txt); firstlight train runs/texts-2/recipe.yaml --resume continues it "
-        "with the texts as they were; leave out --resume to begin one"
+        "with the old texts; omit --resume to start one"
     )
     # The advised command finds its data, and stops again after a step.
     assert main(["train", "runs/texts-2/recipe.yaml", "--resume"]) == 75
@@ -279,7 +314,7 @@ def test_changed_texts_are_another_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert trained(texts, steps=1, progress=True).run_folder == Path("runs/texts-2")
     changed = f"(changed: {first}; missing: {second})\n"
     assert f"have changed since the run in runs/texts {changed}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="has a run of other texts or options"):
+    with pytest.raises(ConfigError, match="holds a run of other texts or options"):
         trained(texts, steps=2, run_dir="runs/texts")
 
 
@@ -290,7 +325,7 @@ def test_changed_validation_texts_and_runs_of_earlier_versions_are_told_on_resum
     val.write_text("a text that nobody has seen\n")
     trained(texts, overrides=TINY | {"run.max_minutes": 1e-9}, val_inputs=val)
     val.write_text("another text that nobody has seen\n")
-    go_on = "firstlight train runs/texts/recipe.yaml --resume continues it with the texts as they"
+    go_on = "firstlight train runs/texts/recipe.yaml --resume continues it with the old texts"
     changed = f"the texts have changed since the run in runs/texts (changed: {val}); {go_on}"
     with pytest.raises(ConfigError, match=re.escape(changed)):
         trained(texts, steps=None, overrides={}, val_inputs=val, resume=True)
@@ -308,7 +343,7 @@ def test_texts_that_are_all_near_validation_texts_are_too_little(tmp_path: Path)
     texts = write_texts(tmp_path / "texts", count=1, words=1000)
     val = tmp_path / "val.txt"
     val.write_text((texts / "00.txt").read_text() + "mat and bird\n")
-    with pytest.raises(InputError, match=r"hold 0 bytes of text that --val-input does not have"):
+    with pytest.raises(InputError, match=r"have 0 bytes of text that are not in --val-input"):
         trained(texts, val_inputs=val)
 
 
@@ -421,7 +456,7 @@ def test_model_of_a_wrong_speed_is_chosen_again_once_and_trained_from_the_beginn
     )
     shown = capsys.readouterr().err
     (line,) = re.findall(
-        r"^([\d,]+) tokens/s instead of ([\d,]+): training begins again with (\S+) parameters "
+        r"^([\d,]+) tokens/s instead of ([\d,]+): training restarts with (\S+) parameters "
         r"instead of (\S+), for the 9 min \d+ s left$",
         shown,
         re.M,
@@ -496,7 +531,7 @@ def plan_of(request: Request, speed: MachineFacts, text: TextFacts, choices: Cho
     [
         (1.4, {}, []),
         (1 / 1.4, {}, []),
-        (1.6, {}, ["13,951 tokens/s instead of 8,719: the chosen model is still the best"]),
+        (1.6, {}, ["13,951 tokens/s instead of 8,719: the chosen model is still the best one"]),
         (1.6, {"steps": 3, "seconds": None}, []),
         (1.6, {"size": "tiny"}, []),
     ],
@@ -517,7 +552,7 @@ def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open
     speed_of_step = {"tokens_per_second": factor * rate, "seconds": 10.0, "elapsed_seconds": 20.0}
     watch(speed_of_step)
     watch(speed_of_step | {"tokens_per_second": 9 * rate})  # later speeds do not count
-    assert [line.removesuffix(" for the time that is left") for line in lines] == told
+    assert [line.removesuffix(" for the time left") for line in lines] == told
 
 
 def test_speed_of_a_compiled_run_is_that_of_its_steps_after_compiling(tmp_path: Path) -> None:
@@ -561,9 +596,9 @@ def test_second_call_is_advised_only_where_its_time_is_enough(
 ) -> None:
     call = RunCall(tmp_path, time.time() - 50, lambda line: None, progress=False)
     call.preparing_seconds = preparing
-    with pytest.raises(ConfigError, match=r"50 s, .* end; give --budget 7[67789]s") as raised:
+    with pytest.raises(ConfigError, match=r"50 s, .* report; give --budget 7[67789]s") as raised:
         call.length(Request(("texts",), 60.0))
-    assert ("or call it again" in str(raised.value)) == is_advised
+    assert ("or run the command again" in str(raised.value)) == is_advised
 
 
 @pytest.mark.parametrize("data", [None, "data", "another/data"])
@@ -597,7 +632,7 @@ def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> N
     ("overrides", "message"),
     [
         ({"optimizer.learning_rat": 1}, "unknown key optimizer.learning_rat"),
-        ({"batch.global_batch_tokens": 1000}, "take 1024"),
+        ({"batch.global_batch_tokens": 1000}, "set it to 1024"),
         ({"model.hidden_size": 96}, "hidden_size 96 is not a multiple"),
         ({"model.vocab_size": 200}, "vocab_size 200 is too small"),
         ({"optimizer.name": "sgd"}, "no learning rate is known"),
@@ -659,7 +694,7 @@ def test_a_longer_run_is_proposed_by_what_this_one_took(tmp_path: Path) -> None:
     path = run.run_folder / "metrics.jsonl"
     lines = [json.loads(line) | {"seconds": 600.0} for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    longer = trained(tmp_path / "texts").next_commands[-1][0]
+    longer = trained(tmp_path / "texts").next_commands[2][0]
     minutes = 4 * 10 * len(lines)
     assert f" --budget {minutes}m " in longer
     # A run of this length exists.
@@ -667,7 +702,7 @@ def test_a_longer_run_is_proposed_by_what_this_one_took(tmp_path: Path) -> None:
     state["request"] |= {"seconds": 60.0 * minutes, "steps": None}
     Path("runs/texts-2").mkdir()
     Path("runs/texts-2/pipeline.json").write_text(json.dumps(state))
-    longer = trained(tmp_path / "texts").next_commands[-1][0]
+    longer = trained(tmp_path / "texts").next_commands[2][0]
     assert f" --budget {4 * minutes}m " in longer
 
 
@@ -677,7 +712,7 @@ def test_bits_of_a_part_of_the_held_out_text_say_so(tmp_path: Path) -> None:
     manifest = json.loads((run.run_folder / "data/manifest.json").read_text())
     tokens = manifest["splits"]["val"]["tokens"]
     assert run.held_out_share == recipe["data"]["seq_len"] / tokens < 0.9
-    line = f"held-out text, measured on {run.held_out_share:.0%} of it (gzip"
+    line = f"held-out text, measured on {100 * run.held_out_share:.0f} % of it (gzip"
     assert line in "\n".join(result_lines(run))
     assert trained(tmp_path / "texts", run_dir="all").held_out_share == 1
 
@@ -705,7 +740,7 @@ def test_empty_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the corpus is empty"):
         trained(tmp_path / "a.txt", steps=1)
     (tmp_path / "a.txt").write_text("one line\n")
-    with pytest.raises(InputError, match=r"hold 9 bytes of text, too little.*give 1,000"):
+    with pytest.raises(InputError, match=r"have 9 bytes of text, too little.*give at least 1,000"):
         trained(tmp_path / "a.txt", steps=1)
 
 
@@ -737,17 +772,15 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     rows = {line.split()[0]: line.split()[1] for line in shown.out.splitlines() if line}
     assert int(rows["steps"].replace(",", "")) > 1
     assert float(rows["epochs"]) == pytest.approx(4, rel=0.1)
-    assert "of the passes over what is trained on, which end before the time" in shown.out
-    ends = (
-        r"^the run ends after about \d+ s of its 2 min \d+ s, when it has read the text 4 times: "
-    )
+    assert "the limit of epochs, which ends the run before its time is over" in shown.out
+    ends = r"^the run ends before its 2 min \d+ s are over, after 4 epochs: "
     assert re.search(ends, shown.out, re.MULTILINE)
     assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision
-    assert re.search(r"^expected memory: 0\.\d\d GiB for tensors, of \d", shown.out, re.MULTILINE)
+    assert re.search(r"^expected: .*; 0\.\d+ GiB for tensors, of \d", shown.out, re.MULTILINE)
     assert "no --budget" not in shown.err
     assert main(["train", "texts", "--plan-only"]) == 0
-    assert "no --budget is given: planned for 10 min" in capsys.readouterr().err
+    assert "no --budget given: planning for 10 min" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -779,7 +812,7 @@ def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split(None, 2)[1:] for line in lines if line.split()[2:]}
     assert rows["run.seed"] == ["7", "given"]
-    assert rows["evaluation.sample_prompts"] == ["[long", "long long long ...  given"]
+    assert rows["evaluation.sample_prompts"] == ["[long", "long long long lo…  given"]
     assert rows["model.model_type"] == ["gpt2", "given"]
     assert rows["precision"][0] == "fp32"
     assert not {"run.dir", "efficiency.precision"} & rows.keys()
@@ -788,7 +821,7 @@ def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
     assert run.choices is not None
     assert model is not None
     assert run.choices.parameters == count_parameters(meta_model(model)).total
-    assert any(f"for {rounded(run.choices.parameters)} parameters" in line for line in lines)
+    assert any(f"{rounded(run.choices.parameters)} parameters" in line for line in lines)
 
 
 @pytest.mark.usefixtures("known_memory")
@@ -801,7 +834,10 @@ def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
     command = ["train", "texts", "--plan-only", "--steps", "3"]
     assert main([*command, "--run.device", "cpu", "--optimizer.name", "lion"]) == 0
     find.assert_called_once_with(None, device="cpu")
-    assert "expected: not known with this optimizer (gzip -9: about" in capsys.readouterr().out
+    assert (
+        "expected: bits per byte unknown for this optimizer (gzip -9: about"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.usefixtures("known_memory")
@@ -813,7 +849,7 @@ def test_a_plan_says_that_a_text_is_unusual(
     table = "".join(f"{row:06};{number:06};N;\n" for row, number in enumerate(numbers))
     (tmp_path / "text.txt").write_text(table if unusual else inspect.getsource(typing))
     assert main(["train", "text.txt", "--plan-only", "--steps", "3"]) == 0
-    told = "of held-out text, a wide range because such text is harder to predict (gzip"
+    told = "of held-out text, a wide range because this text is hard to predict (gzip"
     assert (told in capsys.readouterr().out) is unusual
 
 
@@ -898,7 +934,7 @@ def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
     assert "'soon' is not a time" in lines[-2]
-    assert lines[-1] == "the time has to be more than 0"
+    assert lines[-1] == "the time must be more than 0"
 
 
 @pytest.mark.slow
@@ -909,13 +945,13 @@ def test_a_plan_for_a_gpu_needs_none(
     monkeypatch.undo()  # of the known speed
     monkeypatch.chdir(tmp_path)
     assert main(["train", "texts", "--budget", "3m", "--gpu", "H100"]) == 2
-    assert "--gpu is for --plan-only" in capsys.readouterr().err
+    assert "--gpu needs --plan-only" in capsys.readouterr().err
     assert main(["train", "texts", "--plan-only", "--resume"]) == 2
-    assert "--plan-only shows a new run" in capsys.readouterr().err
+    assert "--plan-only plans a new run" in capsys.readouterr().err
     assert main(["train", "texts", "--budget", "3m", "--gpu", "H100", "--plan-only"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^.*H100.* \(predicted by the planner\): [\d,]+ tokens/s", shown, re.M)
-    assert re.search(r"^expected memory: .* GiB for tensors, of [67]\d\.\d GiB$", shown, re.M)
+    assert re.search(r"^length: .* [\d,]+ tokens/s \(H100.*, predicted by the planner", shown, re.M)
+    assert re.search(r"^expected: .* GiB for tensors, of [67]\d\.\d\d GiB$", shown, re.M)
     assert re.search(r"^precision +bf16 ", shown, re.M)
 
 
@@ -923,7 +959,7 @@ def test_options_of_texts_are_refused_with_a_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "a.yaml", "--budget", "3m"]) == 2
-    assert "--budget is for texts: leave it out with a.yaml" in capsys.readouterr().err
+    assert "--budget is only for texts: omit it with a.yaml" in capsys.readouterr().err
     os.mkfifo(pipe := tmp_path / "pipe")
     assert main(["train", str(pipe), "--steps", "3"]) == 2
     assert f"{pipe} is a pipe, neither a file nor a folder" in capsys.readouterr().err

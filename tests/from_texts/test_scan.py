@@ -59,10 +59,9 @@ def test_what_was_not_read_or_not_compared_is_said(
     monkeypatch.setattr("firstlight.from_texts.scan.NearDuplicates", lambda: NearDuplicates(most=2))
     scan = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7)
     lines = list(described(scan))
-    assert lines[1].startswith("near-duplicates were looked for in the first 2 documents: of the")
-    assert lines[2] == "7 documents left out: only white space"
-    assert lines[3] == f"  {tmp_path}/003.txt:1: only white space"
-    assert (len(lines), lines[-1]) == (9, "  ... and 2 more")
+    assert lines[1].startswith("only the first 2 documents were searched for near-duplicates: ")
+    empty = f"7 documents, only white space; first: {tmp_path}/003.txt:1"
+    assert lines[2:] == [f"left out: {empty}"]
 
 
 def test_the_key_follows_the_text_and_nothing_else(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_similar_documents_that_are_held_out_together_are_mentioned(tmp_path: Pa
     scan = scanned(tmp_path, *texts, f"{texts[1]} and more")
     split_of = scan.split.splitter()
     assert [split_of(text) for text in (texts[1], f"{texts[1]} and more")] == ["val", "val"]
-    line = "1 held-out document is similar to an earlier one: gzip and xz find the common parts"
+    line = "1 held-out document resembles an earlier one: gzip and xz profit from the common parts"
     assert list(described(scan))[2].startswith(line)
     (tmp_path / "030.txt").unlink()
     assert line not in "\n".join(described(scan_corpus(find_sources([tmp_path]))))
@@ -123,7 +122,7 @@ def test_ends_of_similar_documents_are_not_held_out(tmp_path: Path) -> None:
     assert scan.split.digests is None
     split_of = scan.split.splitter()
     assert [split_of(text) for text in (*texts, longer)] == ["train", *["tail"] * 4, "train"]
-    line = "1 near-duplicate, trained on or held out together with the similar documents"
+    line = "1 near-duplicate: kept in the same split as the documents they resemble"
     assert list(described(scan))[1] == line
 
 
@@ -138,7 +137,7 @@ def test_ends_of_documents_that_another_one_joins_are_not_held_out() -> None:
 def test_parts_of_similar_documents_on_both_sides_are_mentioned(tmp_path: Path) -> None:
     scan = scanned(tmp_path, prose(0), prose(0) + " and more")
     assert scan.split.splitter()(prose(0)) == "tail"
-    line = "1 near-duplicate, parts of which may be both trained on and held out"
+    line = "1 near-duplicate: parts of them may be in both the training and the validation split"
     assert list(described(scan))[1] == line
 
 
@@ -156,8 +155,8 @@ def test_given_validation_texts_are_held_out_and_not_trained_on(tmp_path: Path) 
     assert scan.val_bytes == pytest.approx(len(prose(3) + prose(20)), abs=1)
     assert all(any(one in prose(seed) for seed in (3, 20)) for one in scan.prompts)
     lines = "\n".join(described(scan))
-    assert "validation: 2 documents of --val-input" in lines
-    assert "1 near-duplicate of the validation text left out" in lines
+    assert "validation: 2 documents from --val-input" in lines
+    assert "left out: 1 near-duplicate of the validation text" in lines
     assert scan.facts.content_key != scan_corpus([*held, *sources]).facts.content_key
 
 

@@ -95,7 +95,7 @@ def test_every_apple_gpu_of_m1_to_m4_is_there_with_its_memories() -> None:
         *("M4 16GB", "M4 24GB", "M4 32GB", "M4 Pro 24GB", "M4 Pro 48GB", "M4 Pro 64GB"),
         *("M4 Max 36GB", "M4 Max 48GB", "M4 Max 64GB", "M4 Max 128GB"),
     }
-    with pytest.raises(ConfigError, match="say 'M2 8GB' or 'M2 16GB' or 'M2 24GB'"):
+    with pytest.raises(ConfigError, match="use 'M2 8GB' or 'M2 16GB' or 'M2 24GB'"):
         find_gpu("Apple M2")
     assert find_gpu("Apple M2", 16 * 2**30).name == "M2 16GB"
     assert find_gpu("M3 Max 36GB").bandwidth == 300e9

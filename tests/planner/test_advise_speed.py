@@ -13,7 +13,7 @@ from firstlight.errors import ConfigError
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.choices import choose
 from firstlight.from_texts.machine import facts_for_model, fitted_recipe
-from firstlight.from_texts.plan import run_lines
+from firstlight.from_texts.plan import length_lines
 from firstlight.from_texts.request import Request
 from firstlight.hardware.device import Hardware
 from firstlight.planner.advise import speed as speed_module
@@ -135,8 +135,8 @@ def test_plan_on_a_busy_machine_says_so(
     monkeypatch.setattr(speed_module, "cores_are_busy", lambda: busy)
     speed = new_model_speed(find_machine(device="cpu"))
     choices = choose(TextFacts(512, 1e6, 2.0, Hardness(1.72, 2.24, 1.0), 1e5), speed, Length(60.0))
-    said = "this machine is busy: expect less, or stop other programs"
-    assert (said in run_lines(choices, speed, "the text")) is busy
+    said = "this machine is busy: training will be slower unless other programs are stopped"
+    assert (said in length_lines(choices, speed, "the text")) is busy
     assert not new_model_speed(has_gpu(monkeypatch, 70 * GIB)).is_busy  # its GPU may be free
 
 

@@ -6,6 +6,7 @@ import gc
 import json
 import mmap
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,16 @@ def test_a_run_sets_its_forecast_beside_what_it_took(
 ) -> None:
     result = firstlight.train(recipe, forecaster=Prophet(), progress=True)
     said = capfd.readouterr().err
-    words = "tensors take up to 3.00 GiB, in the loss (logits and loss 2.00 GiB, weights 1.00 GiB)"
-    assert f"predicted: {words}; the process " in said
-    assert " GiB, 2 tokens/s (1 to 3)\n" in said
+    words = "tensors 3.00 GiB, most in the loss (logits and loss 2.00 GiB, weights 1.00 GiB)"
+    assert f"planned: {words}; process " in said
+    assert " GiB; 2 tokens/s (1 to 3)\n" in said
     # Each figure of the beginning is compared with its own.
-    assert "\nmemory of tensors: predicted 3.00 GiB, allocated " in said
-    assert " MiB; of the process: predicted " in said
-    assert " GiB, resident " in said
+    measured = (
+        r"\ntraining took \d+ s: [\d,]+ tokens/s \(planned 2\), tensors 0\.\d+ GiB \(planned "
+    )
+    assert re.search(
+        measured + r"3\.00 GiB\), process \d\.\d\d GiB \(planned \d\.\d\d GiB\)\n", said
+    )
     found = json.loads((result.run_folder / FORECAST_NAME).read_text(encoding="utf-8"))
     assert found["predicted"]["peak_bytes"] == 3 * 2**30
     # What is resident and what is to come, each byte of it with three tenths that are kept.
@@ -308,10 +312,7 @@ def test_every_rate_is_compared_with_its_own(tmp_path: Path) -> None:
         )
     text = comparison.write(tmp_path)
     assert text is not None
-    assert (
-        "; tokens/s: predicted 100, measured 96; learned tokens/s: predicted 25, measured 24"
-        in text
-    )
+    assert text.startswith("96 tokens/s (planned 100), 24 learned tokens/s (planned 25)")
     found = json.loads((tmp_path / FORECAST_NAME).read_text(encoding="utf-8"))
     assert found["predicted"]["learned_tokens_per_second"] == [20, 25, 30]
     assert found["predicted"]["samples_per_second"] == [1.6, 2, 2.4]

@@ -252,13 +252,13 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
             b"mine" if path == out else picture.replace(b"firstlight report", b"x" * 17)
         )
         mine = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
-        with pytest.raises(InputError, match=rf"{path.name} exists already, is no report"):
+        with pytest.raises(InputError, match=rf"{path.name} already exists and is not a report"):
             write_report(folders, out)
         assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == mine
         path.write_bytes(before)
     out.unlink()
     out.mkdir()
-    with pytest.raises(InputError, match=r"both\.html exists already"):
+    with pytest.raises(InputError, match=r"both\.html already exists"):
         write_report(folders, out)
 
 
@@ -279,7 +279,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         (tmp_path / "run-2", InputError, r"run-2 does not exist \(did you mean 'run-1'\?\)"),
         (tmp_path / "no" / "where", InputError, r"no/where does not exist"),
         (tmp_path / "file", InputError, r"file is a file"),
-        (tmp_path / "empty", InputError, r"empty is no run folder: it has no metrics\.jsonl"),
+        (tmp_path / "empty", InputError, r"empty is not a run folder: it has no metrics\.jsonl"),
         (checkpoint, InputError, r"step-00000004 is a checkpoint: name its run folder, .*run-1$"),
     ]
     for folder, kind, said in cases:

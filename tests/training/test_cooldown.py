@@ -281,8 +281,8 @@ def test_the_command_line_takes_a_run_or_its_checkpoint(
     assert "step-00000012" in (folder / "report.html").read_text(encoding="utf-8")
     for arguments, says in (
         ((str(place), "--cooldown", "0"), "0 is not in the range"),
-        ((str(place), "--cooldown", "2", "--best"), "leave out --init-from, --best and --plan"),
-        ((str(place), "--cooldown", "2", "--resume"), "name the one to branch off, such as"),
+        ((str(place), "--cooldown", "2", "--best"), "omit --init-from, --best and --plan"),
+        ((str(place), "--cooldown", "2", "--resume"), "name the checkpoint to branch off, such as"),
         ((str(place),), "is a run folder, and train takes a recipe"),
         ((str(tmp_path / "none"), "--cooldown", "2"), "none"),
         ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: name the run folder"),

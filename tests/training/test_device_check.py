@@ -216,7 +216,7 @@ def test_info_check_lists_each_device_and_fails_for_a_wrong_one(
     assert "torch.nn.functional.silu is 1.0% off" in checks[0]["problem"]
     assert not passed.exists()
     assert main(["info", "model", "--check"]) == 2
-    assert "--check is for this machine" in capfd.readouterr().err
+    assert "--check applies to this machine" in capfd.readouterr().err
 
 
 _MODEL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

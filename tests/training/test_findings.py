@@ -93,8 +93,8 @@ def test_overfitting_says_what_helps(tmp_path: Path) -> None:
     folder = run_of(tmp_path / "run", falling(60), val={40: 4.0, 60: 4.25}, epoch=4.7)
     (found,) = findings_of(read_run(folder))
     assert found.text == "validation loss rose since step 40 (from 4.0000 to 4.2500): overfitting"
-    assert "(the run read its own 4.7 times)" in found.advice
-    assert "end the run at step 40 (schedule.max_steps), or take a smaller model" in found.advice
+    assert "(the run took 4.7 epochs)" in found.advice
+    assert "end the run at step 40 (schedule.max_steps), or use a smaller model" in found.advice
     assert "no checkpoint with a validation loss was kept" in found.advice
     assert found.as_json()["best_val/loss"] == 4.0
     tuned = run_of(
@@ -176,7 +176,7 @@ def test_reports_say_it(tmp_path: Path) -> None:
     assert "complete: 60 steps, overfitting" in texts[0]
     assert "validation loss rose since step 40 (from 4.0000 to 4.2500): overfitting" in texts[0]
     assert "diverged: 60 steps" in texts[1]
-    assert "above the 6.9078 of guessing every token with the same chance" in texts[1]
+    assert "is above that of guessing tokens at random (6.9078)" in texts[1]
     assert "What helps" not in texts[2]
     states = [a["class"].split() for page in pages for _, a in page.elements if "class" in a]
     assert [one for one in states if one[0] == "state"] == [
@@ -235,7 +235,7 @@ def test_the_best_checkpoint_is_kept_and_found(scripted: dict[str, Any]) -> None
     assert result.best_checkpoint == checkpoint_folder(folder, 6)
     assert [(one.kind, one.since_step) for one in result.findings] == [("overfitting", 6)]
     assert not result.diverged
-    assert "the checkpoint of that step is used with --best" in result.findings[0].advice
+    assert "--best uses the checkpoint of that step" in result.findings[0].advice
     assert resolve_model_folder(folder) == checkpoint_folder(folder, 12)
     assert resolve_model_folder(folder, best=True) == checkpoint_folder(folder, 6)
     assert load_for_evaluation(folder, best=True).folder == checkpoint_folder(folder, 6)
@@ -326,7 +326,7 @@ def test_a_run_that_diverged_has_its_own_exit_code(
     assert run_main(recipe) == 76
     out, err = capfdbinary.readouterr()
     assert json.loads(out)["diverged"] is True
-    assert b"above the 5.7683 of guessing every token with the same chance" in err
+    assert b"is above that of guessing tokens at random (5.7683)" in err
     assert kept(recipe)[-1] == 12
     # It stays what it is.
     assert run_main(recipe, "--resume") == 76

@@ -171,4 +171,4 @@ def test_a_run_ends_with_its_time(
     assert summary.step_seconds == middle["seconds"]
     assert summary.samples_per_second == middle["samples_per_second"]
     assert summary.tokens_per_second == middle["tokens_per_second"]
-    assert f"summary: {summary}" in " ".join(capsys.readouterr().err.split())
+    assert str(summary) in " ".join(capsys.readouterr().err.split())

@@ -399,9 +399,7 @@ def test_a_run_says_its_schedule_and_its_groups_of_parameters(
     """Of adapters, where only they are trained."""
     base = train(changed(recipe, schedule={"max_steps": 2, "warmup_steps": 1}), progress=True)
     told = " ".join(capsys.readouterr().err.split())
-    schedule = (
-        r"schedule: 2 steps of 4 x 32 tokens \(0\.0\d+ epochs\), warm-up of 1 steps to 0\.001"
-    )
+    schedule = r"schedule: 2 steps of 4 x 32 tokens \(0\.0\d+ epochs\), warm-up of 1 step to 0\.001"
     assert re.search(schedule + r", then down to 0\.0001 at step 2 ", told)
     longer = changed(
         recipe, schedule={"max_steps": 1, "warmup_steps": 2}, run={"dir": str(tmp_path / "l")}

@@ -112,7 +112,7 @@ def test_the_view_has_loss_speed_memory_time_and_the_last_sample() -> None:
     lines = list(shown.lines(140, 24))
     assert re.fullmatch(r"step 41/100   41%  █+░+  \S+ of 2:00, \S+ left", lines[0])
     assert lines[1] == (
-        "loss 3.250  val/loss 3.500  4,000 tokens/s  15.6 samples/s  memory 300 MiB (predicted "
+        "loss 3.250  val/loss 3.500  4,000 tokens/s  15.6 samples/s  memory 0.29 GiB (planned "
         "3.00 GiB)  learning rate 0.003"
     )
     assert lines[-3:] == ["step 41: ⟨U+001B⟩[31m or not", "to be", "prompt: 'To be'"]
@@ -206,7 +206,7 @@ def test_80_columns_show_loss_speed_memory_and_time_left() -> None:
     assert bar.endswith(" left")
     assert figures == [
         "loss 3.654  val/loss 6.238  12,082 tokens/s  47.19 samples/s",
-        "memory 1.18 GiB (predicted 1.27 GiB)  learning rate 0.003",
+        "memory 1.18 GiB (planned 1.27 GiB)  learning rate 0.003",
     ]
     # A small terminal has one row of them.
     assert list(shown.lines(80, 3))[1:] == figures[:1]
@@ -216,7 +216,7 @@ def test_figures_of_a_gpu_show_reserved_memory_and_what_the_driver_reports() -> 
     shown = progress_of(40)
     gpu = {"reserved_bytes": 1400 << 20, "device_used_bytes": 2 << 30, "gpu_utilization": 0.97}
     shown.step(record(41, 3.654, **gpu))
-    assert "memory 300 MiB, reserved 1.37 GiB" in shown.figures
+    assert "memory 0.29 GiB, reserved 1.37 GiB" in shown.figures
     assert "GPU 97% busy, 2.00 GiB used" in shown.figures
 
 
@@ -244,6 +244,20 @@ def test_a_step_without_a_loss_is_an_overflow() -> None:
     shown.step(record(6, None, skipped=True))
     assert shown.figures[0] == "loss overflow  (skipped)"
     assert shown.curve.last_step == 5
+
+
+def test_the_live_line_fits_every_terminal_and_ends_with_the_time_left() -> None:
+    shown = progress_of(40)
+    for columns in range(1, 200):
+        assert "\n" not in shown.live_line(columns)
+        assert columns < 60 or len(shown.live_line(columns)) < columns
+    assert re.fullmatch(
+        r"step 40/100   40%  █+░+  loss 3\.\d{3}  4,000 tokens/s  0:30 left",
+        shown.live_line(80),
+    )
+    assert "  4,000 tokens/s  0.29 GiB  0:30 left" in shown.live_line(100)
+    assert progress_of(100).live_line(80).endswith("4,000 tokens/s  0.29 GiB  0:50")
+    assert progress_of(0).live_line(80).endswith("waiting for the first step")
 
 
 # Where it is shown
@@ -282,8 +296,9 @@ def test_a_terminal_is_left_as_it_was_whatever_ends_the_run(
     written = terminal.getvalue()
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
     assert "a [bold]message[/]\n" in written
-    # The last frame stays.
-    assert written.index("loss 2.500") < written.rindex("step 1: or not")
+    # A sample text is a line above the progress, whose last frame stays.
+    assert "step 1: 'To be' -> 'or not'\n" in written
+    assert written.rindex("step 1/100") > written.index("step 1: 'To be'")
 
 
 def test_a_log_has_a_line_a_minute_and_the_last_step(
@@ -296,9 +311,11 @@ def test_a_log_has_a_line_a_minute_and_the_last_step(
         for step in range(1, 101):
             now += 2.0 if step > 1 else 10.0
             bar.step(record(step))
-        bar.sample(100, "a", "b\n")
+        bar.sample(100, "a", "b\n\tc ")
+        bar.sample(100, "second prompt", "of the same step")
+        bar.sample(101, "the end of this prompt is shown, and so is", "to be " * 99)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in lines[:-1]] == [
+    assert [line.split()[1] for line in lines[:-2]] == [
         "1/100",
         "31/100",
         "61/100",
@@ -310,7 +327,10 @@ def test_a_log_has_a_line_a_minute_and_the_last_step(
     assert lines[1] == (
         "step 31/100  loss 2.500  4,000 tokens/s  15.6 samples/s  0.29 GiB  138 s left"
     )
-    assert lines[-1] == r"step 100: 'a' -> 'b\n'"
+    assert lines[-2] == "step 100: 'a' -> 'b c'"
+    assert lines[-1].startswith("step 101: '…mpt is shown, and so is' -> 'to be to be")
+    assert len(lines[-1]) == 79
+    assert lines[-1].endswith("…")
 
 
 def test_nothing_is_shown_where_nobody_asked(capsys: pytest.CaptureFixture[str]) -> None:

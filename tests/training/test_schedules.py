@@ -220,10 +220,10 @@ def test_the_report_draws_rate_and_batch(recipe: dict[str, Any]) -> None:
     for one in (recipe, plain):
         train(one)
     page = run_page(read_run(Path(recipe["run"]["dir"])))
-    assert "Tokens a step" in page
+    assert "Tokens per step" in page
     assert "Learning rate" in page
     other = read_run(Path(plain["run"]["dir"]))
-    assert "Tokens a step" not in run_page(other)
+    assert "Tokens per step" not in run_page(other)
     assert len(picture_of(read_run(Path(recipe["run"]["dir"])))) > len(picture_of(other))
 
 

@@ -603,12 +603,12 @@ def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
     page = run_page(run)
     assert f">{numbers[0]:,} steps fit into 3.0 minutes<" in page
     for before, number in itertools.pairwise(numbers):
-        assert f">{number:,} steps instead of {before:,}, as the speed changed<" in page
+        assert f">{number:,} steps instead of {before:,}, because the speed changed<" in page
     # A message for the decision and each correction, and none where the number stays.
-    told = [text for text in messages if "s are used" in text]
+    told = [text for text in messages if "the run will have" in text]
     assert [text.split(":")[0] for text in told] == [f"step {step}" for step in steps]
-    when = "early" if second < 2 else "late"
-    assert told[1].endswith(f"the run has {numbers[1]} steps: {first} would end too {when}")
+    why = "to use the time" if second < 2 else "to end in time"
+    assert told[1].endswith(f"the run will have {numbers[1]} steps of {first}, {why}")
 
 
 def test_a_steady_machine_keeps_its_number_of_steps(
@@ -928,7 +928,7 @@ def test_the_report_tells_the_decision(recipe: dict[str, Any], machine: Machine)
 @pytest.mark.parametrize(
     "content, says",
     [
-        ("[]", "no object"),
+        ("[]", "not an object"),
         ('{"max_steps": 9}', "belong together"),
         ('{"max_minutes": 3.0, "seconds_used": "x"}', "seconds_used is 'x'"),
         ('{"max_minutes": 3.0, "predicted_steps": true}', "predicted_steps is True"),

@@ -221,7 +221,7 @@ def test_new_rows_that_cannot_be_meant_are_refused(
 
 
 def test_new_rows_without_a_model_to_start_from_are_refused(recipe: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="name the model to start from"):
+    with pytest.raises(ConfigError, match="with the model to start from"):
         train(recipe, new_rows="copy:the")
     assert not Path(recipe["run"]["dir"]).exists()
 

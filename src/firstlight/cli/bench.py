@@ -38,7 +38,7 @@ def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
         "--out",
         default=default,
         show_default=True,
-        help=f"Write {name}.json and {name}.png into this folder.",
+        help=f"Write {name}.json and {name}.png to this folder.",
     )
 
 
@@ -191,7 +191,7 @@ def show_reasons(rows: Sequence[Result]) -> None:
 def show_steps_head(result: Result) -> None:
     """Print the line above the tables of a benchmark that trains for some steps."""
     show_line(
-        "{model}, {parameters:,} parameters, {micro_batch_size} x {seq_len} tokens a step; "
+        "{model}, {parameters:,} parameters, {micro_batch_size} x {seq_len} tokens per step; "
         "{machine[name]}, {machine[threads]} threads; medians of {repeats} x {steps} steps",
         result,
     )

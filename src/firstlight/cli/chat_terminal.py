@@ -193,7 +193,7 @@ class Terminal:
             name, _, text = message[1:].partition(" ")
             if name not in self._commands:
                 hint = nearest(name, self._commands) or ": /help lists the commands"
-                raise ConfigError(f"there is no command /{name}{hint}")
+                raise ConfigError(f"unknown command /{name}{hint}")
             self._commands[name].run(text.strip())
         elif message.strip() or not self._session.has_template:
             text = message[1:] if message.startswith("//") else message
@@ -281,7 +281,7 @@ class Terminal:
     def _undo(self) -> None:
         text = self._session.undo()
         if text is None:
-            raise ConfigError("there is no message to take back yet")
+            raise ConfigError("there is no message to undo yet")
         start = text if len(text) <= 60 else f"{text[:57]}..."
         say(f"(taken back: {start})")
 
@@ -325,7 +325,7 @@ class Terminal:
             raise ConfigError("/save needs the name of a file: /save chat.json")
         path = Path(text).expanduser()
         if not path.parent.is_dir():
-            raise InputError(f"there is no folder {path.parent}: make it, or choose another")
+            raise InputError(f"folder {path.parent} does not exist: create it, or choose another")
         write_json(path, self._session.messages)
         say(f"{counted(len(self._session.messages), 'message')} written to {path}")
 

@@ -21,28 +21,28 @@ from firstlight.console import say
     "--dtype",
     default="auto",
     show_default=True,
-    help="auto keeps the source's; f32, f16, bf16, and for GGUF q8_0 and llama.cpp's formats, such "
-    "as q4_k_m, q6_k, iq3_s (pip install 'firstlight[llama-cpp]').",
+    help="Type of the weights: auto (as in the source), f32, f16 or bf16; for GGUF also q8_0 and "
+    "llama.cpp's formats such as q4_k_m, q6_k, iq3_s (pip install 'firstlight[llama-cpp]').",
 )
-@click.option("--tokenizer", help="A tokenizer's folder or file, in place of the source's.")
+@click.option("--tokenizer", help="Tokenizer folder or file to use instead of the source's.")
 @path_option(
     "--config",
-    help="JSON with values that another program's files lack, as in a Hugging Face config.json.",
+    help="JSON file with values that are missing in another program's files, as in config.json.",
 )
 @click.option(
     "--tolerance",
     type=float,
-    help="Greatest difference of two logits that passes, as a share of the largest; for formats of "
-    "llama.cpp's quantiser, the greatest increase of the perplexity, as a share.",
+    help="Largest accepted difference of logits, relative to the largest logit; for llama.cpp's "
+    "formats, the largest accepted relative increase of the perplexity.",
 )
 @path_option(
     "--calibration",
-    help="A text that tells llama.cpp's quantiser which weights matter (an importance matrix).",
+    help="Text file for llama.cpp's importance matrix, which weights the quantization errors.",
 )
 @best_option
 @with_json
 def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> dict[str, Any]:
-    """Convert a model and check that the result computes the same as the source.
+    """Convert a model, and verify that the result computes the same as the source.
 
     SRC is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id; or another
     program's checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's

@@ -26,53 +26,56 @@ _ROWS, _TEXTS = 8, 32
 @click.command("eval")
 @click.argument("checkpoint")
 @best_option
-@click.option("--data", help="Prepared folder or its URL.  [default: the data of the training]")
+@click.option("--data", help="Prepared folder or its URL.  [default: the training data]")
 @click.option("--split", type=click.Choice(["val", "train"]), help="[default: val]")
 @count_option(
     "--sample",
     least=2,
-    help="Only N rows of the split, drawn at random: the results are estimates, with their "
-    "standard errors.",
+    help="Evaluate N random rows of the split only; results are estimates with standard errors.",
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the sample.  [default: 0]")
-@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens a row.  [default: as trained]")
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), help="Tokens per row.  [default: as trained]"
+)
 @click.option(
     "--document-masking/--no-document-masking",
     default=None,
-    help="Tokens see only their own document, or the whole row.  [default: as trained]",
+    help="Attend only within a document, or to the whole row.  [default: as trained]",
 )
 @click.option(
     "--tasks",
     multiple=True,
     metavar="TASK",
-    help="Score the model in a task: hellaswag,FILE.jsonl; hellaswag, with the data of the hub; "
-    "lm-eval:NAME,NAME,... of lm-evaluation-harness. May be given several times. The loss is then "
-    "computed with --data or --sample only.",
+    help="Task to score: hellaswag,FILE.jsonl; hellaswag (data from the hub); or tasks of "
+    "lm-evaluation-harness, lm-eval:NAME,NAME,... Can be repeated. The loss is then only computed "
+    "with --data or --sample.",
 )
-@count_option("--items", help="The first N items of each task only.")
-@click.option("--task-folder", metavar="DIR", help="Further tasks for lm-evaluation-harness.")
+@count_option("--items", help="Use only the first N items of each task.")
+@click.option(
+    "--task-folder", metavar="DIR", help="Folder with more tasks for lm-evaluation-harness."
+)
 @click.option(
     "--apply-chat-template/--no-apply-chat-template",
     "chat_template",
     default=None,
-    help="Render the items of lm-eval tasks by the model's chat template.  [default: as a task's "
-    "metadata says, else not]",
+    help="Apply the model's chat template to items of lm-eval tasks.  [default: as the metadata "
+    "of the task specifies, else not]",
 )
 @click.option(
     "--by-position",
     is_flag=True,
-    help="Report the loss by position in the row, also beyond the model's context: see --seq-len.",
+    help="Report the loss by position in the row; --seq-len may exceed the model's context.",
 )
 @click.option(
     "--beside",
     multiple=True,
     metavar="CHECKPOINT",
-    help="With --by-position: another model on the same rows. May be given several times.",
+    help="With --by-position: compare with another model on the same rows. Can be repeated.",
 )
 @click.option(
     "--picture",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --by-position: a PNG of perplexity by position.",
+    help="With --by-position: write a chart of perplexity by position to this PNG file.",
 )
 @click.option(
     "--batch-size",
@@ -98,7 +101,7 @@ def eval_command(
     as_json: bool,
     **of_the_loss: Any,
 ) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte over a split or a sample of it; scores in tasks.
+    """Compute loss, perplexity and bits per byte on held-out data, or scores in tasks.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
@@ -109,12 +112,12 @@ def eval_command(
     given = {name: value for name, value in of_the_loss.items() if value is not None}
     if by_position:
         if tasks:
-            raise ConfigError("--by-position reports the loss: leave out --tasks")
+            raise ConfigError("--by-position reports the loss: omit --tasks")
         options = {"sample": sample, "batch_size": batch_size or _ROWS, "device": device, **given}
         return _by_position((checkpoint, *beside), data, best, picture, options=options)
     for option, value in (("--beside", beside), ("--picture", picture)):
         if value:
-            raise ConfigError(f"{option} needs --by-position: add it")
+            raise ConfigError(f"{option} needs --by-position")
     from firstlight.evaluation.perplexity import evaluate, evaluated_folder, load_for_evaluation
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
@@ -178,7 +181,7 @@ def _by_position(
     )
 
     if len(set(checkpoints)) < len(checkpoints):
-        raise ConfigError("--beside names a model twice: leave one out")
+        raise ConfigError("--beside names a model twice: name each model once")
 
     def evaluated(loaded: LoadedModel, folder: str) -> ByPosition:
         return _with_bar(  # type: ignore[no-any-return]
@@ -225,7 +228,7 @@ def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
     try:
         record_evaluation(folder, {**place, **kept})
     except (StorageError, CheckpointError) as error:
-        say(f"note: the result is not kept for the card: {error}")
+        say(f"note: the result could not be saved for the model card: {error}")
 
 
 def _require_used(
@@ -243,11 +246,11 @@ def _require_used(
         if not with_loss and given is not None:
             option = name.replace("_", "-")
             raise ConfigError(
-                f"--{option} is for the loss, which --tasks leaves out: name --data too"
+                f"--{option} applies to the loss, which --tasks does not compute: add --data"
             )
     for option, value in for_tasks.items():
         if not with_tasks and value is not None:
-            raise ConfigError(f"{option} is for tasks: name them with --tasks")
+            raise ConfigError(f"{option} applies to tasks: add --tasks")
 
 
 def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
@@ -267,7 +270,7 @@ def _show_loss(found: Evaluation) -> None:
     from firstlight.evaluation.scores import with_error
 
     if found.loss_stderr is None:
-        loss, perplexity = f"{found.loss:.4f} nats a token", f"{found.perplexity:.3f}"
+        loss, perplexity = f"{found.loss:.4f} nats per token", f"{found.perplexity:.3f}"
     else:
         rows = f"{found.rows:,} of {found.total_rows:,} rows"
         loss = f"{with_error(found.loss, found.loss_stderr)} (standard error, {rows})"

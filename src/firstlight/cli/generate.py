@@ -28,7 +28,7 @@ from firstlight.cli.options import (
     template_option,
 )
 from firstlight.cli.output import show_table, with_json, write_out
-from firstlight.console import human_bytes, say, visible
+from firstlight.console import gib, say, visible
 from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.generation.config import SamplingConfig
 from firstlight.serving.config import (
@@ -84,21 +84,21 @@ def _say_model_settings(loaded: LoadedModel, named: Sequence[str] = ()) -> None:
 @count_option(
     "--show-probabilities",
     "choices",
-    help="Show the N likeliest tokens at each new token: probability by the model, and after "
+    help="Show the N most likely tokens at each step, with their probabilities before and after "
     "penalties, biases, temperature, top-k, top-p and min-p.",
 )
 @click.option(
     "--logit-bias",
     multiple=True,
     metavar="ID=BIAS",
-    help="Add -100 to 100 to a token's logit; several are allowed.",
+    help="Add -100 to 100 to a token's logit. Can be repeated.",
 )
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT; may be repeated.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before TEXT. Can be repeated.")
 @click.option(
     "--logprobs",
     type=int,
     metavar="N",
-    help="With --json: each token's log-probability, and those of the N likeliest.",
+    help="With --json: add each token's log-probability and the N most likely tokens.",
 )
 @device_option
 @dtype_option
@@ -117,7 +117,7 @@ def generate_command(
     as_json: bool,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Continue a text. The prompt and its continuation go to stdout, as they are made.
+    """Continue a text. The prompt and its continuation are written to stdout as they are generated.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
@@ -144,7 +144,7 @@ def generate_command(
         show_table(_choice_rows(loaded, result.choices))
     limit = loaded.model.config.max_position_embeddings
     if result.prompt_tokens + len(result.token_ids) == limit and not config.slide:
-        advice = "--slide goes on beyond it" if config.beams == 1 else "beams end there"
+        advice = "--slide continues beyond it" if config.beams == 1 else "beams end there"
         say(f"the model's context of {limit} tokens is full: {advice}")
     return dataclasses.asdict(result)
 
@@ -203,16 +203,16 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
     type=int,
     default=512,
     show_default=True,
-    help="Greatest number of tokens of an answer.",
+    help="Most tokens of an answer.",
 )
 @config_options(SamplingConfig, *SAMPLING, "seed")
 @template_option
 @device_option
 @dtype_option
 @compile_option
-@click.option("--web", is_flag=True, help="A page in the browser instead of the terminal.")
-@click.option("--host", help="With --web: this machine's address; default 127.0.0.1.")
-@click.option("--port", type=int, help="With --web: port; default 8000, 0 takes a free one.")
+@click.option("--web", is_flag=True, help="Chat in the browser instead of the terminal.")
+@click.option("--host", help="With --web: address to listen on.  [default: 127.0.0.1]")
+@click.option("--port", type=int, help="With --web: port; 0 takes a free one.  [default: 8000]")
 def chat_command(
     checkpoint: str,
     best: bool,
@@ -226,10 +226,10 @@ def chat_command(
     port: int | None,
     **sampling: Any,
 ) -> None:
-    """Chat with a model through its chat template. A model without one continues your text.
+    """Chat with a model by its chat template. A model without one continues your text.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
-    Messages can be piped in, one per line; then only the answers go to stdout.
+    Messages can be piped in, one per line; then only the answers are written to stdout.
     """
     if not web and (host is not None or port is not None):
         raise ConfigError("--host and --port are for the web page: add --web")
@@ -267,11 +267,13 @@ def chat_command(
 @click.argument("checkpoint")
 @best_option
 @config_options(ServerOptions, "host", "port")
-@click.option("--model-name", help="Model's name for clients.  [default: the checkpoint's name]")
+@click.option(
+    "--model-name", help="Name of the model in the API.  [default: name of the checkpoint]"
+)
 @path_option(
     "--api-key-file",
     metavar="FILE",
-    help="File with the API key, one line, that clients must send; or set FIRSTLIGHT_API_KEY.",
+    help="File with the API key that clients must send, or set FIRSTLIGHT_API_KEY.",
 )
 @field_option(ServerOptions, "allowed_hosts", "--allowed-host", "NAME")
 @field_option(ServerOptions, "allowed_origins", "--allowed-origin", "URL")
@@ -288,7 +290,7 @@ def chat_command(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one JSON object on stdout when ready: url, model, ...",
+    help="Print one JSON object to stdout when ready: url, model, ...",
 )
 def serve_command(
     checkpoint: str,
@@ -301,7 +303,7 @@ def serve_command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Serve OpenAI's API over HTTP, until Ctrl-C.
+    """Serve a model with an OpenAI-compatible HTTP API and a chat page, until Ctrl-C.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
@@ -347,7 +349,7 @@ def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool
     say(f"serving {options.model_name} at {url}/v1 (Ctrl-C ends it)")
     say(
         f"at most {options.max_batch_size} texts of {scheduler.max_tokens:,} tokens at a time, "
-        f"keys and values: {human_bytes(service.cache_bytes)}; {options.max_queue} more may wait"
+        f"keys and values: {gib(service.cache_bytes)}; {options.max_queue} more may wait"
     )
     if options.api_key is not None:
         say("clients need the API key")

@@ -11,7 +11,7 @@ import click
 
 from firstlight.cli.options import best_option, path_option
 from firstlight.cli.output import end_with, say_findings, show_rows, show_table, with_json
-from firstlight.console import human_bytes, say
+from firstlight.console import gib, human_bytes, say
 from firstlight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 )
 @with_json
 def info_command(checkpoint: str | None, best: bool, check: bool, as_json: bool) -> dict[str, Any]:
-    """Describe a model (CHECKPOINT), or without an argument this machine."""
+    """Describe a model, or without CHECKPOINT this machine."""
     if checkpoint is None and best:
-        raise ConfigError("--best is for a run folder: name one")
+        raise ConfigError("--best needs a run folder")
     if checkpoint is not None and check:
-        raise ConfigError("--check is for this machine: leave the model out")
+        raise ConfigError("--check applies to this machine: omit the model")
     if checkpoint is None:
         return _machine(check=check)
     from firstlight.checkpoint.selection import read_model_folder
@@ -80,7 +80,7 @@ def _machine(*, check: bool) -> dict[str, Any]:
     show_rows(
         [
             ("device", f"{hardware.device} ({hardware.name})"),
-            ("memory", human_bytes(hardware.memory_bytes)),
+            ("memory", gib(hardware.memory_bytes)),
             *_in_use(result),
             ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
             ("bf16", "in hardware" if hardware.bf16 else "not in hardware: fp32 is used"),
@@ -100,7 +100,7 @@ def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
     """The row about programs on the GPU; none where the driver can't be asked."""
     if "gpu_utilization" not in machine:
         return []
-    used = human_bytes(machine["device_used_bytes"])
+    used = gib(machine["device_used_bytes"])
     return [("in use now", f"{used} by all programs, GPU {machine['gpu_utilization']:.0%} busy")]
 
 
@@ -174,7 +174,7 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             ("folder", result["folder"]),
             *([("adapts", result["base"])] if result["base"] else []),
             ("family", f"{config.model_type}: {shape}"),
-            ("parameters", f"{total:,}" + (f", {active:,} a token" if active < total else "")),
+            ("parameters", f"{total:,}{f', {active:,} per token' if active < total else ''}"),
             *((f"  {name}", f"{number:,}") for name, number in parts.items() if number),
             ("weights", f"{dtypes}{unusable}"),
             ("context", f"{config.max_position_embeddings:,} tokens"),
@@ -182,12 +182,12 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             *_tokenizer_rows(tokenizer),
             (
                 "memory to generate",
-                f"{human_bytes(result['inference_bytes'])} in {dtypes}: the weights, and a cache "
-                f"of {human_bytes(result['cache_bytes_per_token'])} a token for the whole context",
+                f"{gib(result['inference_bytes'])} in {dtypes}: weights, and a cache of "
+                f"{human_bytes(result['cache_bytes_per_token'])} per token for the whole context",
             ),
             (
                 "memory to train",
-                f"{human_bytes(result['training_state_bytes'])} in fp32: weights, gradients and "
+                f"{gib(result['training_state_bytes'])} in fp32: weights, gradients and "
                 "AdamW's moments; the activations come on top",
             ),
         ]
@@ -215,15 +215,15 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 @path_option(
     "--out",
     metavar="FILE.html",
-    help="Where to write; the picture gets the same name with .png. [one run: report.html in its "
-    "folder; several: comparison.html here]",
+    help="Page to write; the picture gets the same name with .png.  [default: report.html in the "
+    "run folder; for several runs comparison.html]",
 )
 @with_json
 def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> dict[str, Any]:
-    """Draw a run as a web page and a picture, or compare several side by side.
+    """Write the report of a run as a web page and a picture, or compare several runs.
 
-    RUN is a run folder; the run may still be going on, or have been killed. The page is one file
-    that loads nothing from elsewhere.
+    RUN is a run folder; the run may still be training, or may have been killed. The page is a
+    single file that loads nothing from other places.
     """
     from firstlight.report import report as report_files
     from firstlight.report.compare import number_table

@@ -210,17 +210,17 @@ def _swallows_exceptions(frame: FrameType | None) -> bool:
 
 #: Text that `firstlight` without a verb prints.
 _FIRST_STEPS = """\
-firstlight: from raw text to your own language model. A folder of text is enough to begin:
+firstlight: from raw text to your own language model. Start with a folder of text:
 
-  firstlight train my_texts/ --budget 30m   make a tokenizer, a model and a report, in 30 minutes
-  firstlight chat RUN                       talk to the model; RUN is the folder that train names
-  firstlight chat RUN --web                 the same in a browser
-  firstlight serve RUN                      an HTTP API for OpenAI's clients
-  firstlight convert RUN --to gguf --out F  the model for llama.cpp and others
-  firstlight train recipe.yaml              train with every setting in your hands
-  firstlight info                           what this machine can do
+  firstlight train my_texts/ --budget 30m   train a tokenizer and a model in 30 minutes
+  firstlight chat RUN                       chat with the model; RUN is the folder that train prints
+  firstlight chat RUN --web                 chat in a browser
+  firstlight serve RUN                      OpenAI-compatible HTTP server
+  firstlight convert RUN --to gguf --out F  convert the model for llama.cpp and Ollama
+  firstlight train recipe.yaml              train with your own settings
+  firstlight info                           show what this machine can do
 
-All verbs: firstlight --help. One of them: firstlight train --help.
+All commands: firstlight --help. Options of a command: firstlight train --help.
 """
 
 
@@ -232,10 +232,11 @@ class _Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and Path(args[0]).exists():
             raise click.UsageError(
-                f"{args[0]} is no verb; to train on it: firstlight train {shlex.quote(args[0])}"
+                f"{args[0]} is not a command; to train on it: firstlight train "
+                f"{shlex.quote(args[0])}"
             )
         if args[0] == "help" and self.get_command(ctx, "help") is None:
-            raise click.UsageError("help is an option: firstlight --help, firstlight VERB --help")
+            raise click.UsageError("use firstlight --help or firstlight COMMAND --help")
         return super().resolve_command(ctx, args)
 
 

@@ -146,38 +146,41 @@ recipe_argument = click.argument(
 best_option = click.option(
     "--best",
     is_flag=True,
-    help="Of a run folder: the checkpoint with the lowest validation loss, not the newest.",
+    help="Of a run: the checkpoint with the lowest validation loss instead of the newest one.",
 )
 out_option = path_option("--out", required=True, help="Folder to write.")
 text_key_option = click.option(
-    "--text-key", default="text", show_default=True, help="Field of JSONL, CSV, Parquet."
+    "--text-key",
+    default="text",
+    show_default=True,
+    help="Field of the text in JSONL, CSV or Parquet files.",
 )
 as_is_option = click.option(
     "--as-is",
     is_flag=True,
-    help="Texts: unchanged, with separators such as <|endoftext|>, CRLF and Gutenberg's licence.",
+    help="Read texts unchanged: keep <|endoftext|>, CRLF and Project Gutenberg's licence.",
 )
 device_option = click.option(
-    "--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps."
+    "--device", default="auto", show_default=True, help="Device: auto, cpu, cuda, cuda:1 or mps."
 )
 dtype_option = click.option(
     "--dtype",
     default="auto",
     show_default=True,
-    help="Type of the weights: auto is the file's; float32, bfloat16, float16; int8 on a CPU.",
+    help="Type of the weights: auto (as stored), float32, bfloat16, float16; int8 on a CPU.",
 )
 loading_option = click.option(
     "--loading",
     default="auto",
     show_default=True,
-    help="mmap: the file itself, which must not change meanwhile; sequential; straight.",
+    help="Reading of weights: mmap (the file must not change), sequential or straight.",
 )
 compile_option = click.option(
     "--compile/--no-compile",
     "compiled",
     default=False,
     show_default=True,
-    help="Decode through torch.compile: about a minute of compiling, then faster.",
+    help="Decode with torch.compile: faster after about a minute of compiling.",
 )
 
 
@@ -207,7 +210,7 @@ template_option = click.option(
     multiple=True,
     metavar="NAME=VALUE",
     callback=_template_options,
-    help="Variable of the chat template, such as enable_thinking=false; several are allowed.",
+    help="Variable of the chat template, such as enable_thinking=false. Can be repeated.",
 )
 #: Fields of SamplingConfig that are options of `generate` and `chat`.
 SAMPLING = (

@@ -27,7 +27,7 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
     text that it prints with `show` goes to stderr. The function gets the option as `as_json`.
     """
 
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
     @functools.wraps(verb)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         result = verb(*args, **kwargs)

@@ -26,21 +26,29 @@ DOES_NOT_FIT_EXIT_CODE = 3
 @click.command("plan", context_settings={"ignore_unknown_options": True})
 @recipe_argument
 @click.option(
-    "--gpu", metavar="NAME", help='GPU to plan for, such as "RTX 4090"; without it, this machine.'
+    "--gpu", metavar="NAME", help='GPU to plan for, such as "RTX 4090".  [default: this machine]'
 )
 @click.option("--gpu-memory", metavar="SIZE", help="Memory of each GPU, such as 24GiB.")
 @click.option("--gpus", type=int, default=1, show_default=True, help="Number of GPUs.")
-@click.option("--budget", metavar="TIME", help="Say what to train in 24h, 90min, 3d.")
-@click.option("--tokens", metavar="COUNT", help="Say what to train on 10B, 300M tokens.")
-@click.option("--price-per-hour", type=float, help="Price of one GPU, for the cost of a run.")
+@click.option(
+    "--budget", metavar="TIME", help="Plan the best model for this time, such as 90min, 24h or 3d."
+)
+@click.option(
+    "--tokens",
+    metavar="COUNT",
+    help="Plan the best model for this number of tokens, such as 300M or 10B.",
+)
+@click.option(
+    "--price-per-hour", type=float, help="Price of a GPU per hour, to show the cost of the run."
+)
 @click.option("--init-from", metavar="DIR", help="Folder of the weights to start from.")
 @click.option(
     "--search/--no-search",
     default=True,
     show_default=True,
-    help="Search for the best settings, and estimate each method alone.",
+    help="Search for the best settings, and estimate each method separately.",
 )
-@path_option("--write", help="Write the recipe that was found into this new file.")
+@path_option("--write", help="Write the recipe of the best plan to this new file.")
 @with_json
 def plan_command(
     arguments: tuple[str, ...],
@@ -55,18 +63,19 @@ def plan_command(
     write: Path | None,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Predict a run's memory and speed before it is started, on this machine or on GPUs elsewhere,
-    and find the best settings for it.
+    """Predict the memory and speed of a run, on this machine or another GPU, and find the best
+    settings.
 
-    The recipe's real model and training step are run on tensors without memory, so a laptop plans
-    for a GPU that it doesn't have. Without prepared data, set planning.vocab_size.
+    The real model and training step of the recipe run on tensors without memory, so a laptop can
+    plan for a GPU that it does not have. Without prepared data, set planning.vocab_size.
 
-    The exit code is 3 if the recipe does not fit or, with --write or --budget, if nothing fits.
+    The exit code is 3 if the recipe does not fit into memory or, with --write or --budget, if
+    nothing fits.
     """
     path, overrides = split_arguments(arguments, "plan")
     device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
     if write is not None and write.exists():
-        raise ConfigError(f"{write} exists: --write makes a new file")
+        raise ConfigError(f"{write} already exists: give --write the name of a new file")
     from firstlight.planner.plan import processes as workers
 
     # Started before the imports below, which take seconds: the processes import at the same time.

@@ -29,7 +29,7 @@ _OF_TEXT = {
 
 @click.command("prepare")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--tokenizer", required=True, help="Folder or file of a tokenizer, or a hub id.")
+@click.option("--tokenizer", required=True, help="Tokenizer folder or file, or a hub id.")
 @out_option
 @click.option(
     "--val-fraction",
@@ -38,30 +38,29 @@ _OF_TEXT = {
     show_default=True,
     help="Share of the text held out for validation, in whole documents; 0 for none.",
 )
-@click.option("--workers", type=int, help="Processes.  [default: chosen by the corpus' size]")
+@click.option(
+    "--workers", type=int, help="Number of processes.  [default: by the size of the corpus]"
+)
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default=_OF_TEXT["engine"],
     show_default=True,
-    help="Place of the encoding: processes of this machine, or a Ray cluster. The shards are the "
-    "same.",
+    help="Where to encode: processes of this machine, or a Ray cluster. The shards are the same.",
 )
 @click.option(
     "--ray-address",
     metavar="auto|local|HOST:PORT",
-    help="Address of the cluster: auto is one that runs here, local a new one for this run. "
-    "[default: Ray's own choice]",
+    help="Address of the Ray cluster: auto for a running one, local for a new one.  [default: "
+    "chosen by Ray]",
 )
 @text_key_option
-@click.option(
-    "--max-documents", metavar="N", help="Read only the first N documents, for instance 10k."
-)
+@click.option("--max-documents", metavar="N", help="Read only the first N documents, such as 10k.")
 @click.option(
     "--max-tokens",
     metavar="N",
-    help="Stop reading at N tokens of both splits together, for instance 10M. Each split's last "
-    "document is cut between two characters, so the split can be a few tokens short.",
+    help="Stop after N tokens of both splits together, such as 10M. The last document of a split "
+    "is cut between two characters, so the split can be a few tokens short.",
 )
 @as_is_option
 # Texts are read so by default; commands that were written before keep working.
@@ -71,8 +70,8 @@ _OF_TEXT = {
     type=click.Choice(["text", "chat", "preference"]),
     default="text",
     show_default=True,
-    help="chat: conversations, with a label for each token that is learned; preference: pairs of "
-    "answers to a prompt.",
+    help="Kind of the data: texts; chat, conversations with a label for each token to learn; "
+    "preference, pairs of answers to a prompt.",
 )
 @click.option(
     "--val-input",
@@ -91,20 +90,20 @@ _OF_TEXT = {
     "--format",
     "form",
     type=click.Choice(["auto", "alpaca", "messages", "sharegpt"]),
-    help="With --kind chat: form of the records; auto recognizes each by its keys.  "
+    help="With --kind chat: format of the records; auto recognizes each record by its keys.  "
     "[default: auto]",
 )
 @click.option(
     "--train-on",
     type=click.Choice(["assistant", "last", "answers", "all"]),
-    help="With --kind chat: tokens that are learned: the assistant's, those of its last message, "
-    "the assistant's without its reasoning, or all.  [default: assistant]",
+    help="With --kind chat: tokens to learn: all of the assistant, its last message, all of the "
+    "assistant without reasoning, or everything.  [default: assistant]",
 )
 @click.option(
     "--on-bad",
     type=click.Choice(["refuse", "skip", "keep"]),
-    help="With --kind chat: treatment of invalid records, and of those of which the chat template "
-    "leaves something out (keep: train on the rest).  [default: refuse]",
+    help="With --kind chat: what to do with invalid records, and with records of which the chat "
+    "template omits a part (keep: train on the rest).  [default: refuse]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
@@ -119,21 +118,21 @@ def prepare_command(
     as_json: bool,
     **options: Any,
 ) -> dict[str, Any]:
-    """Turn a corpus into token shards in --out.
+    """Tokenize a corpus and write it as shards to --out.
 
     INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
     .tsv (each may end in .gz, .bz2, .xz or .zst, too) or .parquet, the word `stdlib`, or
-    hf:NAME[:CONFIG[:SPLIT]], whose split is "train" if none is named (hf:NAME::validation). A text
-    file is one document, as is each line of a JSONL file and each row of a table; <|endoftext|> and
-    similar separators end a document within them. Text is UTF-8, or UTF-16 or UTF-32 with a
-    byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of other
-    kinds are counted. random:TOKENS[:SEED], alone, is uniformly random tokens, for measurements.
+    hf:NAME[:CONFIG[:SPLIT]], by default with the split "train" (hf:NAME::validation for another).
+    Each text file, line of a JSONL file and row of a table is one document; <|endoftext|> and
+    similar separators also end a document. Text is UTF-8, or UTF-16 or UTF-32 with a byte-order
+    mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of other kinds are
+    counted. random:TOKENS[:SEED] as the only input gives uniformly random tokens for measurements.
 
     With --kind chat, INPUT is .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow or
-    hf:NAME[:CONFIG[:SPLIT]], and each record a conversation: {messages}, {conversations}, or a
+    hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation: {messages}, {conversations}, or a
     question and its answer such as {instruction, input, output} or {prompt, completion}. With
-    --kind preference, each is {prompt, chosen, rejected}. In a folder with train, validation and
-    test files, those are the splits, and test is left out.
+    --kind preference, each record is {prompt, chosen, rejected}. In a folder with train, validation
+    and test files, these are the splits, and test is left out.
     """
     of_text = {name: options.pop(name) for name in _OF_TEXT}
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}

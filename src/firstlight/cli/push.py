@@ -19,8 +19,7 @@ _licence_option = click.option(
     "--license",
     "licence",
     metavar="ID",
-    help="Licence for the card, by the hub's id, such as apache-2.0; without it the card says that "
-    "none was given.",
+    help="Licence for the card as the hub's id, such as apache-2.0.  [default: none given]",
 )
 
 
@@ -29,14 +28,14 @@ _upload_options = grouped(
     click.option(
         "--private",
         is_flag=True,
-        help="Make a private repository.  [default: as your account on the hub does]",
+        help="Create a private repository.  [default: as set in your hub account]",
     ),
     _licence_option,
-    click.option("--dry-run", is_flag=True, help="Write the folder, and upload nothing."),
+    click.option("--dry-run", is_flag=True, help="Write the folder without uploading it."),
     path_option(
         "--out",
-        help="Folder to write and keep.  [default: a temporary one; with --dry-run NAME "
-        "in the current folder]",
+        help="Folder to write and keep.  [default: a temporary folder; with --dry-run NAME in the "
+        "current folder]",
     ),
 )
 
@@ -51,20 +50,18 @@ _upload_options = grouped(
     help="Add a file for llama.cpp and Ollama: f16, bf16, q8_0, or formats such as q4_k_m "
     "(pip install 'firstlight[llama-cpp]').",
 )
-@path_option(
-    "--card", help="File to upload as the card, such as an edited one of `firstlight card`."
-)
+@path_option("--card", help="Card to upload, such as an edited file of `firstlight card`.")
 @best_option
 @with_json
 def push_command(
     source: str, repository: str, dry_run: bool, as_json: bool, **options: Any
 ) -> dict[str, Any]:
-    """Upload a model to the Hugging Face hub, with a card of the facts about it.
+    """Upload a model to the Hugging Face hub, with a model card.
 
     RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. Weights,
-    tokenizer, recipe, loss curve and card are uploaded, as `convert` writes them: no optimizer
-    state, no paths of this machine. Files that the hub has already are not sent again: after an
-    interrupted upload, give the same command again.
+    tokenizer, recipe, loss curve and card are uploaded as `convert` writes them, without optimizer
+    state and without paths of this machine. Files that are already on the hub are not sent again:
+    after an interrupted upload, repeat the command.
     """
     from firstlight.sharing.push import push
 
@@ -110,10 +107,10 @@ def card_command(
     best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Write only a model's card: description, data, recipe, results, use.
+    """Write the card of a model: description, data, recipe, results, use.
 
-    RUN_OR_MODEL is as for push. USER/NAME appears in the commands of the card. Edit the file and
-    give it to `firstlight push --card`.
+    RUN_OR_MODEL is the same as for push. USER/NAME appears in the commands of the card. Edit the
+    file and pass it to `firstlight push --card`.
     """
     from firstlight.files.atomic import write_file
     from firstlight.sharing.card import model_card, read_facts

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @click.group("tokenizer")
 def tokenizer_group() -> None:
-    """Train a tokenizer, extend one by special tokens and a chat template, or try one out."""
+    """Train or extend a tokenizer, and encode and decode text."""
 
 
 @tokenizer_group.command("train")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--vocab-size", type=int, required=True, help="Number of tokens, 257 at least.")
+@click.option("--vocab-size", type=int, required=True, help="Number of tokens, at least 257.")
 @out_option
 @text_key_option
 @as_is_option
@@ -36,7 +36,7 @@ def tokenizer_group() -> None:
 def train_command(
     inputs: tuple[str, ...], vocab_size: int, out: Path, text_key: str, as_is: bool, as_json: bool
 ) -> dict[str, Any]:
-    """Train a byte-level BPE tokenizer on a corpus and write tokenizer.json into --out.
+    """Train a byte-level BPE tokenizer on a corpus, and write tokenizer.json to --out.
 
     INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
     .tsv (each may end in .gz, .bz2, .xz or .zst, too) or .parquet, the word `stdlib`, or
@@ -134,17 +134,21 @@ class _ManyTokens(click.Command):
 @tokenizer_group.command("extend", cls=_ManyTokens)
 @click.argument("source", type=click.Path(path_type=Path), required=False, metavar="DIR")
 @click.option("--add", multiple=True, metavar="TOKEN...", help="New special tokens.")
-@click.option("--chat-template", metavar="NAME", help="chatml, llama2, llama3, alpaca or a file.")
+@click.option(
+    "--chat-template",
+    metavar="NAME",
+    help="Chat template: chatml, llama2, llama3, alpaca or a file.",
+)
 @out_option
 @with_json
 def extend_command(
     source: Path | None, add: tuple[str, ...], chat_template: str | None, out: Path, as_json: bool
 ) -> dict[str, Any]:
-    """Add special tokens, a chat template or both to a tokenizer and write it into --out.
+    """Add special tokens, a chat template or both to a tokenizer, and write it to --out.
 
-    DIR is a tokenizer's folder or file, a run, a model's folder or a hub id, and stands before
-    --add. The new tokens get the ids after the last one; every text keeps the ids it had. Tokens
-    that a built-in chat template needs are added as well.
+    DIR is a tokenizer folder or file, a run, a model folder or a hub id, and comes before --add.
+    The new tokens get the ids after the last one; existing ids do not change. Tokens that a
+    built-in chat template needs are added as well.
     """
     from firstlight.checkpoint.selection import resolve_tokenizer
     from firstlight.files.atomic import new_folder, require_free
@@ -192,7 +196,7 @@ _tokenizer_argument = click.argument("source", type=click.Path(path_type=Path), 
 @click.option(
     "--special-tokens",
     is_flag=True,
-    help="Turn names of special tokens in TEXT, such as <|endoftext|>, into these tokens.",
+    help="Encode special tokens that TEXT names, such as <|endoftext|>.",
 )
 @with_json
 def encode_command(
@@ -200,7 +204,7 @@ def encode_command(
 ) -> dict[str, Any]:
     """Print the token ids of TEXT, or of the text on stdin.
 
-    DIR is a tokenizer's folder or file, a run, a model's folder or a hub id.
+    DIR is a tokenizer folder or file, a run, a model folder or a hub id.
     """
     from firstlight.checkpoint.selection import resolve_tokenizer
     from firstlight.errors import InputError
@@ -223,7 +227,7 @@ def encode_command(
 @click.option(
     "--special-tokens",
     is_flag=True,
-    help="Write the names of special tokens, which are left out otherwise.",
+    help="Write the names of special tokens instead of omitting them.",
 )
 @with_json
 def decode_command(
@@ -231,7 +235,7 @@ def decode_command(
 ) -> dict[str, Any]:
     """Print the text of the token ids ID..., or of those on stdin.
 
-    DIR is a tokenizer's folder or file, a run, a model's folder or a hub id.
+    DIR is a tokenizer folder or file, a run, a model folder or a hub id.
     """
     from firstlight.checkpoint.selection import resolve_tokenizer
     from firstlight.errors import InputError

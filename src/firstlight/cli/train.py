@@ -19,7 +19,7 @@ import psutil
 
 from firstlight.cli.options import as_is_option, count_option, grouped, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show, show_rows, with_json
-from firstlight.console import console, parse_time, say, time_text
+from firstlight.console import parse_time, say, time_text
 from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ TEXT_OPTIONS = (
     "steps",
     "size",
     "plan_only",
+    "explain",
     "gpu",
     "text_key",
     "val_inputs",
@@ -56,23 +57,26 @@ TEXT_OPTIONS = (
 
 #: The options that are only for texts.
 text_options = grouped(
-    click.option("--budget", metavar="TIME", help="Texts: time of the whole command: 30m."),
+    click.option(
+        "--budget", metavar="TIME", help="Texts: time for the whole command, such as 30m."
+    ),
     click.option("--tokens", metavar="N", help="Texts: tokens to train on, such as 10M."),
-    click.option("--steps", type=int, metavar="N", help="Texts: steps to train."),
+    click.option("--steps", type=int, metavar="N", help="Texts: optimizer steps to train."),
     click.option(
         "--size",
         metavar="SIZE",
-        help="Texts: tiny, small, medium, large, xl, or parameters such as 10M.",
+        help="Texts: tiny, small, medium, large, xl, or a number of parameters such as 10M.",
     ),
-    click.option("--plan-only", is_flag=True, help="Texts: show what would be trained, and end."),
+    click.option("--plan-only", is_flag=True, help="Texts: show the plan of the run and exit."),
+    click.option("--explain", is_flag=True, help="Texts: show each chosen setting and its reason."),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
-    click.option("--text-key", metavar="KEY", help="Texts: field of JSONL, CSV, Parquet."),
+    click.option("--text-key", metavar="KEY", help="Texts: text field of JSONL, CSV, Parquet."),
     click.option(
         "--val-input",
         "val_inputs",
         multiple=True,
         metavar="INPUT",
-        help="Texts: texts to validate on; nothing of the others is held out then.",
+        help="Texts: texts to validate on, instead of a held-out part of the others.",
     ),
     as_is_option,
 )
@@ -126,39 +130,39 @@ def train_texts_command(
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            "texts are prepared by one process: leave out --nproc and stop the run once it trains, "
-            "then firstlight train RUN_FOLDER/recipe.yaml --resume --nproc N"
+            "texts are prepared by one process: omit --nproc, stop the run once it trains, and "
+            "continue with firstlight train RUN_FOLDER/recipe.yaml --resume --nproc N"
         )
     names = ("budget", "tokens", "steps", "size", "init_from", "val_inputs", "as_is")
     asked = {name: options[name] for name in names}
     asked |= {"overrides": overrides, "text_key": options["text_key"] or "text"}
     if options["plan_only"]:
         if options["resume"]:
-            raise ConfigError("--plan-only shows a new run: leave out --resume, or --plan-only")
+            raise ConfigError("--plan-only plans a new run: omit --resume or --plan-only")
         from firstlight.from_texts.request import DEFAULT_SECONDS, request_of
 
         request = request_of(paths, **asked)
         if not request.has_length:
-            say(f"no --budget is given: planned for {time_text(DEFAULT_SECONDS)}")
+            say(f"no --budget given: planning for {time_text(DEFAULT_SECONDS)}")
             request = dataclasses.replace(request, seconds=DEFAULT_SECONDS)
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
         plan = plan.with_memory()
-        for line in plan.lines():
+        for line in (*plan.lines(), *plan.table()):
             show(line)
         return plan.record(), None
     if options["gpu"] is not None:
-        raise ConfigError("--gpu is for --plan-only: add that, or call this on that machine")
+        raise ConfigError("--gpu needs --plan-only: add it, or train on a machine with that GPU")
     run = train_texts(
         paths,
         **asked,
         resume=options["resume"],
+        explain=options["explain"],
         ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None,
         began=psutil.Process().create_time(),
     )
     from firstlight.from_texts.result import result_lines
 
-    # On a terminal, the live view with its curve stays on the screen.
-    for line in result_lines(run, with_curve=run.training is None or not console().is_interactive):
+    for line in result_lines(run):
         show(line)
     found = dataclasses.asdict(dataclasses.replace(run, training=None))
     stopped_by = None if run.training is None else run.training.stopped_by
@@ -169,12 +173,12 @@ def _ask(plan: RunPlan) -> float:
     """Ask the user for the duration of the run; returns seconds."""
     from firstlight.from_texts.plan import offers
 
-    say("How long may it take?")
+    say("How long may the run take?")
     for seconds, choices in offers(plan):
-        expected = f"{choices.epochs:.2g} passes over the data"
+        expected = f"{choices.epochs:.2g} epochs"
         if choices.bits_per_byte is not None:
             low, high = choices.bits_per_byte
-            expected = f"expected {low:.2f} to {high:.2f} bits for a byte"
+            expected = f"expected {low:.2f} to {high:.2f} bits per byte"
         size = f"{choices.parameters / 1e6:,.1f}M parameters"
         say(f"  {time_text(seconds):<8}  {size}, {expected}")
     while True:
@@ -182,7 +186,7 @@ def _ask(plan: RunPlan) -> float:
         try:
             if (seconds := parse_time(answer)) > 0:
                 return seconds
-            say("the time has to be more than 0")
+            say("the time must be more than 0")
         except ConfigError as error:
             say(str(error))
 
@@ -190,7 +194,7 @@ def _ask(plan: RunPlan) -> float:
 # The command
 
 #: Advice after a run was stopped.
-CONTINUE = "continue with the same command and --resume"
+CONTINUE = "to continue, add --resume to the same command"
 
 _HELP_ALL = "firstlight.help_all"
 #: Default of --new-rows.
@@ -287,38 +291,38 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     is_eager=True,
     expose_value=False,
     callback=_show_all_help,
-    help="Show every key of a recipe, too, and exit.",
+    help="Show this help with all keys of a recipe.",
 )
-@click.option("--resume", is_flag=True, help="Continue from the newest complete checkpoint.")
+@click.option("--resume", is_flag=True, help="Resume from the newest complete checkpoint.")
 @click.option("--init-from", metavar="DIR|GGUF|HUB_ID", help="Start from these weights.")
 @click.option(
     "--best",
     is_flag=True,
-    help="With --init-from RUN: its checkpoint with the lowest validation loss, not the newest.",
+    help="With --init-from RUN: its checkpoint with the lowest validation loss.",
 )
 @click.option(
     "--new-rows",
     metavar="mean|copy:TOKEN",
     default=_NEW_ROWS,
     show_default=True,
-    help="With --init-from and an extended tokenizer: initial values of the new tokens' rows.",
+    help="With --init-from and an extended tokenizer: initial embeddings of the new tokens.",
 )
 @count_option(
     "--cooldown",
     metavar="STEPS",
-    help="Name a run with schedule.kind wsd or constant, or one of its checkpoints, in place of "
-    "the recipe: a new run branches off it, in which the learning rate falls over STEPS steps.",
+    help="Instead of a recipe, name a run or checkpoint with schedule.kind wsd or constant: a new "
+    "run branches off and decays its learning rate over STEPS steps.",
 )
 @click.option(
     "--plan",
     type=click.Choice(["auto"]),
-    help="Take the settings of the best plan for this machine, tried for two steps.",
+    help="Use the best plan for this machine, after two trial steps.",
 )
 @with_json
 @click.option(
     "--nproc",
     metavar="N|auto",
-    help="Train with N processes on this machine; auto: one for each GPU.",
+    help="Train with N processes on this machine; auto: one per GPU.",
 )
 @click.option(
     "--nnodes",
@@ -326,7 +330,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     metavar="N",
     help="With --nproc: number of machines.",
 )
-@click.option("--node-rank", type=int, help="With --nnodes: number of this machine, from 0.")
+@click.option("--node-rank", type=int, help="With --nnodes: rank of this machine, from 0.")
 @click.option(
     "--rdzv-endpoint",
     metavar="HOST:PORT",
@@ -336,20 +340,20 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     "--max-restarts",
     type=click.IntRange(0),
     metavar="N",
-    help="With --nproc: number of restarts from the newest checkpoint after a process fails.",
+    help="With --nproc: restarts after a failed process.",
 )
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
-    """Train a model on texts, or by a recipe.
+    """Train a model on texts or by a recipe, or fine-tune one.
 
     INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib`, hf:NAME. Tokenizer,
-    model, batch, rates and steps are chosen for the text, this machine and the --budget. With
-    --init-from MODEL, training continues that model, and INPUT may be conversations, too.
+    model, batch size, learning rates and steps are chosen for the text, this machine and --budget.
+    With --init-from MODEL, that model is trained further, and INPUT can also be conversations.
 
-    Every key of the recipe can be set here too, for instance --optimizer.learning_rate 3e-4.
+    Every key of the recipe is an option, too, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run after the current step, with a checkpoint: the
-    exit code is 75, and --resume continues the run. A second signal ends it at once. A file
-    `save-now` in the run folder asks for a checkpoint. The exit code of a diverged run is 76.
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step with a checkpoint and
+    exit code 75; --resume continues it. A second signal stops it at once. Creating the file
+    `save-now` in the run folder saves a checkpoint. A diverged run ends with exit code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
@@ -357,8 +361,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     if options["cooldown"] is None:
         if not paths:
             raise ConfigError(
-                "no input given; use: firstlight train my_texts/ --budget 10m, or a recipe: "
-                "firstlight train RECIPE.yaml (for instance recipes/demo.yaml)"
+                "no input given: use firstlight train my_texts/ --budget 10m, or with a recipe "
+                "firstlight train RECIPE.yaml (such as recipes/demo.yaml)"
             )
         if takes_texts(paths):
             return _train_on_texts(paths, overrides, options)
@@ -372,7 +376,7 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
             if kind := special_kind(Path(path).expanduser()):
                 raise ConfigError(special_input(path, kind))
             option = name.removesuffix("s" if name == "val_inputs" else "").replace("_", "-")
-            raise ConfigError(f"--{option} is for texts: leave it out with {path}")
+            raise ConfigError(f"--{option} is only for texts: omit it with {path}")
     return _train_recipe(path, overrides, **options)
 
 
@@ -381,11 +385,11 @@ def _train_on_texts(
 ) -> dict[str, Any]:
     """`firstlight train` with texts or conversations instead of a recipe."""
     if options["plan"]:
-        raise ConfigError("--plan is for a recipe: leave it out with texts, or use --plan-only")
+        raise ConfigError("--plan is only for recipes: omit it with texts, or use --plan-only")
     if options["new_rows"] != _NEW_ROWS:
         raise ConfigError(
-            "--new-rows is for a recipe: leave it out with texts, which are prepared with the "
-            "tokenizer that the model has"
+            "--new-rows is only for recipes: omit it with texts, which use the tokenizer of the "
+            "model"
         )
     if options["best"]:
         options |= {"init_from": _best_of(options["init_from"])}
@@ -422,7 +426,7 @@ def _train_recipe(
         else:
             if start["init_from"] or best or plan:
                 raise ConfigError(
-                    "--cooldown names the checkpoint to start from: leave out --init-from, --best "
+                    "--cooldown starts from the given run or checkpoint: omit --init-from, --best "
                     "and --plan"
                 )
             recipe, branch_from = _cooled(path, cooldown, overrides, start["resume"])
@@ -473,8 +477,8 @@ def _cooled(
     recipe, checkpoint = cooldown_recipe(trunk, steps, overrides)
     if (resume or find_world().size > 1) and checkpoint != Path(trunk).expanduser():
         raise ConfigError(
-            f"{trunk} may get a newer checkpoint before another process or a later start reads it: "
-            f"with --nproc or --resume, name the one to branch off, such as {checkpoint}"
+            f"{trunk} may get a newer checkpoint before all processes or a later start read it: "
+            f"with --nproc or --resume, name the checkpoint to branch off, such as {checkpoint}"
         )
     return recipe, checkpoint
 
@@ -526,7 +530,7 @@ def _best_of(init_from: str | None) -> str:
     from firstlight.checkpoint.selection import resolve_model_folder
 
     if init_from is None:
-        raise ConfigError("--best is for --init-from: name the run to start from")
+        raise ConfigError("--best needs --init-from with the run to start from")
     return str(resolve_model_folder(init_from, best=True))
 
 
@@ -552,7 +556,7 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     from firstlight.run_log.names import RECIPE_NAME
 
     if find_world().size > 1:
-        raise ConfigError("--plan auto is for one process: leave it out, or leave out --nproc")
+        raise ConfigError("--plan auto needs a single process: omit it or --nproc")
     folder = Path(recipe.run.dir)
     if resume and list_checkpoints(folder) and (folder / RECIPE_NAME).is_file():
         before = load_recipe(folder / RECIPE_NAME)
@@ -584,11 +588,11 @@ def launch_if_asked(ctx: click.Context) -> int | None:
     if nproc is None:
         given = next((name for name, value in asked.items() if value is not None), None)
         if given is not None:
-            raise ConfigError(f"--{given} needs --nproc: processes a machine")
+            raise ConfigError(f"--{given} needs --nproc, the processes per machine")
         return None
     nnodes = 1 if asked["nnodes"] is None else asked["nnodes"]
     if nnodes > 1 and asked["node-rank"] is None:
-        raise ConfigError("--nnodes needs --node-rank: which of the machines this is, from 0")
+        raise ConfigError("--nnodes needs --node-rank, the rank of this machine from 0")
     _require_no_launcher(nnodes)
     count = _count(nproc)
     if count == 1 and nnodes == 1 and not asked["max-restarts"]:
@@ -638,8 +642,7 @@ def _require_no_launcher(nnodes: int) -> None:
     # With several machines, a launcher such as srun may start this command once on each.
     if variables & os.environ.keys() or (nnodes == 1 and find_world().size > 1):
         raise ConfigError(
-            "a launcher has started this process: leave out --nproc, or start the command without "
-            "that launcher"
+            "a launcher started this process: omit --nproc, or run the command without the launcher"
         )
 
 
@@ -649,5 +652,5 @@ def _count(nproc: str) -> int:
 
         return max(torch.cuda.device_count(), 1)
     if not nproc.isdecimal() or int(nproc) < 1:
-        raise ConfigError(f"--nproc is '{nproc}': it has to be a number from 1 on, or auto")
+        raise ConfigError(f"--nproc is '{nproc}': it must be auto or a number of at least 1")
     return int(nproc)

@@ -26,36 +26,36 @@ _SHOWN = 10
     "--search",
     multiple=True,
     metavar="KEY=VALUES",
-    help="A key to search, as optimizer.learning_rate=1e-4..1e-2:log or "
-    "batch.micro_batch_size=4,8,16; may be given several times. Without it: learning rates, "
-    "weight decay and warm-up around the recipe's own values.",
+    help="Key to search, such as optimizer.learning_rate=1e-4..1e-2:log or "
+    "batch.micro_batch_size=4,8,16. Can be repeated.  [default: learning rates, weight decay and "
+    "warm-up around the values of the recipe]",
 )
-@click.option("--trials", type=int, default=24, show_default=True, help="Trials of the study.")
+@click.option("--trials", type=int, default=24, show_default=True, help="Number of trials.")
 @click.option(
     "--budget",
     metavar="TIME",
     default="1h",
     show_default=True,
-    help="Duration of the whole command, such as 30min, 1h, 2d.",
+    help="Time of the whole command, such as 30min, 1h, 2d.",
 )
 @click.option(
-    "--trial-steps", type=int, help="Length of a trial. [each trial's part of the budget]"
+    "--trial-steps", type=int, help="Steps of a trial.  [default: an equal part of the budget]"
 )
-@click.option("--trial-minutes", type=float, help="Length of a trial, instead of --trial-steps.")
+@click.option("--trial-minutes", type=float, help="Minutes of a trial, instead of --trial-steps.")
 @click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start each trial from these weights.")
 @path_option(
     "--out",
-    help="Folder of the study; an existing one is continued. [the recipe's run.dir with -tune]",
+    help="Folder of the study, which is continued if it exists.  [default: run.dir with -tune]",
 )
 @with_json
 def tune_command(
     arguments: tuple[str, ...], out: Path | None, budget: str, as_json: bool, **options: Any
 ) -> dict[str, Any]:
-    """Search a recipe's keys by short training runs for the lowest loss on the held-out text.
+    """Search keys of a recipe for the lowest held-out loss, with short training runs.
 
-    Each trial runs the recipe with its whole schedule shortened, in a process of its own, with the
-    same seed and number of tokens. Optuna proposes values, and hopeless trials end early. The first
-    trial has the recipe's own values. The same command continues a study that was stopped.
+    Each trial trains the recipe with a shortened schedule in a separate process, with the same seed
+    and number of tokens. Optuna proposes values, and hopeless trials end early. The first trial has
+    the values of the recipe. Repeating the command continues a stopped study.
     """
     path, overrides = split_arguments(arguments, "tune")
     from firstlight.recipe import load_recipe

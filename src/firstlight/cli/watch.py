@@ -58,9 +58,9 @@ class _Shown:
 @click.command("watch")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 def watch_command(run: Path) -> None:
-    """Follow a run in the terminal, as `firstlight train` shows it.
+    """Follow a run in the terminal: progress, figures, loss curve and the last sample text.
 
-    RUN is a run folder that another process writes, or is about to make; for a finished run the
+    RUN is a run folder that another process writes or is about to create; for a finished run, the
     last state is shown. The view ends with the run; Ctrl-C ends only the view.
     """
     with contextlib.suppress(KeyboardInterrupt):
@@ -106,7 +106,10 @@ def _watch(folder: Path) -> None:
         step_limit=lambda: shown.limit,
     )
     follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
-    with contextlib.closing(follower), TrainingProgress(progress, shown=True) as view:
+    with (
+        contextlib.closing(follower),
+        TrainingProgress(progress, shown=True, is_large=True) as view,
+    ):
         goes_on = True
         while goes_on:
             # Asked before the lines are read: if the run has ended, all of its lines are then read.

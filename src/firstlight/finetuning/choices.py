@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from firstlight.console import rounded
+from firstlight.console import counted, rounded
 from firstlight.from_texts.plan import (
     STATE_BYTES,
     Choice,
@@ -92,15 +92,14 @@ class Method:
     def choices(self) -> Iterator[Choice]:
         """The choices that set the method in a recipe."""
         if self.adapters:
-            rank = "numbers of an adapter for each row of a matrix"
-            yield Choice("lora.rank", defaults.ADAPTER_RANK, rank)
+            yield Choice("lora.rank", defaults.ADAPTER_RANK, "rank of the adapters")
             yield Choice(
                 "lora.alpha", defaults.ADAPTER_ALPHA, "adapters are scaled by alpha / rank"
             )
         if self.quantized:
-            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits: else nothing fits")
+            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits, to fit into memory")
         if self.checkpointing:
-            reason = "activations are computed twice, since they don't fit"
+            reason = "activations are recomputed, to fit into memory"
             yield Choice("efficiency.activation_checkpointing", "full", reason)
 
 
@@ -136,7 +135,7 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
         return Choice(key, int(given), "given")
     if data.kind == "text":
         length = min(defaults.SEQ_LENS[-1][1], model.context)
-        return Choice(key, length, f"of the {model.context:,} tokens that the model can see")
+        return Choice(key, length, f"the model's context is {model.context:,} tokens")
     # An example of n tokens takes n - 1 positions of a row.
     longest, usual = data.longest - 1, data.usual - 1
     most = min(defaults.LONGEST_ROW, model.context)
@@ -146,7 +145,7 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
     length = min(max(_power_of_two(usual), most), model.context)
     if usual > length:
         return Choice(key, length, "the model's context")
-    return Choice(key, length, f"99 % of the conversations have {data.usual:,} tokens at most")
+    return Choice(key, length, f"99 % of the conversations have at most {data.usual:,} tokens")
 
 
 def _power_of_two(count: float) -> int:
@@ -240,13 +239,11 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         *run.other_choices(machine, facts.val_tokens),
     ]
     if run.parts.saves > 1:
-        reason = "the one with the least held-out loss is kept, too"
+        reason = "also keep the checkpoint with the lowest held-out loss"
         items.append(Choice("checkpoint.keep_best", 1, reason))
-    # A given row keeps its reason, which may have the number of conversations that are left out.
-    others = {key: value for key, value in fixed.items() if key != row.key}
     rate = machine.tokens_per_second(flops, given or unit)
     return replace(
-        run.choices(items, others, facts.model.parameters, epochs),
+        run.choices(items, fixed, facts.model.parameters, epochs),
         least_seconds=part_facts.least_seconds(rate, most, given or unit),
     )
 
@@ -267,9 +264,9 @@ def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
 
 def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
     if data.kind == "text":
-        return f"tokens of a step; the text has {rounded(epoch_tokens)}"
+        return f"the text has {rounded(epoch_tokens)} tokens"
     share = batch / max(epoch_tokens, 1.0) * data.count
-    return f"tokens of a step: about {max(round(share), 1):,} conversations"
+    return f"about {counted(max(round(share), 1), 'conversation')} per step"
 
 
 def check_given(request: Request, *, conversations: bool = False) -> None:
@@ -290,30 +287,31 @@ def _optimizer_choices(
     own = given_keys("optimizer", fixed)
     rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters)
     trained = "adapters" if method.adapters else "all weights"
-    reason = f"of {trained}; the narrower the model ({model.hidden_size:,}), the higher"
-    yield Choice("optimizer.name", "adamw", "that of most models that are fine-tuned")
+    reason = f"for {trained} at hidden size {model.hidden_size:,}; higher for smaller models"
+    yield Choice("optimizer.name", "adamw", "the usual optimizer for fine-tuning")
     yield Choice("optimizer.learning_rate", rate, reason)
     yield Choice(
         "optimizer.weight_decay",
         0.0,
-        "none: it would pull weights towards zero, away from the start",
+        "none: it would pull the weights away from the starting model",
     )
 
 
 def _length_choices(
     run: RunFacts, length: Length, epochs: float, data: TuningData
 ) -> Iterator[Choice]:
-    passes = f"{epochs:.2g} passes over {data.name}"
+    passes = f"{epochs:.2g} epochs"
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
-        reason = "of the training; measured steps decide their number"
-        yield Choice("schedule.max_minutes", minutes, reason)
-        reason = f"passes over {data.name} at most: more would teach them by heart"
-        yield Choice("schedule.epochs", data.most_epochs, reason)
+        yield Choice("schedule.max_minutes", minutes, "training time within the budget")
+        most = data.most_epochs
+        reason = f"at most {most:g} passes: more would memorise {data.name}"
+        yield Choice("schedule.epochs", most, reason)
     else:
         yield Choice("schedule.max_steps", run.steps, f"{rounded(run.tokens)} tokens, {passes}")
-    yield run.warmup(20, "a twentieth")
-    yield Choice("schedule.kind", "wsd", "full rate, then a line down to zero over the last part")
+    yield run.warmup(5)
     share = defaults.LAYOUT["schedule.decay_fraction"]
-    yield Choice("schedule.decay_fraction", share, "share of the steps in which the rate falls")
-    yield Choice("schedule.min_lr_ratio", 0.0, "the rate falls to zero")
+    yield Choice("schedule.kind", "wsd", "constant learning rate after the warm-up, then decay")
+    decay = f"linear decay over the last {100 * share:.0f} % of steps"
+    yield Choice("schedule.decay_fraction", share, decay)
+    yield Choice("schedule.min_lr_ratio", 0.0, "decay to zero")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from firstlight.console import counted, gib, rounded
 from firstlight.data.conversations import BadRecordError, to_conversation
 from firstlight.data.kinds import START_FROM
 from firstlight.data.records import (
@@ -27,8 +28,10 @@ from firstlight.data.records import (
     kind_of_records,
     read_records,
 )
+from firstlight.data.shards import REJECTED_NAME
 from firstlight.data.sources import DataSource
 from firstlight.errors import ConfigError, FirstlightError, InputError
+from firstlight.files.atomic import write_file
 from firstlight.finetuning.choices import (
     Method,
     StartingModel,
@@ -41,13 +44,14 @@ from firstlight.finetuning.choices import (
 from firstlight.from_texts.plan import Choice, Choices, Row, RunPlan
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.from_texts.request import Request
-from firstlight.from_texts.run_folder import RunCall
+from firstlight.from_texts.run_folder import TOO_LONG_NAME, RunCall
 from firstlight.from_texts.scan import (
     Scan,
     conversations_in,
     estimated_text,
     file_names,
-    other_files_line,
+    first_names,
+    other_files,
     reading_line,
     scan_texts,
 )
@@ -56,6 +60,7 @@ from firstlight.planner.advise.law import Length, TextFacts
 
 if TYPE_CHECKING:
     from firstlight.data.corpus import Corpus
+    from firstlight.data.packing import ExampleDataset
     from firstlight.models import ModelConfig
     from firstlight.planner.plan.machine import Machine
     from firstlight.recipe import ResolvedRecipe
@@ -70,11 +75,13 @@ class TuningPlan(RunPlan):
     Attributes:
         facts: the facts from which the settings are chosen.
         template: name of the chat template and the reason for it; None for texts.
+        too_long: lines with the numbers of conversations that are longer than a row.
         recipe: the recipe by which the method was chosen, with one sequence at a time.
     """
 
     facts: TuningFacts
     template: tuple[str, str] | None
+    too_long: Sequence[str]
     recipe: ResolvedRecipe
 
     @property
@@ -106,6 +113,13 @@ class TuningPlan(RunPlan):
         choices, memory = fitting_choices(self.choices, recipe_of, fixed, self.machine)
         return replace(self, choices=choices, memory_bytes=memory or self.memory_bytes)
 
+    def model_lines(self) -> Iterator[str]:
+        method = self.facts.method
+        yield from self.too_long
+        parameters = rounded(self.choices.parameters)
+        yield f"model: {self.request.init_from}, {parameters} parameters"
+        yield f"method: {method.name} ({method.reason})"
+
     def first_rows(self) -> list[Row]:
         method = self.facts.method
         rows = [("method", method.name, method.reason)]
@@ -135,20 +149,23 @@ class FineTuning:
         found = conversations_in(request.inputs, request.text_key)
         if found and request.val_inputs:
             names = shlex.join(["--data.val_files", *request.val_inputs])
-            raise ConfigError(f"--val-input is for texts: for conversations, use {names}")
+            raise ConfigError(f"--val-input is only for texts: for conversations, use {names}")
         if found and request.as_is:
-            raise ConfigError("--as-is is for texts: leave it out for conversations")
+            raise ConfigError("--as-is is only for texts: omit it for conversations")
         for source in found:
             if kind_of_records(source) == "preference":
                 raise InputError(
-                    f"{source.name} holds preference pairs: {START_FROM['preference']}"
+                    f"{source.name} contains preference pairs: {START_FROM['preference']}"
                 )
+        self._unread: Sequence[str] = ()
         if not found:
             _require_readable(request.inputs, request.text_key)
         else:
             tell(reading_line(request.inputs, found))
-            if others := other_files_line(request.inputs, found):
-                tell(others)
+            self._unread = other_files(request.inputs, found)
+            if self._unread:
+                count = counted(len(self._unread), "file")
+                tell(f"not read: {count} without conversations: {first_names(self._unread)}")
             check_given(request, conversations=True)
         from firstlight.checkpoint.selection import read_model_folder, resolve_tokenizer
         from firstlight.lora.files import config_folder
@@ -182,6 +199,7 @@ class FineTuning:
             self._data, key = self._chats.facts, self._chats.train.folder.name
         else:
             self._scan = scan_texts(request, tell, check_given, progress=progress)
+            self._unread = self._scan.unread
             self._data = TuningData("text", self._scan.facts.documents)
             key = self._scan.facts.content_key
         place = str(self._folder.resolve())
@@ -207,8 +225,7 @@ class FineTuning:
         fixed = request.fixed
         machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
         row = row_of(self._data, self._model, fixed)
-        if self._chats is not None:
-            row = replace(row, reason="; ".join([row.reason, *self._chats.too_long(row.value)]))
+        too_long = [] if self._chats is None else self._chats.too_long(row.value)
         recipe, method = self._fitting_method(request, machine, row)
         speed = facts_for_model(recipe, machine)
         epoch, held = self._tokens(row.value)
@@ -229,6 +246,7 @@ class FineTuning:
             speed=speed,
             facts=facts,
             template=None if self._chats is None else self._chats.template,
+            too_long=too_long,
             choices=choose_tuning(facts, length, fixed),
             recipe=recipe,
             memory_bytes=method.memory_bytes,
@@ -261,8 +279,7 @@ class FineTuning:
         from firstlight.recipe import parse_recipe
         from firstlight.recipe.load import changed_recipe
 
-        needed = f"{_gib(16 * self._model.parameters)} GiB"
-        free = f"{_gib(machine.usable_bytes)} GiB"
+        free = gib(machine.usable_bytes)
         lightest = ""
         for method in self._methods(request, machine):
             data = {"dir": "unused"} if self._chats is None else self._chats.section
@@ -281,18 +298,18 @@ class FineTuning:
             found = estimate(resolved, machine)
             if found.problem:
                 raise ConfigError(found.problem)
-            lightest = f"{_gib(found.needed_bytes)} GiB with {method.name}"
+            lightest = f"{gib(found.needed_bytes)} with {method.name}"
             if found.fits:
-                reason = f"they fit: {_gib(found.needed_bytes)} of {free} that are free"
+                reason = f"needs {gib(found.needed_bytes)} of {free} free memory"
                 if method.adapters:
-                    reason = f"small matrices beside frozen weights: all would take {needed}"
-                    reason += f", and {free} are free"
+                    needed = gib(16 * self._model.parameters)
+                    reason += f"; training all weights would need {needed}"
                 if any(name.startswith("lora.") for name, _ in request.overrides):
                     reason = "given"
                 return resolved, replace(method, reason=reason, memory_bytes=found.needed_bytes)
         raise ConfigError(
-            f"{request.init_from} does not fit into {machine.name} ({lightest}, of {free}): start "
-            "from a smaller model, or lower --data.seq_len"
+            f"{request.init_from} does not fit into the memory of {machine.name} ({lightest}, of "
+            f"{free}): start from a smaller model, or lower --data.seq_len"
         )
 
     def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
@@ -318,7 +335,13 @@ class FineTuning:
         else:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
+            rejected = self._chats.train.folder / REJECTED_NAME
+            if rejected.is_file():
+                write_file(call.folder / REJECTED_NAME, rejected.read_bytes())
+            if places := self._chats.too_long_places(plan.facts.row.value):
+                write_file(call.folder / TOO_LONG_NAME, "".join(f"{one}\n" for one in places))
             data = self._chats.section
+        call.write_unread(self._unread)
         length = call.length(request)
         plan = plan.choose_again(length)
         plan.require_time(length)
@@ -370,7 +393,7 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
         except BadRecordError as error:
             if len(inputs) == 1:
                 raise InputError(
-                    f"{first.place}: not a text, since it has no field '{text_key}' (name another "
+                    f"{first.place}: not a text, since it has no field '{text_key}' (set another "
                     f"with --text-key), and not a conversation: {error}"
                 ) from error
 
@@ -381,11 +404,6 @@ def _of_run(request: Request) -> list[tuple[str, str]]:
     sections = ("data", "lora", "batch", "optimizer", "efficiency", "loss", "distributed")
     named = [one for one in request.overrides if one[0].partition(".")[0] in sections]
     return [one for one in named if one[0] != "batch.gradient_accumulation_steps"]
-
-
-def _gib(size: float) -> str:
-    """A number of bytes in GiB, as a text: two significant digits below 1 GiB, else one decimal."""
-    return f"{size / 2**30:.2g}" if size < 2**30 else f"{size / 2**30:,.1f}"
 
 
 # The conversations
@@ -458,8 +476,8 @@ class Conversations:
         self.facts = TuningData("chat", len(lengths), int(lengths.max()), usual)
         held = self.val.num_documents if isinstance(self.val, ExampleDataset) else 0
         tell(
-            f"{len(lengths):,} conversations to train on, {held:,} held out; "
-            f"{lengths.mean():,.0f} tokens each on average"
+            f"{counted(len(lengths), 'conversation')} to train on, {held:,} held out; "
+            f"{lengths.mean():,.0f} tokens on average"
         )
         for line in chat_notes(train.folder, train.manifest):
             tell(line)
@@ -474,19 +492,42 @@ class Conversations:
         return of(self.train), of(self.val)
 
     def too_long(self, seq_len: int) -> list[str]:
-        """Texts with the numbers of training conversations that are left out and that are cut,
+        """Lines for the user with the numbers of conversations that are left out and that are cut,
         because they are longer than a row of `seq_len` tokens; [] if all of them fit.
 
         Raises:
             DataError: no conversation fits, or `data.long` is "refuse" and one does not fit.
         """
-        packing, total = self.train.packing(seq_len), self.facts.count
-        fates = ((packing.dropped, "left out"), (packing.cut, "cut"))
-        return [
-            f"{count:,} of {total:,} conversations are longer and are {fate}"
-            for count, fate in fates
-            if count
-        ]
+        lines = []
+        for split, kind in self._splits():
+            packing, total = split.packing(seq_len), split.num_documents
+            for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
+                if count:
+                    what = f"{count:,} of {total:,} {kind} conversations"
+                    lines.append(f"{fate}: {what}, longer than {seq_len:,} tokens")
+        return lines
+
+    def too_long_places(self, seq_len: int) -> list[str]:
+        """File and line of each conversation that is longer than a row of `seq_len` tokens, with
+        the number of its tokens."""
+        from firstlight.data.packing import ORIGINS_NAME
+
+        places = []
+        for split, _ in self._splits():
+            path = split.folder / ORIGINS_NAME.format(split=split.split)
+            origins = path.read_text(encoding="utf-8").splitlines()
+            # An example of n tokens takes n - 1 positions of a row.
+            for index in np.flatnonzero(split.lengths - 1 > seq_len):
+                places.append(f"{origins[index]}: {split.lengths[index]:,} tokens")
+        return places
+
+    def _splits(self) -> Iterator[tuple[ExampleDataset, str]]:
+        """The splits of conversations, each with its name in messages."""
+        from firstlight.data.packing import ExampleDataset
+
+        yield self.train, "training"
+        if isinstance(self.val, ExampleDataset):
+            yield self.val, "held-out"
 
     def prompts(self, most_tokens: int) -> list[str]:
         """Up to three different questions of held-out conversations, each with fewer than
@@ -534,10 +575,10 @@ def _chat_template(request: Request, tokenizer: Tokenizer) -> tuple[str | None, 
     if given is not None:
         return str(given), (str(given), "given")
     if tokenizer.chat_template is not None:
-        return None, ("the model's own", "it comes with the tokenizer")
+        return None, ("the model's own", "part of the tokenizer")
     from firstlight.tokenizer.chat_template import required_tokens
 
     for name in ("chatml", "llama3"):
         if all(token in tokenizer.special_tokens for token in required_tokens(name)):
-            return name, (name, "the tokenizer has its tokens for turns")
-    return "alpaca", ("alpaca", "plain text: the tokenizer has no tokens for turns")
+            return name, (name, "the tokenizer has its special tokens")
+    return "alpaca", ("alpaca", "plain text: the tokenizer has no special tokens for turns")

@@ -59,7 +59,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
     if given := fixed.get("model.vocab_size"):
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
-    reason = f"{rounded(facts.total_bytes)} bytes of text fill {size:,} tokens with use"
+    reason = f"for {rounded(facts.total_bytes)} bytes of text"
     # 256 tokens for bytes, one for each common character, and as many for their combinations.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
@@ -150,7 +150,7 @@ def choose(
 
     # With another vocabulary, a given size might be another model, or none.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
-    within = "in as many tokens" if length.seconds is None else "within the same budget"
+    within = "with as many tokens" if length.seconds is None else "within the same budget"
     return replace(
         best.run.choices(items, fixed, best.shape.parameters, epochs),
         bits_per_byte=expected_range(best.bits, text, fixed),
@@ -184,8 +184,8 @@ def _best_of_all(
     fitting = [one for one in candidates if one.shape.state_bytes <= machine.usable_bytes]
     if not fitting:
         raise ConfigError(
-            f"{rounded(candidates[0].shape.parameters)} parameters take more memory than "
-            f"{machine.name} has free: choose a smaller --size"
+            f"{rounded(candidates[0].shape.parameters)} parameters need more memory than is free "
+            f"on {machine.name}: choose a smaller --size"
         )
 
     def in_time(seconds: float) -> list[_Candidate]:
@@ -252,10 +252,10 @@ def _reason_of_width(
     if size is not None:
         return "the given size" if size in defaults.SIZES else f"the size nearest to {size}"
     if candidates == 1:
-        return "the only width that fits what is given"
-    reason = f"the least expected loss for {rounded(best.flops * best.run.tokens)} FLOPs"
+        return "the only size that fits the given values"
+    reason = f"lowest expected loss for {rounded(best.flops * best.run.tokens)} FLOPs"
     if given := [f"--{key} {fixed[key]}" for key in HEADS if fixed.get(key)]:
-        reason += f", of the widths that fit {' and '.join(given)}"
+        reason += f" among the sizes that fit {' and '.join(given)}"
     return reason
 
 
@@ -269,19 +269,19 @@ def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> I
     """
     layout = {key: value for key, value in defaults.LAYOUT.items() if key.startswith("model.")}
     reasons = {
-        "model.model_type": "Llama's layout with norms on queries and keys: stable at high rates",
-        "model.tie_word_embeddings": "a head of its own learns faster at these sizes",
+        "model.model_type": "Llama's layers with query and key norms: stable at high rates",
+        "model.tie_word_embeddings": "an untied head learns faster at these sizes",
     }
     for key, value in layout.items():
         yield Choice(key, value, reasons.get(key, ""))
-    yield Choice("model.vocab_size", shape.vocab_size, "tokens of the tokenizer")
+    yield Choice("model.vocab_size", shape.vocab_size, "size of the tokenizer")
     yield Choice("model.hidden_size", shape.hidden_size, reason)
-    yield Choice("model.num_hidden_layers", shape.num_hidden_layers, "depth for this width")
+    yield Choice("model.num_hidden_layers", shape.num_hidden_layers, "usual for this hidden size")
     heads = head_count(shape.hidden_size, fixed)
-    yield Choice("model.num_attention_heads", heads, f"heads of {defaults.HEAD_DIM}")
+    yield Choice("model.num_attention_heads", heads, f"head size {defaults.HEAD_DIM}")
     if fixed.get("model.model_type", layout["model.model_type"]) == layout["model.model_type"]:
-        yield Choice("model.intermediate_size", shape.intermediate_size, "8/3 of the width")
-    yield Choice("model.max_position_embeddings", shape.seq_len, "the length of a sequence")
+        yield Choice("model.intermediate_size", shape.intermediate_size, "8/3 of the hidden size")
+    yield Choice("model.max_position_embeddings", shape.seq_len, "same as data.seq_len")
 
 
 def _step_choices(
@@ -289,11 +289,11 @@ def _step_choices(
 ) -> Iterator[Choice]:
     shape = best.shape
     characters = shape.seq_len * text.bytes_per_token / text.bytes_per_character
-    kept = f"about {characters:,.0f} characters that a prediction sees"
+    kept = f"about {characters:,.0f} characters of context"
     yield Choice("data.seq_len", shape.seq_len, kept)
     yield best.run.micro_batch(machine, fixed)
     tokens = rounded(best.run.tokens)
-    reason = f"tokens of a step: grows with the root of the {tokens} tokens of the run"
+    reason = f"grows with the square root of the run's {tokens} tokens"
     yield Choice("batch.global_batch_tokens", best.run.batch_tokens, reason)
     name = str(fixed.get("optimizer.name", "muon"))
     rates = new_model_rates(name, shape.hidden_size, given_keys("optimizer", fixed))
@@ -301,10 +301,10 @@ def _step_choices(
         if key.startswith(("optimizer.", "init.")) and key.partition(".")[2] not in rates:
             yield Choice(key, value, _OPTIMIZER_REASONS.get(key, ""))
     if name == "lion":
-        yield Choice("optimizer.betas", [0.9, 0.99], "Lion's")
+        yield Choice("optimizer.betas", [0.9, 0.99], "default of Lion")
     reasons = dict(_RATE_REASONS)
     if name != "muon":
-        reasons["learning_rate"] = f"usual for {name} and a model of this width"
+        reasons["learning_rate"] = f"usual for {name} and this hidden size"
     for key, value in rates.items():
         yield Choice(f"optimizer.{key}", value, reasons.get(key, ""))
 
@@ -327,15 +327,15 @@ def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OPTIMIZER_REASONS = {
-    "init.residual_projections": "each layer begins as the identity",
-    "optimizer.name": "Muon for the layers' matrices, AdamW for the rest: fewer steps than AdamW",
+    "init.residual_projections": "every layer starts as the identity",
+    "optimizer.name": "Muon for the layers' matrices, AdamW for the rest: needs fewer steps",
 }
 #: Reasons of Muon's learning rates.
 _RATE_REASONS = {
-    "learning_rate": "of the embedding",
-    "muon_learning_rate": "of the layers' matrices; falls with the root of the width",
-    "head_lr_multiple": "the head's rate as a multiple; falls with the width",
-    "tuned_width": "the rates are for the width of this model",
+    "learning_rate": "learning rate of the embedding",
+    "muon_learning_rate": "of the layers' matrices; falls with the square root of the hidden size",
+    "head_lr_multiple": "head learning rate as a multiple; falls with the hidden size",
+    "tuned_width": "the hidden size for which the learning rates were chosen",
 }
 
 
@@ -344,25 +344,28 @@ def _length_choices(
 ) -> Iterator[Choice]:
     run = best.run
     schedule = {k: v for k, v in _layout(fixed).items() if k.startswith("schedule.")}
-    reasons = {"schedule.kind": "full rate, then a line down to zero over the last part"}
+    reasons = {
+        "schedule.kind": "constant learning rate after the warm-up, then decay",
+        "schedule.decay_fraction": "linear decay to zero over this share of the steps",
+    }
     epochs = run.tokens / max(text.train_tokens, 1.0)
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
-        reason, most = "of the training; measured steps decide their number", defaults.MOST_EPOCHS
+        reason, most = "training time within the budget", defaults.MOST_EPOCHS
         if run.seconds < defaults.EARLY * length.seconds:
-            reason = "of the training at most: the passes over the text end it before"
+            reason = "at most; the limit of epochs ends the run earlier"
         else:
             most /= defaults.EARLY  # so that steps that are faster than measured fill the time
         yield Choice("schedule.max_minutes", minutes, reason)
         # Also far below the limit of epochs: a machine that was busy when its speed was measured
         # may be several times as fast in the run.
         if epochs > defaults.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
-            reason = "passes over the text at most: more would help little, or harm"
+            reason = f"at most {most:g} passes over the text: more would help little or overfit"
             yield Choice("schedule.epochs", most, reason)
     else:
-        passes = f"{run.tokens:,} tokens, {epochs:.2g} passes over the text"
+        passes = f"{run.tokens:,} tokens, {epochs:.2g} epochs"
         yield Choice("schedule.max_steps", run.steps, passes)
-    yield run.warmup(50, "a fiftieth")
+    yield run.warmup(2)
     if "schedule.decay_fraction" in schedule:
         # Warm-up and decay are within the run.
         rising = fixed.get("schedule.warmup_ratio", 0.0)
@@ -370,7 +373,7 @@ def _length_choices(
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
     decay = defaults.WEIGHT_DECAY
-    reason = f"the text is read {epochs:.2g} times: little is learned by heart"
+    reason = f"{epochs:.2g} epochs: little is memorised"
     if epochs > defaults.GOOD_EPOCHS:
         most = (
             defaults.REPEATED_WEIGHT_DECAY if _uses_muon(fixed) else defaults.REPEATED_ADAMW_DECAY
@@ -378,10 +381,8 @@ def _length_choices(
         size = best.shape.layer_parameters / text.train_tokens / defaults.REPEATED_PARAMETERS
         decay = max(decay, float(f"{most * min(size, 1.0):.2g}"))
         is_more = decay > defaults.WEIGHT_DECAY
-        why = (
-            "weights are kept smaller" if is_more else "the model is too small to know it by heart"
-        )
-        reason = f"the text is read {epochs:.2g} times: {why}"
+        why = "more decay against overfitting" if is_more else "the model is too small to overfit"
+        reason = f"{epochs:.2g} epochs: {why}"
     yield Choice("optimizer.weight_decay", decay, reason)
 
 
@@ -406,8 +407,8 @@ def _advice(
     size = text.train_tokens * text.bytes_per_token
     if size < defaults.LITTLE_TEXT:
         return (
-            f"{rounded(size)} bytes are too few to learn a language from: the model will repeat "
-            "pieces of the text; a megabyte gives words and sentences of its own"
+            f"{rounded(size)} bytes are too few to learn a language: the model will repeat parts "
+            "of the text; from about 1 MB it writes new words and sentences"
         )
     epochs = best.run.tokens / text.train_tokens
     if epochs <= defaults.GOOD_EPOCHS:
@@ -419,9 +420,9 @@ def _advice(
     factor = min(defaults.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
     whole = size + text.val_tokens * text.bytes_per_token
     return (
-        f"the text is read {epochs:.2g} times; {rounded(factor * whole)} bytes of such text in "
-        f"place of {rounded(whole)} would save "
-        f"{f'about {gain:.0%}' if gain >= 0.01 else 'less than 1%'} of the bits {within}"
+        f"{rounded(factor * whole)} bytes of similar text instead of {rounded(whole)} would lower "
+        f"the bits per byte by {f'about {100 * gain:.0f} %' if gain >= 0.01 else 'less than 1 %'} "
+        f"{within}"
     )
 
 
@@ -448,8 +449,8 @@ def candidate_shapes(
         widths = ", ".join(dict.fromkeys(str(w) for w, _ in pairs))
         step = 2 * fixed[HEADS[0]] if HEADS[0] in fixed else defaults.HEAD_DIM * fixed[HEADS[1]]
         raise ConfigError(
-            f"no width of {widths} goes with {given}: set --model.hidden_size to a multiple of "
-            f"{step}"
+            f"none of the hidden sizes {widths} fits {given}: set --model.hidden_size to a "
+            f"multiple of {step}"
         )
     return [ModelSize(w, d, vocab_size, _seq_len(w, fixed)) for w, d in fitting]
 
@@ -469,7 +470,7 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
     size = defaults.HEAD_DIM
     if width % size:
         raise ConfigError(
-            f"model.hidden_size {width} is not a multiple of {size}, the size of a head: take "
+            f"model.hidden_size {width} is not a multiple of the head size {size}: set it to "
             f"{math.ceil(width / size) * size}, or set --model.num_attention_heads"
         )
     return width // size
@@ -507,7 +508,7 @@ def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[t
     if not 0.5 <= parameters(nearest_shape) / wanted <= 2:
         first, last = (rounded(parameters(fitting[place])) for place in (0, -1))
         raise ConfigError(
-            f"--size {size}: with this text's vocabulary, sizes from {first} to {last} parameters "
-            "are known; set --model.hidden_size and --model.num_hidden_layers for another"
+            f"--size {size}: with this text's vocabulary, models have {first} to {last} "
+            "parameters; for another size, set --model.hidden_size and --model.num_hidden_layers"
         )
     return [nearest_shape]

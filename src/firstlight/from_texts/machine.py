@@ -3,12 +3,19 @@ timed on this machine's CPU and predicted for GPUs, and the training by the fitt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 from firstlight.from_texts.plan import Choices, RunPlan
-from firstlight.from_texts.run_folder import OnStep, RunCall
+from firstlight.from_texts.run_folder import (
+    DATA_FOLDER,
+    RECIPE_NAME,
+    TOO_LONG_NAME,
+    OnStep,
+    RunCall,
+)
 from firstlight.hardware.device import Hardware
 from firstlight.hardware.environment import cores_are_busy
 from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
@@ -183,18 +190,35 @@ def train_plan(
     forecast = fitted.forecast
     memory = plan.memory_bytes if forecast is None else forecast.peak_bytes
     plan = replace(plan, choices=fitted.choices, memory_bytes=memory)
+    call.write_recipe(fitted.resolved, plan.choices, plan.request)
     for line in plan.lines() if is_told else ():
         call.tell(line)
-    call.write_recipe(fitted.resolved, plan.choices, plan.request)
+    for line in _written_lines(plan, call) if is_told else ():
+        call.tell(line)
     call.remember(begun=True, expected=plan.choices.bits_per_byte)
     return train(
         fitted.recipe,
         init_from=plan.request.init_from,
         on_step=call.on_step if on_step is None else on_step(plan.choices),
         progress=call.progress,
+        is_announced=is_told,
         forecaster=KnownForecast(forecast),
         began=call.measured,
     )
+
+
+def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
+    """Lines for the user with the files that have every choice, and what was left out."""
+    recipe = call.folder / RECIPE_NAME
+    if call.explain:
+        yield from plan.table()
+    option = "" if call.explain else " (--explain shows them)"
+    yield f"all settings with their reasons: {recipe}{option}"
+    # Texts are prepared in the data folder of the run, conversations in the cache.
+    names = UNREAD_NAME, REJECTED_NAME, TOO_LONG_NAME, f"{DATA_FOLDER}/{REJECTED_NAME}"
+    lists = [call.folder / name for name in names]
+    if written := [str(path) for path in lists if path.is_file()]:
+        yield f"full lists of what was left out: {', '.join(written)}"
 
 
 class KnownForecast:

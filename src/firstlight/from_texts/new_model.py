@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firstlight.console import rounded, time_text
+from firstlight.console import counted, rounded, time_text
 from firstlight.errors import ConfigError, RunReplacedError
 from firstlight.from_texts.choices import check_given, choose, choose_vocabulary
 from firstlight.from_texts.plan import Choices, Row, RunPlan
@@ -82,15 +82,23 @@ class TextPlan(RunPlan):
         choices, memory = fitting_choices(self.choices, recipe_of, request.fixed, self.machine)
         return replace(self, choices=choices, memory_bytes=memory)
 
-    def expectations(self) -> Iterator[str]:
-        expected = "not known with this optimizer"
+    def model_lines(self) -> Iterator[str]:
+        choices = {choice.key: choice for choice in self.choices.choices}
+        width = choices["model.hidden_size"]
+        yield (
+            f"model: {rounded(self.choices.parameters)} parameters, "
+            f"{counted(choices['model.num_hidden_layers'].value, 'layer')}, hidden size "
+            f"{width.value} ({width.reason})"
+        )
+
+    def expected_result(self) -> str:
+        expected = "bits per byte unknown for this optimizer"
         if self.choices.bits_per_byte is not None:
             low, high = self.choices.bits_per_byte
-            expected = f"{low:.2f} to {high:.2f} bits for a byte of held-out text"
+            expected = f"{low:.2f} to {high:.2f} bits per byte of held-out text"
             if self.text.is_unusual:
-                expected += ", a wide range because such text is harder to predict"
-        gzip = self.scan.facts.gzip_bits_per_byte
-        yield f"expected: {expected} (gzip -9: about {gzip:.2f})"
+                expected += ", a wide range because this text is hard to predict"
+        return f"{expected} (gzip -9: about {self.scan.facts.gzip_bits_per_byte:.2f})"
 
     def first_rows(self) -> list[Row]:
         return [("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)]
@@ -159,14 +167,14 @@ class NewModel:
             tokenizer=lambda: train_tokenizer_on(scan, request.text_key, size, call.tell),
         )
         data = prepared_texts(texts, call)
+        call.write_unread(scan.unread)
         text = counted_text(data, scan.facts, call.state.get("xz"))
         length = call.length(request)
         plan = replace(plan, request=request).choose_again(length, text)
         plan.require_time(length)
         if text.vocab_size < size:
-            plan = replace(
-                plan, vocabulary=f"{size:,} were wanted, but the text has too few different pairs"
-            )
+            plan = replace(plan, vocabulary=f"too few different pairs for {size:,} tokens")
+            call.tell(f"note: the text has {plan.vocabulary}")
         try:
             return self._train(plan, data, call)
         except _OtherModelError as error:
@@ -272,10 +280,10 @@ class _FirstSteps:
         whole = Length(used + left.seconds)
         kept = choose(plan.text, plan.speed, whole, plan.request.fixed | own)
         if left.seconds < 2 * used or not _is_better(other.choices, kept):
-            call.tell(f"{found}: the chosen model is still the best for the time that is left")
+            call.tell(f"{found}: the chosen model is still the best one for the time left")
             return
         raise _OtherModelError(
-            f"{found}: training begins again with {rounded(other.choices.parameters)} parameters "
+            f"{found}: training restarts with {rounded(other.choices.parameters)} parameters "
             f"instead of {rounded(before.parameters)}, for the {time_text(left.seconds)} left",
             other,
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from firstlight.console import plain, rounded, time_text
+from firstlight.console import gib, plain, rounded, shortened, time_text
 from firstlight.errors import ConfigError
 from firstlight.hardware.compiling import NOT_COMPILED, Compiling
 from firstlight.planner.advise import defaults
@@ -131,8 +131,8 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
         parts = "a sequence" if unit == seq_len else "the given micro-batches"
         take = unit if is_whole else -(-tokens // unit) * unit
         raise ConfigError(
-            f"batch.global_batch_tokens {tokens} does not go with the {unit} tokens of {parts}: "
-            f"take {take}"
+            f"batch.global_batch_tokens {tokens} is not a multiple of the {unit} tokens of "
+            f"{parts}: set it to {take}"
         )
     return int(tokens)
 
@@ -244,7 +244,7 @@ class Parts:
     def share_text(self, seconds: float) -> str:
         """A part's share of the training loop's time, as text."""
         share = seconds / max(self.loop_seconds, 1e-9)
-        return "less than 1%" if share < 0.005 else f"{share:.0%}"
+        return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
 
 
 @dataclass(frozen=True)
@@ -409,25 +409,27 @@ class RunFacts:
             micro = max(rows // _given_passes(fixed), 1)
         while rows % micro:
             micro -= 1
-        reason = f"{micro * self.seq_len:,} tokens keep this device busy"
+        reason = f"{micro * self.seq_len:,} tokens are enough to keep this device busy"
         if is_given:
-            reason = "a step's sequences in the given number of passes"
+            reason = "the global batch divided by the given number of micro-batches"
         return Choice(
             "batch.micro_batch_size",
             fixed.get("batch.micro_batch_size") or micro,
-            reason if micro < rows else "all of a step at once",
+            reason if micro < rows else "the whole global batch in one pass",
         )
 
-    def warmup(self, parts: int, part: str) -> Choice:
-        """The warm-up: at least ten steps, but not more than a tenth of a short run.
+    def warmup(self, percent: int) -> Choice:
+        """The warm-up: a share of the run, at least ten steps, but not more than 10 % of a short
+        run.
 
         Args:
-            parts: steps of a long run divided by those of its warm-up.
-            part: this part as a text, such as "a fiftieth".
+            percent: share of the warm-up in a long run, in percent.
         """
-        steps = max(self.steps // parts, min(10, self.steps // 10))
-        share = f"{part}, ten at least" if self.steps >= 100 else "a tenth of a short run"
-        return Choice("schedule.warmup_steps", steps, f"of a rising rate: {share}")
+        steps = max(self.steps * percent // 100, min(10, self.steps // 10))
+        share = f"{percent} % of the run, at least 10 steps"
+        if self.steps < 100:
+            share = "10 % of a short run"
+        return Choice("schedule.warmup_steps", steps, share)
 
     def other_choices(self, machine: MachineFacts, held_out_tokens: float) -> Iterator[Choice]:
         """The choices for compiling, evaluations, sample texts and checkpoints.
@@ -440,9 +442,9 @@ class RunFacts:
         if machine.compiler is None:
             why = "torch.compile does not work on this device, or lacks a compiler"
         elif way.compiles:
-            why = f"{way.gain:.2f} times the speed repays about {way.seconds:.0f} s of compiling"
+            why = f"{way.gain:.2f} times the speed is worth about {way.seconds:.0f} s of compiling"
         yield Choice("efficiency.compile", way.compiles, why)
-        part = "a layer and the loss alone, which takes less time" if way.regional else ""
+        part = "compile one layer and the loss only, which takes less time" if way.regional else ""
         yield Choice("efficiency.compile_regional", way.regional, part)
         parts = self.parts
         share = parts.share_text
@@ -450,19 +452,20 @@ class RunFacts:
         reason = f"{parts.evaluations} evaluations in the run"
         if parts.evaluations == 1:
             # Not in between if the run has more steps than are expected.
-            every, reason = 10 * self.steps, "at the start and at the end only"
+            every, reason = 10 * self.steps, "only before the first and after the last step"
         yield Choice("evaluation.every_steps", every, reason)
         if parts.rows * self.seq_len >= held_out_tokens:
-            yield Choice("evaluation.max_rows", 0, "all that is held out")
+            yield Choice("evaluation.max_rows", 0, "all held-out sequences")
         else:
             reason = f"evaluations take {share(parts.loss_seconds)} of the run"
             yield Choice("evaluation.max_rows", parts.rows, reason)
-        reason = f"{parts.samples} at each evaluation: {share(parts.sample_seconds)} of the run"
+        texts = "sample text" if parts.samples == 1 else "sample texts"
+        reason = f"{parts.samples} {texts} per evaluation, {share(parts.sample_seconds)} of the run"
         yield Choice("evaluation.sample_tokens", parts.sample_tokens, reason)
-        every, count = 0, "one at the end"
+        every, count = 0, "one checkpoint at the end"
         if parts.saves > 1:
-            every, count = math.ceil(self.steps / parts.saves), f"{parts.saves} checkpoints in all"
-        reason = f"{count}: {share(parts.save_seconds)} of the run"
+            every, count = math.ceil(self.steps / parts.saves), f"{parts.saves} checkpoints"
+        reason = f"{count}, {share(parts.save_seconds)} of the run"
         yield Choice("checkpoint.every_steps", every, reason)
 
 
@@ -545,25 +548,33 @@ class RunPlan(ABC):
     def first_rows(self) -> list[Row]:
         """The rows of the table above those of the choices: name, value and reason."""
 
-    def expectations(self) -> Iterator[str]:
-        """Lines for the user with the expected result of the run."""
-        yield from ()
+    @abstractmethod
+    def model_lines(self) -> Iterator[str]:
+        """Lines for the user with the model, the reason for it, and how it is trained."""
+
+    def expected_result(self) -> str:
+        """The expected result of the run as text for the user; "" if it is not known."""
+        return ""
 
     def lines(self) -> Iterator[str]:
-        """The plan as text for the user: model, expectations, and a table of all choices."""
-        yield from run_lines(self.choices, self.speed, self.data_name)
-        yield from self.expectations()
+        """The plan as a few lines for the user: model, length, expected result and memory."""
+        yield from self.model_lines()
+        yield from length_lines(self.choices, self.speed, self.data_name)
+        expected = [self.expected_result()]
         if self.memory_bytes is not None:
-            yield (
-                f"expected memory: {self.memory_bytes / 2**30:.2f} GiB for tensors, of "
-                f"{self.speed.usable_bytes / 2**30:.1f} GiB"
-            )
+            usable = gib(self.speed.usable_bytes)
+            expected.append(f"{gib(self.memory_bytes)} for tensors, of {usable}")
+        if any(expected):
+            yield f"expected: {'; '.join(filter(None, expected))}"
         if self.choices.advice:
             yield f"more text: {self.choices.advice}"
+
+    def table(self) -> Iterator[str]:
+        """A blank line and the table of all choices with their reasons, as lines for the user."""
         yield ""
         rows = self.first_rows()
         if given := self.request.val_inputs:
-            reason = f"of {shlex.join(given)}, instead of a part of the texts"
+            reason = f"{shlex.join(given)} instead of a part of the texts"
             rows.append(("validation", f"{rounded(self.held_out_tokens)} tokens", reason))
         yield from _table_lines(self, rows)
 
@@ -584,8 +595,8 @@ def _whole_minutes(seconds: float) -> str:
     return f"{math.ceil(seconds / 60)}m"
 
 
-def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]:
-    """Lines for the user with the machine's speed and the length of the run.
+def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]:
+    """Lines for the user with the length of the run and the machine's speed.
 
     Args:
         choices: all settings.
@@ -594,23 +605,20 @@ def run_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]
     """
     origin = speed.origin
     if choices.compile_gain > 1:
-        origin += f", x {choices.compile_gain:.2f} expected by compiling"
+        origin += f", times {choices.compile_gain:.2f} expected from compiling"
+    about = "about " if "schedule.max_minutes" in choices.keys else ""
     yield (
-        f"{speed.name} ({origin}): {choices.tokens_per_second:,.0f} tokens/s for "
-        f"{rounded(choices.parameters)} parameters"
+        f"length: {about}{choices.steps:,} steps of {choices['batch.global_batch_tokens']:,} "
+        f"tokens, {choices.epochs:.2g} epochs of {data}, {time_text(choices.seconds)} at "
+        f"{choices.tokens_per_second:,.0f} tokens/s ({speed.name}, {origin})"
     )
     if speed.is_busy:
-        yield "this machine is busy: expect less, or stop other programs"
-    yield (
-        f"the run: about {rounded(choices.tokens)} tokens in {choices.steps:,} steps, "
-        f"{choices.epochs:.2g} times {data}, {time_text(choices.seconds)} of training"
-    )
+        yield "this machine is busy: training will be slower unless other programs are stopped"
     if _ends_early(choices):
         whole = time_text(60 * choices["schedule.max_minutes"])
         yield (
-            f"the run ends after about {time_text(choices.seconds)} of its {whole}, when it has "
-            f"read {data} {choices.epochs:.2g} times: more passes (--schedule.epochs) would help "
-            "little, or harm"
+            f"the run ends before its {whole} are over, after {choices.epochs:.2g} epochs: more "
+            "epochs (--schedule.epochs) would help little or overfit"
         )
 
 
@@ -631,11 +639,11 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
         first: rows above all others.
     """
     choices, machine = plan.choices, plan.machine
-    steps = "as given"
+    steps = "given"
     if "schedule.max_minutes" in choices.keys:
-        steps = "for which there is time; measured steps decide them"
+        steps = "as many as the time allows, adjusted to the measured speed"
         if _ends_early(choices):
-            steps = "of the passes over what is trained on, which end before the time"
+            steps = "the limit of epochs, which ends the run before its time is over"
     fixed = plan.request.fixed
     others = {"efficiency.precision": machine.precision} | fixed
     for key in (*choices.keys, "run.dir", *(f"data.{row[0]}" for row in first)):
@@ -644,21 +652,19 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
     shown = [
         *first,
         ("steps", f"{choices.steps:,}", steps),
-        ("epochs", f"{choices.epochs:.2g}", "passes over what is trained on"),
+        ("epochs", f"{choices.epochs:.2g}", "passes over the training data"),
         ("precision", str(precision), "of matrix products"),
         *((c.key, plain(c.value), c.reason) for c in choices.choices if c.reason),
         *((key, plain(value), "given") for key, value in others.items()),
     ]
-    shown = [(key, _shortened(value), reason) for key, value, reason in shown]
+    # Given values may have line breaks.
+    shown = [
+        (key, shortened(" ".join(value.split()), _MOST_VALUE), reason)
+        for key, value, reason in shown
+    ]
     widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
     for key, value, reason in shown:
         yield f"{key:<{widths[0]}}  {value:>{widths[1]}}  {reason}"
-
-
-def _shortened(value: str) -> str:
-    """A value for the table: on one line, and cut if it is long."""
-    line = " ".join(value.split())
-    return line if len(line) <= _MOST_VALUE else line[: _MOST_VALUE - 3] + "..."
 
 
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:

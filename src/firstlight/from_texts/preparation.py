@@ -82,7 +82,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             # A call that was killed leaves its `data_key` beside older shards.
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
-                call.tell(f"tokenizer and shards of {data} are used again")
+                call.tell(f"using the tokenizer and shards of {data} again")
                 call.remember(data_key=texts.key, prepared_key=None)
                 # The run keeps its data if the other run is deleted.
                 own = call.folder / DATA_FOLDER
@@ -125,8 +125,8 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
     )
     tokens = {name: entry["tokens"] for name, entry in manifest["splits"].items()}
     call.tell(
-        f"shards: {tokens.get('train', 0):,} tokens to train on, {tokens.get('val', 0):,} held "
-        f"out ({time_text(time.time() - begun)})"
+        f"shards: {tokens.get('train', 0):,} training tokens, {tokens.get('val', 0):,} held-out "
+        f"tokens ({time_text(time.time() - begun)})"
     )
     call.remember(data=str(data), xz=_xz_bits(data, tokenizer))
     return data

@@ -92,29 +92,31 @@ class Request:
         from firstlight.recipe import parse_recipe
 
         taken = {"data.dir": "the inputs are prepared for the run"}
-        taken |= {"data.files": "they are the inputs", "data.kind": "the inputs tell it"}
-        taken |= {"data.mix": "prepare the corpora, and train a recipe"}
+        taken |= {
+            "data.files": "the inputs are the files",
+            "data.kind": "it follows from the inputs",
+        }
+        taken |= {"data.mix": "prepare the corpora and train by a recipe"}
         lengths = ("schedule.max_steps", "schedule.max_minutes")
         taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
         if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
             taken["schedule.epochs"] = "it is a number of passes within a --budget"
         for name, _ in self.overrides:
             if name in taken:
-                raise ConfigError(f"--{name} is chosen with texts as inputs: {taken[name]}")
+                raise ConfigError(f"omit --{name} with texts as inputs: {taken[name]}")
             section = name.partition(".")[0]
             if self.init_from is not None and section in ("model", "init"):
                 raise ConfigError(
-                    f"--{name} is for new models, and --init-from names {self.init_from}: "
-                    "leave one of them out"
+                    f"--{name} applies to new models only: omit it, or omit --init-from "
+                    f"{self.init_from}"
                 )
             if self.init_from is None and section == "lora":
                 raise ConfigError(
-                    f"--{name} is for fine-tuning: name the model to start from with --init-from"
+                    f"--{name} applies to fine-tuning only: add --init-from with the model"
                 )
         if self.init_from is not None and self.size is not None:
             raise ConfigError(
-                f"--size is for new models, and {self.init_from} already has a size: leave "
-                "one of them out"
+                f"--size applies to new models only: omit it, or omit --init-from {self.init_from}"
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
         # Some keys are valid only with others that will be chosen.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firstlight.console import time_text
+from firstlight.console import console, time_text
 from firstlight.data.shards import read_manifest
 from firstlight.errors import DataError
 from firstlight.from_texts.plan import Choices
@@ -29,14 +29,14 @@ from firstlight.recipe.load import parse_yaml
 from firstlight.report.summary import best_checkpoint
 from firstlight.run_log.names import METRICS_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import read_json_lines, read_length
-from firstlight.training.progress import LossCurve
+from firstlight.training.progress import sample_line
 
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 
-#: Columns and rows of the loss curve in the terminal.
-_CURVE_COLUMNS, _CURVE_ROWS = 80, 8
+#: Largest numbers of sample texts and of commands that are shown.
+_SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
 #: Largest number of characters of the prompt in a proposed command.
 _PROMPT_CHARS = 32
 #: Shortest budget, in minutes, that is proposed for a longer run.
@@ -169,58 +169,52 @@ def _next_commands(
     *,
     best: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Pairs (command, purpose) of commands that use the model, or train longer."""
+    """Pairs (command, purpose) of commands that use the model or train longer, the most useful ones
+    first."""
     folder = shlex.quote(str(call.folder))
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
     if answers:
-        yield f"firstlight chat {run}", "ask it, and read its answers"
+        yield f"firstlight chat {run}", "ask questions"
     else:
         # The prompt is in the language and kind of the texts.
         words = shlex.quote(prompt or "Once upon a time")
         yield f"firstlight generate {run} --prompt {words}", "continue a text"
-        yield f"firstlight chat {run}", "write and let it go on, turn by turn"
-    yield f"firstlight serve {run}", "an OpenAI-compatible server"
-    yield (
-        f"firstlight convert {run} --to gguf --out {folder}-gguf",
-        "a file for llama.cpp and Ollama",
-    )
+    yield f"firstlight serve {run}", "OpenAI-compatible server and chat page"
+    yield from _longer(call, request, metrics)
+    if not answers:
+        yield f"firstlight chat {run}", "continue texts turn by turn"
+    yield f"firstlight convert {run} --to gguf --out {folder}-gguf", "file for llama.cpp and Ollama"
+
+
+def _longer(
+    call: RunCall, request: Request, metrics: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """The command that trains longer, with its purpose; nothing if that would give the same
+    model."""
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
-        return  # the run has reached the limit of epochs: a larger budget would give the same
+        return  # the run has reached the limit of epochs
     seconds = request.seconds
     if seconds is None:
         seconds = sum(line.get("seconds", 0.0) for line in metrics)
     minutes = max(round(4 * seconds / 60), _LEAST_MINUTES)
-    # The command has no --run.dir: that folder has this run.
+    # Without --run.dir: that folder already holds this run.
     own = [(key, value) for key, value in request.overrides if key != "run.dir"]
     longer = replace(request, seconds=60.0 * minutes, tokens=None, steps=None, overrides=own)
     while has_run(longer, call.state["content_key"]):
         longer = replace(longer, seconds=4 * (longer.seconds or 0.0))
     command = command_of(longer, length_options(longer) + own_options(longer))
-    yield command, "train longer, beside this run"
+    yield command, "train longer, in another folder"
 
 
-def _curve_lines(folder: Path) -> Iterator[str]:
-    """The curve of a run's training loss, over all its calls; no lines for a run of one step."""
-    curve = LossCurve()
-    for line in read_json_lines(folder / METRICS_NAME):
-        if line.get("train/loss") is not None:
-            curve.add(line["step"], line["train/loss"])
-    if curve.last_step > curve.first_step:
-        yield "training loss"
-        yield from curve.lines(_CURVE_COLUMNS, _CURVE_ROWS)
-
-
-def result_lines(run: TextRun, *, with_curve: bool = True) -> Iterator[str]:
-    """The result as lines for the user.
+def result_lines(run: TextRun) -> Iterator[str]:
+    """The result as at most twelve lines for the user: the loss compared with gzip and xz, sample
+    texts, the place of the model, and the first commands that use it.
 
     Args:
         run: the result.
-        with_curve: True adds the curve of the training loss; False if it was shown before.
     """
-    if with_curve:
-        yield from _curve_lines(run.run_folder)
     if run.bits_per_byte is not None:
         beside = [
             f"{name}: {value:.3f}"
@@ -232,22 +226,20 @@ def result_lines(run: TextRun, *, with_curve: bool = True) -> Iterator[str]:
         compared = f" ({', '.join(beside)})" if beside else ""
         kind = "answers" if run.answers else "text"
         share = run.held_out_share
-        part = f", measured on {share:.0%} of it" if share < 0.995 else ""
-        yield (
-            f"the model needs {run.bits_per_byte:.3f} bits for a byte of held-out {kind}{part}"
-            f"{compared}"
-        )
+        part = f", measured on {100 * share:.0f} % of it" if share < 0.995 else ""
+        yield f"result: {run.bits_per_byte:.3f} bits per byte of held-out {kind}{part}{compared}"
     if run.best:
         yield (
-            "later steps made it worse on held-out text, since the run has read its own too often: "
-            "--best takes the checkpoint before them"
+            "later steps overfitted: the held-out loss rose again, so --best takes the checkpoint "
+            "before them"
         )
-    for prompt, text in run.samples[:3]:
-        yield f"  {prompt!r} -> {text!r}"
+    for prompt, text in run.samples[:_SHOWN_SAMPLES]:
+        yield f"  {sample_line(prompt, text, console().width - 2)}"
     # A call that found the run complete took a moment.
-    took = "" if run.training is None else f"all of it took {time_text(run.seconds)}; "
-    yield f"{took}report: {run.run_folder / 'report.html'}"
+    took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
+    yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield ""
-    width = max(len(command) for command, _ in run.next_commands)
-    for command, purpose in run.next_commands:
+    shown = run.next_commands[:_SHOWN_COMMANDS]
+    width = max(len(command) for command, _ in shown)
+    for command, purpose in shown:
         yield f"{command:<{width}}  # {purpose}"

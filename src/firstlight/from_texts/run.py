@@ -104,6 +104,7 @@ def train_texts(
     resume: bool = False,
     on_step: OnStep | None = None,
     progress: bool = True,
+    explain: bool = False,
     ask: Ask | None = None,
     began: float | None = None,
 ) -> TextRun:
@@ -132,6 +133,8 @@ def train_texts(
         on_step: called with each step's metrics; see `train`. The steps begin again at 1 if another
             model is chosen after the first seconds.
         progress: show messages and progress on stderr.
+        explain: show every chosen setting with its reason before training; they are also in the
+            comments of the run's recipe.yaml.
         ask: function that asks the user for the length of the run if none is given.
         began: `time.time()` from which the budget counts; None is now.
 
@@ -166,7 +169,14 @@ def train_texts(
     notes: list[str] = []
     folder = place_of_run(request, work.content_key, run_dir, notes.append)
     with held(folder, LOCK_NAME):
-        call = RunCall(folder, began + waited, tell, progress=progress, on_step=on_step)
+        call = RunCall(
+            folder,
+            began + waited,
+            tell,
+            progress=progress,
+            explain=explain,
+            on_step=on_step,
+        )
         return result_of(call, _result(work, plan, request, call, notes=notes), request)
 
 
@@ -178,7 +188,7 @@ def _with_length(
     if request.has_length:
         return request, None, 0.0
     if ask is None:
-        tell(f"no --budget is given: {time_text(DEFAULT_SECONDS)}")
+        tell(f"no --budget given: using {time_text(DEFAULT_SECONDS)}")
         return replace(request, seconds=DEFAULT_SECONDS), None, 0.0
     asked = time.time()
     plan = work.plan(request)
@@ -199,7 +209,7 @@ def _result(
         notes: messages about the run folder, for a run that begins.
     """
     if call.state.get("complete"):
-        call.tell(f"{call.folder} is complete: nothing is left to do")
+        call.tell(f"{call.folder} is complete: nothing to do")
         return None
     if call.state.get("begun") and (call.folder / RECIPE_NAME).is_file():
         result = _go_on(request, call)
@@ -232,8 +242,8 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
     data = call.state.get("data")
     if data is not None and not Path(data).is_dir():
         raise ConfigError(
-            f"{call.folder} can't be resumed: its shards in {data} were deleted; put "
-            "them back, or start a new run of the same texts with --run.dir and another folder"
+            f"{call.folder} can't be resumed: its shards in {data} were deleted; restore them, or "
+            "start a new run of the same texts with another --run.dir"
         )
     call.tell(f"resuming {call.folder}")
     with RunForecaster() as forecaster:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firstlight.console import time_text
+from firstlight.data.shards import UNREAD_NAME
 from firstlight.data.sources import find_sources
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import (
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 STATE_NAME = "pipeline.json"
 #: Folder in the run folder with tokenizer and shards.
 DATA_FOLDER = "data"
+#: File in the run folder with the conversations that are longer than a row.
+TOO_LONG_NAME = "too-long.txt"
 #: Lock file in the run folder, locked during a call of `train_texts`.
 LOCK_NAME = ".pipeline.lock"
 #: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
@@ -54,7 +57,7 @@ _LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
 #: Largest number of files that are remembered.
 _KNOWN_FILES = 1000
 #: Reason in the recipe for choices that have no other.
-_MEASURED = "new models learned best with it: docs/learning.md"
+_MEASURED = "new models learned best with this value: docs/learning.md"
 #: Width of comment lines in the recipe, in characters.
 _WIDTH = 100
 
@@ -71,6 +74,7 @@ class RunCall:
         began: `time.time()` from which the budget counts.
         tell: function that is called with each message for the user.
         progress: show progress bars.
+        explain: show the table of all choices with their reasons.
         on_step: called with each step's metrics; see `train`.
 
     Attributes:
@@ -87,9 +91,11 @@ class RunCall:
         tell: Callable[[str], None],
         *,
         progress: bool,
+        explain: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
         self.folder = folder
+        self.explain = explain
         self.began = began
         self.tell = tell
         self.progress = progress
@@ -123,6 +129,15 @@ class RunCall:
             with storage_errors(self.folder):
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
 
+    def write_unread(self, names: Sequence[str]) -> None:
+        """Write the list of files that are not read into the run folder, if there are any.
+
+        Raises:
+            StorageError: a file system error.
+        """
+        if names:
+            write_file(self.folder / UNREAD_NAME, "".join(f"{name}\n" for name in names))
+
     def length(self, request: Request) -> Length:
         """The length of the training loop. For a time budget it is the time that remains now,
         without the seconds that are reserved for the other parts of the command.
@@ -141,12 +156,12 @@ class RunCall:
             rest = reserved + _LEAST_SECONDS
             # A second call reads the texts again, and does not prepare them again.
             again = _SLOWER * start + rest <= request.seconds
-            use = ", or call it again, which uses the prepared texts" if again else ""
+            use = ", or run the command again, which uses the prepared texts" if again else ""
             raise ConfigError(
                 f"the budget of {time_text(request.seconds)} is too short: reading and preparing "
-                f"the texts has taken {time_text(taken)}, training takes {_LEAST_SECONDS:.0f} s at "
-                f"least, and {reserved:.0f} s are kept for the end; give --budget "
-                f"{math.ceil(_SLOWER * taken + rest)}s{use}"
+                f"the texts took {time_text(taken)}, training takes at least "
+                f"{_LEAST_SECONDS:.0f} s, and {reserved:.0f} s are reserved for the report; give "
+                f"--budget {math.ceil(_SLOWER * taken + rest)}s{use}"
             )
         return Length(left)
 
@@ -254,13 +269,13 @@ def place_of_run(
                 f"{one}; " for one in _changes_since(state, folder, request, content_key)
             )
             raise ConfigError(
-                f"{folder} has a run of other texts or options: {changed}choose another --run.dir, "
-                "or leave it out"
+                f"{folder} holds a run of other texts or options: {changed}choose another "
+                "--run.dir, or omit it"
             )
     if folder != base:
         changes = _changes_since(read_state(base), base, request, content_key)
         changed = "".join(f"; {one}" for one in changes)
-        tell(f"{base} has a run of other texts or options: this one is in {folder}{changed}")
+        tell(f"{base} holds a run of other texts or options: this run is in {folder}{changed}")
     return folder
 
 
@@ -311,7 +326,7 @@ def _changes_since(
         model = state["request"].get("init_from")
         start = [] if model is None else ["--init-from", model]
         command = ["firstlight", "train", str(folder / RECIPE_NAME), "--resume", *start]
-        yield f"{shlex.join(command)} continues it with the texts as they were"
+        yield f"{shlex.join(command)} continues it with the old texts"
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
@@ -341,10 +356,10 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
             found[not state.get("complete"), changed] = state["request"]
     if not found:
         raise ConfigError(
-            f"no run of these inputs{'' if is_bare else ' and options'} is in "
-            f"{base if is_given else base.parent}: "
+            f"{base if is_given else base.parent} has no run of these inputs"
+            f"{'' if is_bare else ' and options'}: "
             + "".join(f"{one}; " for one in changes)
-            + "leave out --resume to begin one"
+            + "omit --resume to start one"
         )
     earlier = found[max(found)]
     length = {name: earlier[name] for name in _LENGTH_AND_SIZE}

@@ -10,8 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from rich.progress import TextColumn
@@ -87,7 +86,7 @@ class CorpusFacts:
         near_duplicates: number of documents that are similar to an earlier one.
         compared: number of documents that were compared with earlier ones, the first ones.
         rejected: number of unreadable documents by reason (see `records.REASONS`).
-        first_rejected: places and errors of the first unreadable documents.
+        first_rejected: place and error of the first unreadable document by reason.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
         hardness: how hard the text is to learn.
         content_key: hash of all text that was read, and for a sample of the limits of each file.
@@ -106,7 +105,7 @@ class CorpusFacts:
     near_duplicates: int
     compared: int
     rejected: Mapping[str, int]
-    first_rejected: Sequence[str]
+    first_rejected: Mapping[str, str]
     gzip_bits_per_byte: float
     hardness: Hardness
     content_key: str
@@ -132,6 +131,7 @@ class Scan:
         held_out_files: text files that are held out, with the limits with which they were read.
         val_documents: number of documents that were given for validation, without duplicates; 0 if
             a part of the texts is held out.
+        unread: names of the files that are not read because they are not texts.
     """
 
     sources: Sequence[DataSource]
@@ -140,6 +140,7 @@ class Scan:
     prompts: Sequence[str]
     held_out_files: Sequence[DataSource] = ()
     val_documents: int = 0
+    unread: Sequence[str] = ()
 
     @property
     def val_bytes(self) -> float:
@@ -226,7 +227,7 @@ class _Counts:
         self._openings: dict[bytes, list[str]] = {}
         self._key = hashlib.sha256()
         self._rejected: Counter[str] = Counter()
-        self._first_rejected: list[str] = []
+        self._first_rejected: dict[str, str] = {}
 
     @property
     def rejected(self) -> int:
@@ -236,9 +237,9 @@ class _Counts:
     def add(self, record: Record, source: DataSource) -> int:
         """Count a document of a source; return its approximate size for the progress bar."""
         if record.error is not None:
-            self._rejected[record.error.reason] += 1
-            if len(self._first_rejected) < SHOWN_FILES:
-                self._first_rejected.append(f"{record.place}: {record.error}")
+            reason = record.error.reason
+            self._rejected[reason] += 1
+            self._first_rejected.setdefault(reason, f"{record.place}: {record.error}")
             return 0
         text: str = record.value
         self.documents += 1
@@ -278,8 +279,12 @@ class _Counts:
         """
         self.val_documents = len(self._digests)
         if not self.val_documents:
-            reason = nothing_read(self._rejected, (self._first_rejected or [""])[0])
-            raise InputError(f"the validation inputs have no text: {reason}")
+            raise InputError(f"the validation inputs have no text: {self._nothing_read}")
+
+    @property
+    def _nothing_read(self) -> str:
+        """The message about inputs without text."""
+        return nothing_read(self._rejected, next(iter(self._first_rejected.values()), ""))
 
     def _count_characters(self) -> None:
         waiting = "".join(self._waiting)
@@ -308,7 +313,7 @@ class _Counts:
             InputError: there is no text, or it is one repeated character.
         """
         if not self.documents:
-            raise InputError(nothing_read(self._rejected, (self._first_rejected or [""])[0]))
+            raise InputError(self._nothing_read)
         self._count_characters()
         is_sampled = list(limited) != list(sources)
         limits = [(s.name, s.size, s.most_bytes) for s in limited] if is_sampled else []
@@ -399,54 +404,52 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
 
 
 def described(scan: Scan) -> Iterator[str]:
-    """The facts of a scan as lines for the user."""
+    """The facts of a scan as lines for the user, one for each kind of change or loss."""
     facts = scan.facts
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
-        f"{counted(facts.documents, 'document')}, "
-        f"{human_bytes(facts.text_bytes)} of text, letters: {scripts}; "
-        f"gzip -9 makes it {facts.gzip_bits_per_byte:.2f} bits for a byte"
+        f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
+        f"({scripts}); gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte"
     )
     yield from change_lines(facts.changes, facts.changed_files)
     if count := scan.val_documents:
         yield (
-            f"validation: {counted(count, 'document')} of --val-input; nothing of "
-            "the other texts is held out"
+            f"validation: {counted(count, 'document')} from --val-input; none of the other texts "
+            "are held out"
         )
         if left_out := len(scan.split.left_out):
-            yield (f"{counted(left_out, 'near-duplicate')} of the validation text left out")
+            yield f"left out: {counted(left_out, 'near-duplicate')} of the validation text"
     if facts.is_sampled:
         yield (
-            f"a sample: some of the files, and the first part of long ones, of "
-            f"{human_bytes(facts.total_bytes)} in all (about)"
+            f"scanned a sample of about {human_bytes(facts.total_bytes)}: some of the files, and "
+            "the first part of long ones"
         )
     if count := facts.duplicates:
-        yield f"{counted(count, 'duplicate')} left out"
+        yield f"left out: {counted(count, 'duplicate')}"
     if count := facts.near_duplicates - len(scan.split.left_out):
-        is_split = scan.split.digests is None and not scan.split.whole
-        sides = "trained on or held out together with the similar documents"
-        if is_split:
-            sides = "parts of which may be both trained on and held out"
-        yield f"{counted(count, 'near-duplicate')}, {sides}"
+        sides = "kept in the same split as the documents they resemble"
+        if scan.split.digests is None and not scan.split.whole:
+            sides = "parts of them may be in both the training and the validation split"
+        yield f"{counted(count, 'near-duplicate')}: {sides}"
         if similar := scan.split.similar:
+            who = "held-out document resembles" if similar == 1 else "held-out documents resemble"
             yield (
-                f"{similar:,} held-out document{'s are' if similar != 1 else ' is'} similar to an "
-                "earlier one: gzip and xz find the common parts, and the model does not"
+                f"{similar:,} {who} an earlier one: gzip and xz profit from the common parts, the "
+                "model does not"
             )
     compared = facts.documents - facts.duplicates - facts.compared
     if compared > 0:
         yield (
-            f"near-duplicates were looked for in the first {facts.compared:,} documents: of the "
-            f"other {compared:,}, some may be both trained on and held out"
+            f"only the first {facts.compared:,} documents were searched for near-duplicates: some "
+            f"of the other {compared:,} may be in both splits"
         )
     elif facts.is_sampled:
-        yield "near-duplicates were looked for in the sample alone"
+        yield "only the sample was searched for near-duplicates"
     for reason, count in facts.rejected.items():
-        yield f"{counted(count, 'document')} left out: {REASONS[reason]}"
-    yield from (f"  {place}" for place in facts.first_rejected)
-    if (more := sum(facts.rejected.values()) - len(facts.first_rejected)) > 0:
-        yield f"  ... and {more:,} more"
+        kind = REASONS[reason]
+        first = facts.first_rejected[reason].removesuffix(f": {kind}")
+        yield f"left out: {counted(count, 'document')}, {kind}; first: {first}"
 
 
 def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> TextFacts:
@@ -518,8 +521,8 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
         held = "conversations" if kind == "chat" else "preference pairs"
         advice = START_FROM[kind or "chat"]
         if others:
-            advice += f"; for a new model, name the texts alone, such as {others[0].name}"
-        raise InputError(f"{sources[0].name} holds {held}: {advice}")
+            advice += f"; for a new model, name only the texts, such as {others[0].name}"
+        raise InputError(f"{sources[0].name} contains {held}: {advice}")
 
 
 def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
@@ -538,8 +541,8 @@ def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str
     return list(inputs) if whole else [source.name for source in sources]
 
 
-def other_files_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
-    """A message with the files beside conversations that are not read; "" if there are none."""
+def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
+    """The names of the files among the inputs that have no conversations and are not read."""
     names = {source.name for source in sources}
     others = [str(path) for path in unread_files(inputs, RECORD_SUFFIXES)]
     for item in inputs:
@@ -547,10 +550,7 @@ def other_files_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> st
             others += [one.name for one in find_records([item]) if one.name not in names]
         except InputError:
             continue
-    if not others:
-        return ""
-    count = counted(len(others), "file")
-    return f"{count} beside the conversations not read: {first_names(others)}"
+    return others
 
 
 #: Fewest bytes of text: less leaves no validation text.
@@ -590,24 +590,20 @@ def scan_texts(
     trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
     trained -= scan.split.left_out_bytes
     if trained < LEAST_BYTES:
-        beside = " that --val-input does not have" if scan.val_documents else ""
+        beside = " that are not in --val-input" if scan.val_documents else ""
         raise InputError(
-            f"the inputs hold {trained:,.0f} bytes of text{beside}, too little to learn from: "
-            f"give {LEAST_BYTES:,} at least, better a megabyte"
+            f"the inputs have {trained:,.0f} bytes of text{beside}, too little to learn from: "
+            f"give at least {LEAST_BYTES:,}, better a megabyte"
         )
     for line in described(scan):
         tell(line)
-    if unread := unread_files(named):
-        tell(_unread_line(unread))
-    return scan
-
-
-def _unread_line(files: Sequence[Path]) -> str:
-    """A message with the files that are not read because they are not texts."""
-    kinds = listed(by_ending(files))
-    return f"{counted(len(files), 'file')} not read, being of other kinds: {kinds}: " + first_names(
-        [str(file) for file in files]
-    )
+    unread = unread_files(named)
+    names = [str(file) for file in unread]
+    if unread:
+        kinds = listed(by_ending(unread))
+        count = counted(len(unread), "file")
+        tell(f"not read: {count} of other kinds, {kinds}: {first_names(names)}")
+    return replace(scan, unread=names)
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -623,5 +619,5 @@ def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
     if files:
         parts.append(human_bytes(sum(source.size for source in files)))
     if len(files) < len(sources):
-        parts.append(f"{len(sources) - len(files)} dataset(s)")
+        parts.append(counted(len(sources) - len(files), "dataset"))
     return f"reading {named}: {', '.join(parts)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firstlight.console import loss_text, rounded
+from firstlight.console import gib, loss_text, rounded
 from firstlight.errors import ConfigError
 from firstlight.report.charts import Chart, Line
 from firstlight.report.summary import (
@@ -16,7 +16,6 @@ from firstlight.report.summary import (
     final_numbers,
     findings_of,
     is_accuracy,
-    memory_unit,
 )
 from firstlight.run_log.reader import Axis, RunRecord, smoothed
 
@@ -120,8 +119,7 @@ def warnings_of(found: RunComparison) -> list[str]:
     """Warnings for the page and the picture: numbers that can't be compared, and the findings of
     each run."""
     tokenizers = (
-        "The runs have different tokenizers: losses, which count nats a token, can't be compared. "
-        "Bits per byte can."
+        "The runs have different tokenizers: compare bits per byte, since losses are per token."
     )
     warnings = [tokenizers] if has_different_tokenizers(found) else []
     for label, findings in zip(found.labels, found.findings, strict=True):
@@ -152,10 +150,10 @@ def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
 
 #: Charts of a comparison: key of the metric, title, and unit.
 _CHARTS = (
-    ("train/loss", "Training loss", "smoothed, nats a token"),
-    ("val/loss", "Validation loss", "nats a token"),
-    ("train_eval/loss", "Loss on the same training rows", "nats a token"),
-    ("bits_per_byte", "Bits per byte", "of the validation text"),
+    ("train/loss", "Training loss", "nats per token, smoothed"),
+    ("val/loss", "Validation loss", "nats per token"),
+    ("train_eval/loss", "Loss on fixed training rows", "nats per token"),
+    ("bits_per_byte", "Bits per byte", "of validation text"),
 )
 
 
@@ -175,11 +173,6 @@ def compared_charts(found: RunComparison) -> list[Mapping[Axis, Chart]]:
 Form = Callable[[Any], str]
 
 
-def _memory(value: float) -> str:
-    size, unit = memory_unit(value)
-    return f"{value / size:,.3g} {unit}"
-
-
 #: Rows of the table of numbers: key of `final_numbers`, name, format, and True if a higher value is
 #: better, False if a lower one is, None if neither.
 _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
@@ -188,8 +181,8 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("best_val/loss_step", "at step", "{:,}".format, None),
     ("perplexity", "perplexity", "{:.2f}".format, False),
     ("bits_per_byte", "bits per byte", "{:.4f}".format, False),
-    ("gzip_bits_per_byte", "gzip -9, bits per byte", "{:.4f}".format, None),
-    ("train_eval/loss", "loss on the same training rows", loss_text, False),
+    ("gzip_bits_per_byte", "bits per byte of gzip -9", "{:.4f}".format, None),
+    ("train_eval/loss", "loss on fixed training rows", loss_text, False),
     ("train/loss", "training loss, last step", loss_text, False),
     ("step", "steps", "{:,}".format, None),
     ("max_steps", "of", "{:,}".format, None),
@@ -199,16 +192,16 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("tokens_per_second", "tokens/s, median", "{:,.0f}".format, True),
     ("learned_tokens_per_second", "learned tokens/s, median", "{:,.0f}".format, True),
     ("samples_per_second", "samples/s, median", rounded, True),
-    ("step_seconds", "seconds a step, median", "{:.3g}".format, False),
+    ("step_seconds", "seconds per step, median", "{:.3g}".format, False),
     ("mfu", "MFU, median", "{:.1%}".format, True),
-    ("memory_bytes", "peak memory", _memory, False),
-    ("reserved_bytes", "peak memory, reserved", _memory, False),
-    ("device_used_bytes", "memory used on the GPU", _memory, False),
+    ("memory_bytes", "peak memory", gib, False),
+    ("reserved_bytes", "peak memory, reserved", gib, False),
+    ("device_used_bytes", "memory used on the GPU", gib, False),
     ("gpu_utilization", "GPU utilization, median", "{:.0%}".format, True),
     ("hours", "training time", lambda hours: " ".join(duration(hours)), None),
-    ("skipped_steps", "steps skipped", "{:,}".format, None),
+    ("skipped_steps", "skipped steps", "{:,}".format, None),
     ("rollbacks", "rollbacks", "{:,}".format, None),
-    ("resumed", "resumed", "{:,}".format, None),
+    ("resumed", "times resumed", "{:,}".format, None),
 )
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from firstlight.console import loss_text, own_version, plain, rounded, visible
+from firstlight.console import gib, loss_text, own_version, plain, rounded, visible
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.report.charts import (
@@ -60,7 +60,6 @@ from firstlight.report.summary import (
     duration,
     final_numbers,
     findings_of,
-    memory_unit,
 )
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
@@ -157,9 +156,7 @@ def _require_replaceable(page: Path, picture: Path) -> None:
         )
     for path, mark in ((page, GENERATOR), (picture, f"Software\0{PICTURE_ORIGIN}".encode())):
         if (path.exists() or path.is_symlink()) and not (path.is_file() and mark in _head(path)):
-            raise InputError(
-                f"{path} exists already, is no report, and is not overwritten: name another --out"
-            )
+            raise InputError(f"{path} already exists and is not a report: choose another --out")
 
 
 def _head(path: Path) -> bytes:
@@ -255,15 +252,14 @@ def _hash(text: str) -> str:
 
 #: Explanations of technical terms, which are shown at the terms.
 _TERMS = {
-    "nats": "Unit of the loss: -ln of the probability that the model gave to the right token, on "
-    "average. One bit is 0.693 nats. Lower is better.",
-    "bits per byte": "Bits that the model needs for each byte of the text: the loss divided by "
-    "ln 2, per byte instead of per token. It compares models with different tokenizers. Lower is "
-    "better.",
-    "MFU": "Model FLOPs utilization: the share of the hardware's peak arithmetic that the model's "
-    "own computation takes. Higher is better.",
-    "perplexity": "e to the power of the loss: the number of equally likely tokens that the model "
-    "hesitates between on average. Lower is better.",
+    "nats": "Unit of the loss: the average of -ln of the probability that the model gave to the "
+    "right token. One bit is 0.693 nats. Lower is better.",
+    "bits per byte": "Bits that the model needs for each byte of the text: the loss in bits, per "
+    "byte instead of per token. It compares models with different tokenizers. Lower is better.",
+    "MFU": "Model FLOPs utilization: the FLOPs that the model needs, as a share of the hardware's "
+    "peak. Higher is better.",
+    "perplexity": "e to the power of the loss: among how many equally likely tokens the model "
+    "chooses on average. Lower is better.",
 }
 _TERM = re.compile(rf"\b({'|'.join(_TERMS)})\b", re.IGNORECASE)
 _MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
@@ -481,8 +477,7 @@ def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
         rate = rounded(numbers["tokens_per_second"])
         cards.append(KeyFigure("throughput", rate, "tokens/s", _beside_throughput(numbers)))
     if numbers["memory_bytes"] is not None:
-        size, unit = memory_unit(numbers["memory_bytes"])
-        cards.append(KeyFigure("peak memory", f"{numbers['memory_bytes'] / size:,.3g}", unit))
+        cards.append(KeyFigure("peak memory", *gib(numbers["memory_bytes"]).split()))
     if numbers["hours"]:
         cards.append(KeyFigure("training time", *duration(numbers["hours"]), "steps and saves"))
     return cards
@@ -519,7 +514,7 @@ def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
     of = "pair" if run.recipe.get("preference") is not None else "token"
     return Chart(
         "Loss",
-        f"nats a {of}",
+        f"nats per {of}",
         [line for line in lines if len(line.series)],
         marks=marks,
         below=("tokens seen", run.metrics.series("tokens_seen")),
@@ -531,22 +526,21 @@ def further_charts(metrics: Metrics) -> dict[str, Chart]:
     """The charts of learning rate, batch, gradient norm, throughput, GPU utilization and memory
     that a run has numbers for, by id."""
     memory = [(metrics.series(key), name, colour) for key, name, colour in _MEMORY]
-    size, unit = memory_unit(max((max(one.y, default=0) for one, *_ in memory), default=0))
-    used = [Line(n, Series(s.x, s.y / size), colour) for s, n, colour in memory if len(s)]
+    used = [Line(n, Series(s.x, s.y / 2**30), colour) for s, n, colour in memory if len(s)]
     busy = metrics.series("gpu_utilization")
     charts = {}
     for identity, title, unit_name, series, colour in (
         ("rate", "Learning rate", "", metrics.series("learning_rate"), 2),
-        ("batch", "Tokens a step", "", metrics.series("global_batch_tokens"), 6),
+        ("batch", "Tokens per step", "", metrics.series("global_batch_tokens"), 6),
         ("norm", "Gradient norm", "before clipping", metrics.series("grad_norm"), 3),
         ("speed", "Throughput", "tokens/s", metrics.series("tokens_per_second"), 5),
-        ("gpu", "GPU utilization", "%, by the driver", Series(busy.x, 100 * busy.y), 1),
+        ("gpu", "GPU utilization", "%, reported by the driver", Series(busy.x, 100 * busy.y), 1),
     ):
         if len(series):
             line = Line(title.lower(), series, colour)
             charts[identity] = Chart(title, unit_name, [line], zero=True)
     if used:
-        charts["memory"] = Chart("Memory", f"{unit}, peak so far", used, zero=True)
+        charts["memory"] = Chart("Memory", "GiB, peak so far", used, zero=True)
     return charts
 
 
@@ -590,15 +584,15 @@ _EVENTS = {
     "rollback": ("rollback", "back to step {to_step}: {reason}"),
     "out of memory": (
         "out-of-memory",
-        "micro-batches of {micro_batch_rows} rows from here on (before: {before})",
+        "micro-batch size {micro_batch_rows} from now on (before: {before})",
     ),
     "resumed": ("resumed", "from the checkpoint of step {step}, {time}"),
-    "branched": ("resumed", "off {branched_from}, {time}"),
+    "branched": ("resumed", "from {branched_from}, {time}"),
     "diverged": ("diverged", "{reason}"),
     "length": ("decision", "{max_steps:,} steps fit into {max_minutes} minutes"),
     "correction": (
         "decision",
-        "{max_steps:,} steps instead of {before:,}, as the speed changed",
+        "{max_steps:,} steps instead of {before:,}, because the speed changed",
     ),
 }
 

@@ -112,8 +112,8 @@ def _training_rose(run: RunRecord, step: int) -> bool:
 
 def _advice_on_overfitting(run: RunRecord, step: int) -> str:
     epochs = run.metrics.last("epoch")
-    read = "" if epochs is None or epochs < 1.5 else f" (the run read its own {epochs:.1f} times)"
-    smaller = "lower the learning rate" if starts_from_model(run) else "take a smaller model"
+    read = "" if epochs is None or epochs < 1.5 else f" (the run took {epochs:.1f} epochs)"
+    smaller = "lower the learning rate" if starts_from_model(run) else "use a smaller model"
     return (
         f"use more text{read}, end the run at step {step:,} (schedule.max_steps), or {smaller}; "
         f"{_kept(run, step)}"
@@ -125,12 +125,12 @@ def _kept(run: RunRecord, step: int) -> str:
     best = best_checkpoint(run.folder)
     if best is None or best.val_loss is None:
         return (
-            "no checkpoint with a validation loss was kept (checkpoint.keep_best and "
-            "checkpoint.every_steps above 0 keep one)"
+            "no checkpoint with a validation loss was kept (set checkpoint.keep_best and "
+            "checkpoint.every_steps above 0 to keep one)"
         )
-    which = "of that step" if best.step == step else f"of step {best.step:,}, the best one kept,"
+    which = "that step" if best.step == step else f"step {best.step:,}, the best one kept"
     folder = shlex.quote(str(run.folder))
-    return f"the checkpoint {which} is used with --best: firstlight eval {folder} --best"
+    return f"--best uses the checkpoint of {which}: firstlight eval {folder} --best"
 
 
 def best_checkpoint(run_folder: Path) -> Saved | None:
@@ -158,7 +158,7 @@ def _ended_by_guard(run: RunRecord) -> Finding | None:
     return Finding("diverged", int(event["step"]), text, _ADVICE, figures={})
 
 
-_ADVICE = f"{DIVERGED_REMEDY}, and begin anew"
+_ADVICE = f"{DIVERGED_REMEDY}, and start again"
 
 
 def _divergence(run: RunRecord) -> Finding | None:
@@ -187,12 +187,12 @@ def _divergence(run: RunRecord) -> Finding | None:
     if not never_fell or not is_long or is_preference or starts_from_model(run):
         return None
     text = (
-        f"training loss never fell: {loss_text(last)} after {run.last_step:,} steps, "
-        f"{loss_text(first)} at the first"
+        f"training loss never fell: {loss_text(first)} at the first step, {loss_text(last)} after "
+        f"{run.last_step:,} steps"
     )
     advice = (
         "the learning rate is far too high or too low for this model (optimizer.learning_rate), "
-        "or its text has nothing to learn"
+        "or the text has nothing to learn"
     )
     return Finding(
         "diverged", 1, text, advice, figures={"train/loss": last, "first_train/loss": first}
@@ -202,10 +202,10 @@ def _divergence(run: RunRecord) -> Finding | None:
 def _above(losses: Series, last: float, bound: float, is_preference: bool) -> Finding:
     below = np.flatnonzero(losses.y <= bound)
     since = int(losses.x[min(below[-1] + 1, len(losses) - 1) if len(below) else 0])
-    guess = "which answer is preferred" if is_preference else "every token with the same chance"
+    guess = "guessing the preferred answer" if is_preference else "guessing tokens at random"
     text = (
-        f"training loss is {loss_text(last)}, above the {loss_text(bound)} of guessing {guess}, "
-        f"since step {since:,}: the run diverged"
+        f"the run diverged: since step {since:,}, the training loss ({loss_text(last)}) is above "
+        f"that of {guess} ({loss_text(bound)})"
     )
     return Finding(
         "diverged", since, text, _ADVICE, figures={"train/loss": last, "guessing": bound}
@@ -353,8 +353,3 @@ def duration(hours: float) -> tuple[str, str]:
     if value < 1:
         unit, value = "s", 3600 * hours
     return f"{value:,.3g}" if value < 100 else f"{value:,.0f}", unit
-
-
-def memory_unit(most: float) -> tuple[int, str]:
-    """Size in bytes and name of a unit (MiB or GiB) that is suitable for `most` bytes."""
-    return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")

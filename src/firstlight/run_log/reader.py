@@ -399,7 +399,7 @@ def _record(line: bytes) -> dict[str, Any]:
         record = json.loads(line.decode("utf-8-sig"))
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or abs(step) > MAX_STEP:
-        raise ValueError(f"it is no object with a step up to {MAX_STEP:,}")
+        raise ValueError(f"it is not an object with a step up to {MAX_STEP:,}")
     return record  # type: ignore[no-any-return]
 
 
@@ -430,14 +430,14 @@ def require_run(folder: Path) -> None:
         siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise InputError(f"run folder {folder} does not exist{nearest(folder.name, siblings)}")
     if not folder.is_dir():
-        raise InputError(f"{folder} is a file: name the run folder that it is in")
+        raise InputError(f"{folder} is a file: give the run folder that contains it")
     if any((folder / name).exists() for name in (METRICS_NAME, RECIPE_NAME)):
         return
     run = folder.resolve().parent.parent
     if (run / METRICS_NAME).exists():
         raise InputError(f"{folder} is a checkpoint: name its run folder, {run}")
     hint = "name one that `firstlight train` wrote"
-    raise InputError(f"{folder} is no run folder: it has no {METRICS_NAME} ({hint})")
+    raise InputError(f"{folder} is not a run folder: it has no {METRICS_NAME} ({hint})")
 
 
 def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
@@ -493,7 +493,7 @@ def read_length(run_folder: Path) -> dict[str, Any]:
     path = run_folder / LENGTH_NAME
     if not path.exists():
         return {}
-    record = read_json_object(path, CheckpointError, "is damaged: it is no object")
+    record = read_json_object(path, CheckpointError, "is damaged: it is not an object")
     for key, kind, least in _LENGTH_KEYS:
         value = record.get(key, least)
         if type(value) not in kind or not least <= value <= _MOST_STEPS:

@@ -26,7 +26,7 @@ import numpy as np
 from firstlight.checkpoint.checkpoint import STATE_NAME, load_trainer_state
 from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, read_manifest
 from firstlight.checkpoint.selection import read_model_folder
-from firstlight.console import compact, loss_text, plain, rounded
+from firstlight.console import compact, gib, loss_text, plain, rounded
 from firstlight.data import shards
 from firstlight.data.remote import is_url
 from firstlight.data.sources import neutral_name, read_sources
@@ -38,7 +38,7 @@ from firstlight.lora.files import config_folder
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.summary import duration, final_numbers, memory_unit
+from firstlight.report.summary import duration, final_numbers
 from firstlight.run_log.names import METRICS_NAME, RECIPE_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ _URL_OF_DATASETS = "hf://datasets/"
 #: Recipe keys (section, key) in the card's training table -> their names in the table.
 _RECIPE_ROWS = {
     ("data", "seq_len"): "tokens per sequence",
-    ("batch", "global_batch_tokens"): "tokens a step",
+    ("batch", "global_batch_tokens"): "tokens per step",
     ("optimizer", "name"): "optimizer",
     ("optimizer", "learning_rate"): "peak learning rate",
     ("optimizer", "weight_decay"): "weight decay",
@@ -586,15 +586,17 @@ _SPLITS = {"val": "validation split", "train": "training split"}
 
 
 def _summary(facts: ModelFacts) -> str:
-    kind = f"{facts.config.model_type} model of {rounded(facts.parameters)} parameters"
+    kind = f"{facts.config.model_type} model with {rounded(facts.parameters)} parameters"
     if facts.run is None:
         return f"A {kind}."
-    start = f"further from {_linked(facts.init_from)}" if facts.init_from else "from random weights"
-    text = f"A {kind}, trained {start} with firstlight {_version(facts)}".rstrip() + "."
+    start = "trained from random weights"
+    if facts.init_from:
+        start = f"fine-tuned from {_linked(facts.init_from)}"
+    text = f"A {kind}, {start} with firstlight {_version(facts)}".rstrip() + "."
     if facts.is_unfinished:
         text += (
-            f" This is step {facts.step:,} of {facts.max_steps:,}: the run and its learning-rate "
-            "schedule were not complete when this checkpoint was saved."
+            f" This is a checkpoint of step {facts.step:,} of {facts.max_steps:,}: the run and its "
+            "learning-rate schedule were not finished."
         )
     return text
 
@@ -616,7 +618,7 @@ def _model_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{facts.parameters:,}"
     for key, name in (
         ("num_hidden_layers", "layers"),
-        ("hidden_size", "width"),
+        ("hidden_size", "hidden size"),
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "key and value heads"),
         ("num_experts", "experts"),
@@ -707,10 +709,9 @@ def _speed_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     if numbers.get("tokens_per_second") is not None:
         yield "training speed", f"{numbers['tokens_per_second']:,.0f} tokens/s (median)"
     if numbers.get("mfu") is not None:
-        yield "model FLOPs utilization", f"{numbers['mfu']:.1%}"
+        yield "MFU", f"{numbers['mfu']:.1%}"
     if numbers.get("memory_bytes") is not None:
-        size, unit = memory_unit(numbers["memory_bytes"])
-        yield "peak training memory", f"{numbers['memory_bytes'] / size:,.3g} {unit}"
+        yield "peak memory", gib(numbers["memory_bytes"])
     if numbers.get("hours"):
         yield "training time", " ".join(duration(numbers["hours"]))
 

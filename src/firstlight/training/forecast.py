@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from firstlight.console import gib
 from firstlight.files.atomic import write_json
 from firstlight.hardware.device import Hardware, peak_memory_bytes
 from firstlight.hardware.process_memory import AllocatedPeak, reset_peak
@@ -70,14 +71,14 @@ class Forecast:
     def in_words(self) -> str:
         """The forecast as text for messages."""
         parts = sorted(self.parts.items(), key=lambda part: -part[1])[:3]
-        of = ", ".join(f"{name.replace('_', ' ')} {_size(size)}" for name, size in parts)
-        text = f"tensors take up to {_size(self.peak_bytes)}, in the {self.phase} ({of})"
+        of = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts)
+        text = f"tensors {gib(self.peak_bytes)}, most in the {self.phase} ({of})"
         if self.process_bytes is not None:
-            text += f"; the process {_size(self.process_bytes)}"
+            text += f"; process {gib(self.process_bytes)}"
         if self.tokens_per_second is None:
             return text
         low, expected, high = self.tokens_per_second
-        return f"{text}, {expected:,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
+        return f"{text}; {expected:,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
 
 
 class Forecaster(Protocol):
@@ -237,7 +238,7 @@ class ForecastComparison:
         }
 
     def write(self, run_folder: Path) -> str | None:
-        """Write forecast.json, and return forecast and measurements as text for messages. Without a
+        """Write forecast.json, and return measurements and forecast as text for messages. Without a
         forecast, do nothing and return None.
 
         Raises:
@@ -246,35 +247,24 @@ class ForecastComparison:
         if self.forecast is None:
             return None
         found = self.measured()
-        predicted_values = self._predicted(self.forecast)
-        write_json(run_folder / FORECAST_NAME, {"predicted": predicted_values, "measured": found})
-        text = _memory_in_words(self.forecast, found)
-        rate, predicted = found["tokens_per_second"], self.forecast.tokens_per_second
-        if rate is None or predicted is None:
-            return text
-        text += f"; tokens/s: predicted {predicted[1]:,.0f}, measured {rate:,.0f}"
-        learned = found["learned_tokens_per_second"]
-        if self.label_share >= MOSTLY_LEARNED or learned is None:
-            return text
-        expected = predicted[1] * self.label_share
-        return f"{text}; learned tokens/s: predicted {expected:,.0f}, measured {learned:,.0f}"
-
-
-def _memory_in_words(forecast: Forecast, found: Mapping[str, Any]) -> str:
-    """Return the predicted memory as text: that of tensors next to the measured memory of tensors,
-    and that of the process next to its resident memory."""
-    tensors = found["peak_bytes"] or found["allocated_bytes"]
-    kinds = {
-        "tensors": (forecast.peak_bytes, "allocated", tensors),
-        "the process": (forecast.process_bytes, "resident", found["process_bytes"]),
-    }
-    told = [
-        f"of {kind}: predicted {_size(predicted)}, {name} {_size(measured)}"
-        for kind, (predicted, name, measured) in kinds.items()
-        if predicted is not None and measured is not None
-    ]
-    return f"memory {'; '.join(told)}"
-
-
-def _size(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+        planned = self._predicted(self.forecast)
+        write_json(run_folder / FORECAST_NAME, {"predicted": planned, "measured": found})
+        rates = {
+            "tokens_per_second": "tokens/s",
+            # Only where they are clearly fewer, as in conversations.
+            **({} if self.label_share >= MOSTLY_LEARNED else {_RATES[1]: "learned tokens/s"}),
+        }
+        told = [
+            f"{found[name]:,.0f} {unit} (planned {planned[name][1]:,.0f})"
+            for name, unit in rates.items()
+            if found[name] is not None and planned[name] is not None
+        ]
+        told += [
+            f"{kind} {gib(size)} (planned {gib(expected)})"
+            for kind, size, expected in (
+                ("tensors", found["peak_bytes"] or found["allocated_bytes"], planned["peak_bytes"]),
+                ("process", found["process_bytes"], planned["process_bytes"]),
+            )
+            if size is not None and expected is not None
+        ]
+        return ", ".join(told)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firstlight.checkpoint.manifest import checkpoint_folder
-from firstlight.console import notebook_display
+from firstlight.console import notebook_display, time_text
 from firstlight.errors import (
     CheckpointError,
     DataError,
@@ -71,13 +71,9 @@ class RunSummary:
     tokens_per_second: float | None = None
 
     def __str__(self) -> str:
-        text = f"the training loop took {self.seconds:,.1f} s"
-        if None in (self.step_seconds, self.samples_per_second, self.tokens_per_second):
-            return text
-        return (
-            f"{text}; medians: {self.step_seconds:.3g} s a step, "
-            f"{self.samples_per_second:,.3g} samples/s, {self.tokens_per_second:,.0f} tokens/s"
-        )
+        text = f"training took {time_text(self.seconds)}"
+        rate = self.tokens_per_second
+        return text if rate is None else f"{text}: {rate:,.0f} tokens/s"
 
 
 @dataclass(frozen=True)
@@ -130,6 +126,7 @@ def train(
     progress: bool | None = None,
     forecaster: Forecaster | None = None,
     began: float | None = None,
+    is_announced: bool = False,
 ) -> TrainResult:
     """Train a model according to a recipe.
 
@@ -152,6 +149,8 @@ def train(
         forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
         began: `time.time()` from which `schedule.max_minutes` counts; None counts from the first
             step.
+        is_announced: True if data, memory, speed and schedule were shown to the user before; they
+            are not shown again.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: recipe, data, model and checkpoint do
@@ -178,12 +177,13 @@ def train(
             hardware=hardware,
             engine=engine,
             shown=progress,
+            is_announced=is_announced,
         ) as run,
         open_run(run, shown=progress),
         RunCheckpoints(run) as checkpoints,
         _reported_if_diverged(run),
     ):
-        begin_run(run, forecaster, comparison)
+        begin_run(run, forecaster, comparison, is_announced=is_announced)
         if run.budget is not None and began is not None:
             run.budget.add_used(time.time() - began)
         with _frozen_objects() as freeze:
@@ -340,13 +340,12 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
             raise DataError(f"{problem} (saved at step {run.state.step})")
     wait_for_main(run.engine, run.require_folder)
     # Before the report is drawn, since its libraries would count as memory of the run.
-    if run.engine.is_main and (text := comparison.write(run.folder)) is not None:
-        run.tell(text)
+    measured = comparison.write(run.folder) if run.engine.is_main else None
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed
     ended = on_main(run.engine, lambda: _reported(run))
     summary = RunSummary(elapsed, *ended["medians"])
-    run.tell(f"summary: {summary}")
+    run.tell(f"training took {time_text(elapsed)}: {measured}" if measured else str(summary))
     return TrainResult(
         run.folder,
         checkpoint_folder(run.folder, run.saved_step),

@@ -21,7 +21,15 @@ from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.text import Text
 
-from firstlight.console import console, notebook_display, rounded, say, visible
+from firstlight.console import (
+    console,
+    gib,
+    notebook_display,
+    rounded,
+    say,
+    shortened,
+    visible,
+)
 from firstlight.report.summary import MOSTLY_LEARNED
 
 #: First steps of a process, which allocate and compile, and are left out of the mean.
@@ -33,6 +41,8 @@ _SAMPLE_ROWS = 4
 _FIGURE_ROWS = 2
 #: Smallest size of a terminal in which the loss curve and more than one row of figures are shown.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
+#: Columns of the share and the bar in the line of a terminal.
+_BAR_COLUMNS = 24
 #: Bits of the dots of a braille character, by row and column (Unicode 15, chapter 21.1).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -256,8 +266,24 @@ class RunProgress:
         left = "?" if seconds is None else f"{seconds:.0f}"
         return (
             f"step {record['step']}/{self._max_steps()}  {_loss(record)}  {_rates(record)}  "
-            f"{record['memory_bytes'] / 2**30:.2f} GiB  {left} s left"
+            f"{gib(record['memory_bytes'])}  {left} s left"
         )
+
+    def live_line(self, columns: int) -> str:
+        """The most important figures in one line with a progress bar, for a terminal of this number
+        of columns."""
+        record, left = self._record, self.seconds_left
+        step = f"step {record['step']:,}/{self._max_steps():,}"
+        time_left = f"{'?' if left is None else _clock(left)} left"
+        if self.is_done:
+            time_left = _clock(self._seconds_over)
+        figures = "waiting for the first step"
+        if "train/loss" in record:
+            rate = _rates(record).split("  ")[0]
+            room = columns - len(step) - len(time_left) - _BAR_COLUMNS
+            shown = [_loss(record), rate, gib(record["memory_bytes"])]
+            figures = f"{_fitting(shown, room, 1)[0]}  {time_left}"
+        return _bar(step, self.share, figures, columns)
 
     @property
     def time(self) -> str:
@@ -276,14 +302,14 @@ class RunProgress:
         if "train/loss" not in record:
             return ["waiting for the first step"]
         val = [] if self._val_loss is None else [f"val/loss {self._val_loss:.3f}"]
-        memory = f"memory {_size(record['memory_bytes'])}"
+        memory = f"memory {gib(record['memory_bytes'])}"
         if self.predicted_bytes is not None:
-            memory += f" (predicted {_size(self.predicted_bytes)})"
+            memory += f" (planned {gib(self.predicted_bytes)})"
         if "reserved_bytes" in record:
-            memory += f", reserved {_size(record['reserved_bytes'])}"
+            memory += f", reserved {gib(record['reserved_bytes'])}"
         gpu = []
         if "gpu_utilization" in record:
-            used = _size(record["device_used_bytes"])
+            used = gib(record["device_used_bytes"])
             gpu = [f"GPU {record['gpu_utilization']:.0%} busy, {used} used"]
         rate = f"learning rate {record['learning_rate']:.3g}"
         return [_loss(record), *val, *_rates(record).split("  "), memory, *gpu, rate]
@@ -348,10 +374,6 @@ def _fitting(parts: list[str], columns: int, rows: int) -> list[str]:
         else:
             break
     return lines
-
-
-def _size(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
 
 def _clock(seconds: float) -> str:
@@ -422,11 +444,15 @@ class _LogView(View):
 
 
 class _TerminalView(View):
-    """Draws the progress in the last rows of a terminal, in a thread of rich."""
+    """Draws the progress in the last row of a terminal, or with the loss curve and the last sample
+    text in its last rows, in a thread of rich."""
 
-    def __init__(self, progress: RunProgress, target: Console) -> None:
+    def __init__(self, progress: RunProgress, target: Console, *, is_large: bool) -> None:
+        def line() -> Text:
+            return Text(progress.live_line(target.width), no_wrap=True, overflow="crop")
+
         self._live = Live(
-            progress,
+            get_renderable=(lambda: progress) if is_large else line,
             console=target,
             refresh_per_second=_FRAMES_PER_SECOND,
             # Otherwise rich would print stdout above its rows, also if it is redirected to a file.
@@ -444,12 +470,24 @@ class _TerminalView(View):
         self._live.stop()
 
 
-def _view(progress: RunProgress) -> View:
+def _view(progress: RunProgress, *, is_large: bool) -> View:
     """The view for the place where the process runs: notebook, terminal or log."""
     display, target = notebook_display(), console()
     if display is not None:
         return NotebookView(progress, display)
-    return _TerminalView(progress, target) if target.is_interactive else _LogView()
+    if not target.is_interactive:
+        return _LogView()
+    return _TerminalView(progress, target, is_large=is_large)
+
+
+def sample_line(prompt: str, text: str, width: int) -> str:
+    """A sample text and the end of its prompt in one line of at most `width` characters, with each
+    run of white space as one space."""
+    most = width // 3
+    end = " ".join(prompt.split())
+    if len(end) > most:
+        end = f"…{end[-most:]}"
+    return shortened(f"{end!r} -> {' '.join(text.split())!r}", width)
 
 
 class TrainingProgress:
@@ -459,16 +497,17 @@ class TrainingProgress:
     Args:
         progress: the figures of the run.
         shown: False shows nothing at all.
+        is_large: draw the loss curve and the last sample text in a terminal, too, instead of a
+            single line.
     """
 
-    def __init__(self, progress: RunProgress, *, shown: bool) -> None:
+    def __init__(self, progress: RunProgress, *, shown: bool, is_large: bool = False) -> None:
         self._progress = progress
-        # Terminal and notebook draw the sample text themselves; elsewhere it is a message.
-        self._shows_samples = True
-        self._view = View()
-        if shown:
-            self._view = _view(progress)
-            self._shows_samples = isinstance(self._view, _LogView)
+        self._view = _view(progress, is_large=is_large) if shown else View()
+        # A notebook and a large view draw the sample text themselves; elsewhere it is a message.
+        draws = NotebookView if not is_large else (NotebookView, _TerminalView)
+        self._shows_samples = shown and not isinstance(self._view, draws)
+        self._sampled_step = -1
 
     def __enter__(self) -> TrainingProgress:
         self._view.open()
@@ -491,10 +530,13 @@ class TrainingProgress:
         self._view.step(self._progress)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show the model's continuation `text` of a prompt."""
+        """Show the model's continuation `text` of a prompt; as a message, that of the first prompt
+        of a step only."""
         self._progress.sample(step, prompt, text)
-        if self._shows_samples:
-            self._view.message(f"step {step}: {prompt!r} -> {text!r}")
+        if self._shows_samples and step != self._sampled_step:
+            self._sampled_step, start = step, f"step {step}: "
+            line = sample_line(prompt, text, console().width - len(start) - 1)
+            self._view.message(f"{start}{line}")
 
     def message(self, text: str) -> None:
         """Show a message line to the user."""

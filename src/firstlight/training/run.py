@@ -284,13 +284,12 @@ class Run:
         if not is_open and steps == before:
             return
         self.take_length()
-        words = self.schedule.in_words(self.recipe.optimizer.learning_rate)
-        if not is_open:
-            words = f"{before:,} would end too {'late' if steps < before else 'early'}"
-        self.bar.message(
-            f"step {step}: {budget.seconds_used:.0f} of {budget.seconds:.0f} s are used, and the "
-            f"run has {steps:,} steps: {words}"
-        )
+        words = f" of {before:,}, to end in time"
+        if is_open:
+            words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
+        elif steps > before:
+            words = f" of {before:,}, to use the time"
+        self.bar.message(f"step {step}: the run will have {steps:,} steps{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
         """Return the evaluations and saves of the run, each with the time of its last occurrence,

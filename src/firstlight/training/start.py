@@ -26,7 +26,7 @@ from firstlight.checkpoint.checkpoint import checkpoint_bytes, copy_checkpoint
 from firstlight.checkpoint.manifest import CHECKPOINTS, reading_checkpoint
 from firstlight.checkpoint.run_folder import held
 from firstlight.checkpoint.selection import resolve_model_folder
-from firstlight.console import own_version, say
+from firstlight.console import counted, gib, own_version, say, time_text
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import TokenLoader
 from firstlight.errors import ConfigError, DataError, FirstlightError, StorageError
@@ -99,6 +99,7 @@ def set_up(
     hardware: Hardware,
     engine: Engine,
     shown: bool,
+    is_announced: bool = False,
 ) -> Iterator[Run]:
     """Context in which the run folder is locked; yields the run of a recipe, ready for its next
     step.
@@ -108,6 +109,7 @@ def set_up(
         hardware: the hardware of this process.
         engine: the engine by which the processes of the run share the model.
         shown: show messages to the user, from the main process.
+        is_announced: the data were described to the user before.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, StorageError: recipe, data, model,
@@ -119,7 +121,7 @@ def set_up(
             "tokenizer"
         )
     if new_rows != "mean" and init_from is None and not resume:
-        raise ConfigError("new rows need --init-from: name the model to start from")
+        raise ConfigError("--new-rows needs --init-from with the model to start from")
     if branch_from is not None and init_from is not None:
         raise ConfigError("branch_from and init_from both set the weights: remove init_from")
     # YAML does not expand ~: without this, ~/runs would be in a folder named ~.
@@ -145,6 +147,7 @@ def set_up(
                 hardware=hardware,
                 engine=engine,
                 tell=tell,
+                is_announced=is_announced,
             )
         run.held = held_folder
         yield run
@@ -161,6 +164,7 @@ def _assembled(
     hardware: Hardware,
     engine: Engine,
     tell: Callable[[str], None],
+    is_announced: bool,
 ) -> Run:
     """Assemble the run in `folder`, resumed from its newest checkpoint if there is one.
 
@@ -168,6 +172,7 @@ def _assembled(
         newest: checkpoint that the run is resumed from or branches off; None for a new run.
         earlier: the resolved recipe of a resumed run; {} for a new run.
         tell: called with each message to the user.
+        is_announced: do not describe the data.
     """
     require_trackers(recipe.run.trackers)
     start = newest or init_from
@@ -186,7 +191,7 @@ def _assembled(
         engine=engine,
         tell=tell,
     )
-    _require_rows(recipe, first.config, splits, tell)
+    _require_rows(recipe, first.config, splits, (lambda _: None) if is_announced else tell)
     _require_fitting_prompts(recipe, first.config, tokenizer, answered=dataset.has_examples)
 
     facts = facts_here(
@@ -290,7 +295,8 @@ def _open_data(
         dataset.vocab_size,
     ):
         raise DataError(
-            f"{dataset.folder}: tokenizer.json is not the one the shards were made with"
+            f"{dataset.folder}: tokenizer.json is not the tokenizer of the shards: prepare the "
+            "data again"
         )
     return dataset, validation, tokenizer
 
@@ -331,8 +337,8 @@ def _require_rows(
     # Counts only input ids and labels, 8 bytes each: reading a batch that can't fit takes long.
     if rows != "auto" and 16 * rows * seq_len > memory:
         raise ConfigError(
-            f"batch.micro_batch_size {rows} rows of {seq_len} tokens don't fit into the "
-            f"{memory / 1e9:.0f} GB of this machine: lower it"
+            f"batch.micro_batch_size {rows} with {seq_len} tokens per sequence does not fit into "
+            f"the {gib(memory)} of this machine: lower it"
         )
     for split in splits:
         for line in split.describe(seq_len):
@@ -518,7 +524,13 @@ def _says(path: Path, recipe: ResolvedRecipe) -> bool:
         return False
 
 
-def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastComparison) -> None:
+def begin_run(
+    run: Run,
+    forecaster: Forecaster | None,
+    comparison: ForecastComparison,
+    *,
+    is_announced: bool = False,
+) -> None:
     """Predict memory, speed and length of a run, and record its start. Does nothing if the run is
     complete.
 
@@ -526,6 +538,7 @@ def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastCompa
         run: the run, inside `open_run`.
         forecaster: predicts memory and speed; None for no prediction.
         comparison: comparison that receives the forecast.
+        is_announced: do not show memory, speed and schedule.
     """
     run.await_first_evaluation()
     if not run.goes_on:
@@ -537,6 +550,10 @@ def begin_run(run: Run, forecaster: Forecaster | None, comparison: ForecastCompa
     rates = None if forecast is None else forecast.tokens_per_second
     run.predict_length(None if rates is None else rates[1])
     wait_for_main(run.engine, lambda: _record_start(run))
+    if is_announced:
+        return
+    if forecast is not None:
+        run.tell(f"planned: {forecast.in_words}")
     for line in _describe_start(run):
         run.tell(line)
 
@@ -564,7 +581,6 @@ def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -
         run.held_bytes, compiles=compiles, code_bytes=_expert_code_bytes(run.recipe, hardware)
     )
     if comparison.forecast is not None:
-        run.tell(f"predicted: {comparison.forecast.in_words}")
         run.bar.predict_memory(comparison.forecast.process_bytes or comparison.forecast.peak_bytes)
     run.advise = lambda: _asked(lambda: forecaster.advise(run.recipe_now, hardware, size), run.tell)
 
@@ -628,7 +644,7 @@ def _describe_start(run: Run) -> Iterator[str]:
     batch = run.batch
     if not run.has_steps_left and not run.state.step:
         yield (
-            "schedule: no steps (schedule.max_steps 0): the model is evaluated and saved unchanged"
+            "schedule: no steps (schedule.max_steps 0), the model is evaluated and saved unchanged"
         )
         return
     epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
@@ -636,10 +652,12 @@ def _describe_start(run: Run) -> Iterator[str]:
     initial = run.recipe.schedule.initial_learning_rate
     rise = f"to {peak:g}" if initial is None else f"from {initial:g} to {peak:g}"
     if schedule.is_open:
-        count = f"about {count} (decided later) in {run.recipe.schedule.max_minutes:g} min"
+        minutes = run.recipe.schedule.max_minutes
+        assert minutes is not None
+        count = f"about {count} within {time_text(60 * minutes)}"
     yield (
         f"schedule: {count} of {batch.in_words} x {run.seq_len} tokens "
-        f"({epochs:.4g} epochs), warm-up of {schedule.warmup_steps:,} steps {rise}, "
+        f"({epochs:.4g} epochs), warm-up of {counted(schedule.warmup_steps, 'step')} {rise}, "
         f"{schedule.in_words(peak)}"
     )
     yield from describe_groups(*_trained(run), optimizer)

@@ -24,6 +24,7 @@ from firstlight.checkpoint.checkpoint import (
 from firstlight.checkpoint.manifest import reading_checkpoint
 from firstlight.checkpoint.selection import read_model_folder, resolve_model_folder
 from firstlight.checkpoint.sharded import fitting_model
+from firstlight.console import gib
 from firstlight.errors import CheckpointError, ConfigError, DataError, ModelError
 from firstlight.hardware.device import Hardware
 from firstlight.lora.files import base_name, config_folder, is_adapter
@@ -385,8 +386,8 @@ def _require_memory(config: ModelConfig, share: float) -> None:
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
-            f"model: its weights alone take {needed / 1e9:,.0f} GB, but this machine has "
-            f"{memory / 1e9:.0f} GB: lower model.hidden_size or model.num_hidden_layers"
+            f"model: its weights alone take {gib(needed)}, and this machine has "
+            f"{gib(memory)}: lower model.hidden_size or model.num_hidden_layers"
         )
 
 

@@ -140,7 +140,7 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
         }
         run.bar.message(
             f"step {run.state.step}: train_eval/loss {found.loss:.4f} "
-            f"({found.rows} of {found.total_rows} rows)"
+            f"({found.rows:,} of {found.total_rows:,} rows)"
         )
 
 
@@ -156,12 +156,12 @@ def _take_validation(
     """
     state = run.state
     preferred = run.program.preference_metrics("val")
-    rows, best = f"({found.rows} of {found.total_rows} rows)", state.best_val_loss
+    rows, best = f"({found.rows:,} of {found.total_rows:,} rows)", state.best_val_loss
     run.evaluation, state.val_loss = found, found.loss
     if state.step:  # the best checkpoint is one that was trained
         state.best_val_loss = found.loss if best is None else min(best, found.loss)
     if best is not None and found.loss > best:
-        rows = f"{rows}; lowest so far {best:.4f}"
+        rows = f"{rows}, lowest so far {best:.4f}"
     if preferred:
         # The loss over preference pairs has neither a perplexity nor bits per byte.
         run.evaluation = replace(found, perplexity=math.nan, bits_per_byte=math.nan)
@@ -173,7 +173,7 @@ def _take_validation(
         return {"val/loss": found.loss, **preferred}
     run.bar.message(
         f"step {state.step}: val/loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
-        f"{found.bits_per_byte:.4f} bits a byte {rows}"
+        f"{found.bits_per_byte:.4f} bits per byte {rows}"
     )
     return {
         "val/loss": found.loss,

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from firstlight.console import gib
 from firstlight.planner.memory.prediction import PARTS
 from firstlight.planner.plan.estimate import Estimate
 from firstlight.planner.plan.machine import PlannedRun
 from firstlight.planner.plan.plan import Plan, cost, has_width_rule, largest_epochs
 from firstlight.planner.speed.gpu import Range
 from firstlight.recipe import ResolvedRecipe
-
-_GIB = 2**30
 
 #: A table: rows of cells; the first row is the header.
 Table = list[Sequence[str]]
@@ -25,9 +24,9 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     count = f"{machine.count} x " if machine.count > 1 else ""
     yield (
         f"{recipe.model.model_type}, {plan.parameters:,} parameters, a vocabulary of "
-        f"{recipe.model.vocab_size:,}; {precision_text(recipe)}, rows of {recipe.data.seq_len:,} "
-        f"tokens, {recipe.batch.micro_batch_size} a micro-batch; {count}{machine.name}, "
-        f"{gib(machine.usable_bytes)} usable"
+        f"{recipe.model.vocab_size:,}; {precision_text(recipe)}, sequences of "
+        f"{recipe.data.seq_len:,} tokens, {recipe.batch.micro_batch_size} per micro-batch; "
+        f"{count}{machine.name}, {gib(machine.usable_bytes)} usable"
     )
     yield f"as it stands: {in_words(plan.as_it_stands)}"
     yield memory_table(plan.as_it_stands)
@@ -39,10 +38,10 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
     for warning in plan.warnings:
         yield f"warning: {warning}"
     if plan.methods:
-        yield "what each method alone would change:"
+        yield "effect of each method alone:"
         yield method_rows(plan)
         if any(one.is_bound for one in plan.methods):
-            yield "  < is without torch.compile, and what it saves beside a step without"
+            yield "  <: without torch.compile, compared with a step without it"
         if plan.as_it_stands.speed and any(one.fits and not one.speed for one in plan.methods):
             yield "  methods without a speed were not timed, to keep planning short"
     yield from _advice(plan)
@@ -58,14 +57,14 @@ def _advice(plan: Plan) -> Iterator[str | Table]:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
     elif plan.nearest:
-        yield "nothing fits as it is meant; what would:"
+        yield "nothing fits unchanged; these changes would fit:"
         for one in plan.nearest:
             yield f"  {one.name}: {in_words(one)}"
             yield from _settings(one, {})
     elif plan.methods:
         yield (
-            "nothing that was tried fits (checkpointing, chunked loss, 8-bit AdamW, LoRA, "
-            "offloading, more devices, as far as they go with the recipe): take a smaller model"
+            "nothing fits (tried checkpointing, chunked loss, 8-bit AdamW, LoRA, offloading and "
+            "more devices, as far as the recipe allows them): use a smaller model"
         )
 
 
@@ -77,8 +76,9 @@ def _run(plan: Plan, run: PlannedRun) -> str:
     # well.
     about = "at the predicted speed about " if run.schedule.is_open else ""
     text = (
-        f"the recipe's run: {about}{run.schedule.max_steps:,} steps of {run.batch.in_words} rows, "
-        f"{count_text(run.tokens)} tokens{read}, warm-up of {run.schedule.warmup_steps:,} steps"
+        f"the recipe's run: {about}{run.schedule.max_steps:,} steps of {run.batch.in_words} "
+        f"sequences, {count_text(run.tokens)} tokens{read}, {run.schedule.warmup_steps:,} warm-up "
+        "steps"
     )
     if plan.run_seconds is None:
         return text
@@ -132,10 +132,10 @@ def memory_table(one: Estimate) -> Table:
     if any(unused):
         rows.append(("allocator: rounding and gaps", *map(gib, unused)))
     if any(p.overhead_bytes for _, p in columns):
-        rows.append(("beside the allocator", *(gib(p.overhead_bytes) for _, p in columns)))
-    rows.append(("together", *(gib(p.total_bytes) for _, p in columns)))
+        rows.append(("outside the allocator", *(gib(p.overhead_bytes) for _, p in columns)))
+    rows.append(("total", *(gib(p.total_bytes) for _, p in columns)))
     if any(p.host_bytes for _, p in columns):
-        rows.append(("beside it, in the CPU's memory", *(gib(p.host_bytes) for _, p in columns)))
+        rows.append(("in addition, CPU memory", *(gib(p.host_bytes) for _, p in columns)))
     return rows
 
 
@@ -215,30 +215,30 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"    {found.max_steps:,} steps of {found.global_batch_tokens:,} tokens, micro-batches of "
-        f"{estimate.recipe.batch.micro_batch_size} rows"
+        f"{estimate.recipe.batch.micro_batch_size} sequences"
     )
     yield f"    {in_words(estimate)}"
     yield f"    {hours(found.seconds)}{_price(plan, found.seconds)}"
     low, high = found.bits_per_byte
     if high >= 8:
-        yield "    expected bits per byte not known: the run is too short for the law"
+        yield "    expected bits per byte unknown: the run is too short for the scaling law"
     else:
         yield (
             f"    expected {low:.2f} to {high:.2f} bits per byte of held-out text that is as hard "
             "as English prose or source code"
         )
     if found.epochs is not None:
-        yield f"    the prepared text is read {found.epochs:.2g} times{_limit(plan, found.epochs)}"
+        yield f"    {found.epochs:.2g} epochs of the prepared text{_limit(plan, found.epochs)}"
     if plan.replacements:
-        yield "    in place of the recipe's values:"
+        yield "    changed values of the recipe:"
     width = max(map(len, plan.replacements), default=0)
     for key, (old, new) in plan.replacements.items():
         before = "not set" if old is None else _written(old)
         yield f"      {key:<{width}}  {before} -> {_written(new)}"
     if not has_width_rule(plan.recipe):
         yield (
-            f"    note: for {plan.recipe.optimizer.name}, no rule is known by which learning rates "
-            "follow the width"
+            f"    note: no rule is known for the learning rates of {plan.recipe.optimizer.name} "
+            "by hidden size"
         )
 
 
@@ -249,8 +249,8 @@ def _limit(plan: Plan, epochs: float) -> str:
     if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
         return ""
     if plan.recipe.schedule.epochs:
-        return ", as schedule.epochs limits it"
-    return ": more would help little, or harm, and more text would help much"
+        return ", the limit of schedule.epochs"
+    return ": more epochs would help little or overfit, and more text would help much"
 
 
 def _written(value: Any) -> str:
@@ -263,18 +263,13 @@ def _price(plan: Plan, seconds: float) -> str:
     return "" if price is None else f", costs {price:,.2f}"
 
 
-def gib(size: float) -> str:
-    """Format bytes as "1.23 GiB"."""
-    return f"{size / _GIB:,.2f} GiB"
-
-
 def count_text(count: float) -> str:
     """Format a number as "15.5M" or "1.36B"."""
     return f"{count / 1e6:,.3g}M" if count < 1e9 else f"{count / 1e9:,.4g}B"
 
 
 def speed(rate: Range) -> str:
-    """Format tokens/s with the range."""
+    """Format a speed in tokens/s with its range."""
     return f"{rate.expected:,.0f} tokens/s ({rate.slow:,.0f} to {rate.fast:,.0f})"
 
 
