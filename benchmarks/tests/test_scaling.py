@@ -34,7 +34,7 @@ def test_rows_are_powers_of_two_and_the_most() -> None:
 def test_values_that_can_not_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine .dpd. is unknown .did you mean .ddp."):
         scaling_rows(ScalingBench(engines=["dpd"]))
-    with pytest.raises(ConfigError, match="processes is 0: at least 1 is needed"):
+    with pytest.raises(ConfigError, match="processes is 0, but must be at least 1"):
         scaling_rows(ScalingBench(nproc=0))
 
 

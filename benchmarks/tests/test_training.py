@@ -215,9 +215,9 @@ def test_each_variant_is_a_row_with_its_keys_alone(model: str) -> None:
     "options, message",
     [
         ({"model": "gpt2-125m"}, r"model 'gpt2-125m' is unknown \(did you mean 'gpt2-124m'\?\)"),
-        ({"steps": 0}, "steps is 0: at least 1 is needed"),
+        ({"steps": 0}, "steps is 0, but must be at least 1"),
         ({"repeats": -1}, "repeats is -1"),
-        ({"seq_len": 1025}, "seq_len 1025 is more than gpt2-124m's context of 1024"),
+        ({"seq_len": 1025}, "seq_len 1025 exceeds gpt2-124m's context of 1024"),
         ({"programs": ["trianer"]}, r"program 'trianer' is unknown \(did you mean 'trainer'\?\)"),
         ({"programs": ["x"]}, "program 'x' is unknown: use reference, reference-fp32, pure-bf16"),
         (

@@ -140,7 +140,7 @@ _ANSWERS = {
     "lines.json": " is JSON with one record per line: rename it to end in .jsonl",
     "chats.jsonl": ":1: conversations, not text (fields: messages): firstlight prepare --kind ",
     "pairs.jsonl": ":1: preference pairs, not text (fields: prompt, chosen, rejected): ",
-    "table.csv": "column 'text' (columns: id, body): specify the field with the text with ",
+    "table.csv": ":1: no column 'text' (columns: id, body): specify the field with the text with ",
     "latin1.txt": ":1: byte 0xfc is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "windows.txt": ":1: byte 0x84 is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "unmarked.txt": ":1: the file is UTF-16LE: convert it with iconv -f UTF-16LE -t utf-8 ",
@@ -214,7 +214,7 @@ def test_the_command_of_an_archive_gives_a_folder_that_is_read(
 ) -> None:
     Path("my texts.tar.gz").write_bytes(files["texts.tar.gz"])
     message = failure(capfd, "prepare", "my texts.tar.gz", "--tokenizer", "tok", "--out", "o")
-    command = message.partition("unpack it with ")[2].rpartition(", and name")[0]
+    command = message.partition("unpack it with ")[2].rpartition(", and use")[0]
     subprocess.run(command, shell=True, check=True)
     assert main(["prepare", "my texts", "--tokenizer", "tok", "--out", "o"]) == 0
 

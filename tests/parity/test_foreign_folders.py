@@ -171,7 +171,7 @@ def test_litgpts_models_compute_the_same(
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
         ({"rope_adjustments": {"factor": 2.0}}, "rope_adjustments other than Llama 3's"),
         ({"norm_qk": True, "attn_bias": True}, "no supported family combines"),
-        ({"n_head": 0}, "whole numbers"),
+        ({"n_head": 0}, "must be integers"),
         ({"rope_base": None}, "model_config.yaml: rope_base is not a number"),
         ({"rope_base": "x"}, "model_config.yaml: rope_base is not a number"),
         ({"norm_eps": 10**400}, r"model_config.yaml is not valid YAML \(a number of more than 64"),
@@ -322,7 +322,7 @@ def test_another_rotary_base_than_that_of_the_files_is_refused(
 ) -> None:
     write(tmp_path)
     assert read_foreign(tmp_path, config={"rope_theta": base}).config["rope_theta"] == base
-    with pytest.raises(ModelError, match=f"has rope_theta {base}, .* 77: leave rope_theta out"):
+    with pytest.raises(ModelError, match=f"has rope_theta {base}, .* 77: remove rope_theta"):
         read_foreign(tmp_path, config={"rope_theta": 77})
 
 
