@@ -386,11 +386,14 @@ def test_of_a_run_folder_the_checkpoint_that_was_used_is_told(
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--tasks", "hellaswag,x", "--split", "val"], "--split is for the loss"),
-        (["--tasks", "hellaswag,x", "--seq-len", "8"], "--seq-len is for the loss"),
-        (["--tasks", "hellaswag,x", "--no-document-masking"], "--document-masking is for the loss"),
-        (["--items", "5"], "--items is for tasks"),
-        (["--task-folder", "x"], "--task-folder is for tasks"),
+        (["--tasks", "hellaswag,x", "--split", "val"], "--split applies to the loss"),
+        (["--tasks", "hellaswag,x", "--seq-len", "8"], "--seq-len applies to the loss"),
+        (
+            ["--tasks", "hellaswag,x", "--no-document-masking"],
+            "--document-masking applies to the loss",
+        ),
+        (["--items", "5"], "--items applies to tasks"),
+        (["--task-folder", "x"], "--task-folder applies to tasks"),
         (["--sample", "1"], "1 is not in the range x>=2"),
     ],
 )

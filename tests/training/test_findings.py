@@ -242,7 +242,7 @@ def test_the_best_checkpoint_is_kept_and_found(scripted: dict[str, Any]) -> None
     # Where the best one is damaged, the second best is taken.
     (checkpoint_folder(folder, 6) / "config.json").write_text("{}")
     assert resolve_model_folder(folder, best=True) == checkpoint_folder(folder, 12)
-    with pytest.raises(ConfigError, match="--best is for a run folder"):
+    with pytest.raises(ConfigError, match="--best requires a run folder"):
         resolve_model_folder(checkpoint_folder(folder, 12), best=True)
     with pytest.raises(ConfigError, match="did you mean 'run'"):
         resolve_model_folder(folder.parent / "rum", best=True)
