@@ -146,8 +146,10 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-#: Number of activations whose copies run in parallel with the computation, in each direction.
-COPIES_BESIDE = 2
+#: Number of activations whose copies run in parallel with the computation, in each direction. With
+#: one, a checkpointed layer's copy overlaps the next layer's computation; with two, full
+#: fine-tuning of Llama 3.2 3B is planned to take 1.3 GiB more.
+COPIES_BESIDE = 1
 
 #: A tensor on the GPU, and the event at the end of its copy.
 _Copy = tuple[Tensor, torch.cuda.Event]
