@@ -284,11 +284,11 @@ class Run:
         if not is_open and steps == before:
             return
         self.take_length()
-        words = f" of {before:,}, to end in time"
+        words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
         elif steps > before:
-            words = f" of {before:,}, to use the time"
+            words = f" instead of {before:,}, to use the time"
         self.bar.message(f"step {step}: the run will have {steps:,} steps{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
