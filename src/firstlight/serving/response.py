@@ -1,5 +1,5 @@
-"""Responses: their models, from which FastAPI generates the OpenAPI document, and the formats that
-write them, either as a single body or as server-sent events, with the log-probabilities of their
+"""Response models, from which FastAPI generates the OpenAPI document, and the formats that write
+responses, either as a single body or as server-sent events, with the log-probabilities of their
 tokens.
 """
 
@@ -143,17 +143,17 @@ class ChatCompletion(_Generated):
 
 
 def event(content: bytes) -> bytes:
-    """Return a server-sent event with JSON."""
+    """Return a server-sent event with JSON content."""
     return b"data: " + content + b"\n\n"
 
 
 class Part(NamedTuple):
-    """Part of a choice in one event or in the complete response.
+    """Part of a choice, for one event or for the complete response.
 
     Attributes:
         number: number of the choice.
-        text: its text.
-        logprobs: log-probabilities of its tokens, if the request asks for them.
+        text: text of the part.
+        logprobs: log-probabilities of the part's tokens, if the request asks for them.
         finish_reason: "stop" or "length" if the choice ends here.
     """
 
@@ -164,20 +164,20 @@ class Part(NamedTuple):
 
 
 class ResponseFormat:
-    """Base class of response formats; writes the response to one request.
+    """Base class of response formats. An instance writes the response to one request.
 
     Args:
-        model: the model's name.
+        model: name of the model.
         fingerprint: `system_fingerprint`, which changes with the weights and the software.
         texts: bytes of the tokens; None if the request does not ask for log-probabilities.
             prompt_tokens: total number of tokens in all prompts.
         choices: number of choices.
-        includes_usage: True if the last event has the token counts; the field `usage` of the other
-            events is then null.
+        includes_usage: True if the last event contains the token counts; the field `usage` of the
+            other events is then null.
 
     Attributes:
         prefix: beginning of the response's id.
-        kind: model of the complete response.
+        kind: response model of the complete response.
         event_object: field `object` of an event.
     """
 
@@ -197,7 +197,7 @@ class ResponseFormat:
     ) -> None:
         self._texts, self.prompt_tokens = texts, prompt_tokens
         self._completion_tokens = 0
-        #: Updates for each choice that have not been written yet; None before its first event.
+        #: Updates of each choice that have not been written yet, or None before its first event.
         self._updates: list[list[Update] | None] = [None] * choices
         self._tail = {"usage": None} if includes_usage else {}
         self._head: dict[str, Any] = {
@@ -208,13 +208,13 @@ class ResponseFormat:
         }
 
     def add(self, index: int, update: Update) -> None:
-        """Add the result of a step for a choice."""
+        """Add the result of one step for a choice."""
         updates = self._updates[index] = self._updates[index] or []
         updates.append(update)
         self._completion_tokens += update.tokens
 
     def _take(self, index: int) -> Part:
-        """Return the pending updates of a choice and clear them."""
+        """Return the pending updates of a choice, and clear them."""
         updates = self._updates[index] or []
         self._updates[index] = []
         return Part(
@@ -233,7 +233,7 @@ class ResponseFormat:
         return content.model_dump_json().encode()
 
     def events(self, updates: Iterable[tuple[int, Update]]) -> bytes:
-        """Add results of steps; return the events for the new results."""
+        """Add the results of steps. Return the events for the new results."""
         found: list[Any] = []
         for index, update in updates:
             if self._updates[index] is None:
@@ -244,7 +244,7 @@ class ResponseFormat:
         return b"".join(self._event(choices=[piece], **self._tail) for piece in found)
 
     def last_event(self) -> bytes:
-        """Return the event with the token counts if the request asks for it."""
+        """Return the event with the token counts, if the request asks for it."""
         return self._event(choices=[], usage=self._usage()) if self._tail else b""
 
     def _event(self, **fields: Any) -> bytes:
@@ -259,21 +259,21 @@ class ResponseFormat:
         )
 
     def _choice(self, part: Part) -> dict[str, Any]:
-        """Return a choice for the complete response."""
+        """Return a choice of the complete response."""
         raise NotImplementedError
 
     def _opening(self, index: int) -> Sequence[Any]:
-        """Return the choices for the events that precede the first text of a choice."""
+        """Return the choices of the events that precede the first text of a choice."""
         raise NotImplementedError
 
     def _pieces(self, part: Part) -> Sequence[Any]:
-        """Return the choices for the events of a part."""
+        """Return the choices of the events for a part."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt of a choice, for a completion with `echo`.
+    """Prompt of a choice, for a completion with `echo`.
 
     Attributes:
         prompt: text of the prompt.
@@ -337,8 +337,7 @@ class ChatFormat(ResponseFormat):
         self._calls = [0] * len(self._parsers)
 
     def _answer(self, part: Part) -> tuple[list[AnswerPart], _ChatFinishReason | None]:
-        """Return the parts of the answer that have become final with `part`, and its finish
-        reason."""
+        """Return the parts of the answer that became final with `part`, and its finish reason."""
         ended = part.finish_reason is not None
         found = self._parsers[part.number].push(part.text, ended=ended)
         self._calls[part.number] += sum(len(one.calls) for one in found)
@@ -401,7 +400,7 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """Bytes of each token of a tokenizer; `bytes_of` returns the bytes for a token id."""
+    """Bytes of each token of a tokenizer; `bytes_of` returns them for a token id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -411,7 +410,7 @@ class TokenTexts:
         self.bytes_of = functools.lru_cache(maxsize=65536)(self._bytes_of)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; for a control token, its name in UTF-8."""
+        """Return the bytes of a token; for a control token, the bytes of its name in UTF-8."""
         name = self._tokenizer.backend.id_to_token(token_id)
         if name is None:  # The model's vocabulary may be larger than the tokenizer's.
             return b""
