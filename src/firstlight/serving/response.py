@@ -423,11 +423,11 @@ class TokenTexts:
         return (name.replace("▁", " ") if self._spaces else name).encode()
 
     def vocabulary(self, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
-        """Return the vocabulary of a model for `Grammars`.
+        """Return a model's vocabulary for `Grammars`.
 
         Args:
             vocab_size: number of tokens in the model's vocabulary.
-            ends: ids that end a text.
+            ends: ids of tokens that end a text.
 
         Raises:
             SchemaError: the tokenizer's text is not the concatenation of its tokens' bytes.
@@ -445,7 +445,7 @@ class TokenTexts:
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
-        """Return the field `logprobs` of a chat's choice."""
+        """Return the field `logprobs` of a chat choice."""
         content = [
             ChosenChatToken.model_construct(
                 **self._chat_token(entry.token_id, entry.logprob),
@@ -464,7 +464,8 @@ class TokenTexts:
 
     def name(self, token_id: int) -> str:
         """Return the name of a token in `/v1/completions`: its text, or a name such as
-        `bytes:\\xe2` if its bytes are only part of a character."""
+        `bytes:\\xe2` if its bytes form only part of a character.
+        """
         content = self.bytes_of(token_id)
         try:
             return content.decode()
@@ -473,12 +474,13 @@ class TokenTexts:
 
 
 class LogprobsWriter:
-    """Writes the field `logprobs` for one choice of a completion, either for the complete choice or
-    event by event.
+    """Writes the field `logprobs` of one completion choice, either for the complete choice or event
+    by event.
 
     Args:
         texts: bytes of the tokens.
-        echo: the prompt if the choice begins with it; its log-probabilities are written first.
+        echo: the prompt, if the choice begins with it; the prompt's log-probabilities are written
+            first.
     """
 
     def __init__(self, texts: TokenTexts, echo: Echo | None) -> None:
@@ -510,7 +512,8 @@ class LogprobsWriter:
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """Return a mapping from name to log-probability for the most likely tokens and the chosen
-        token. If several tokens have the same name, the highest log-probability is used."""
+        token. If several tokens share a name, the highest log-probability is used.
+        """
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             name = self._texts.name(token_id)
@@ -524,8 +527,8 @@ class LogprobsWriter:
         if self._texts.adds_text(token_id):
             content = self._texts.bytes_of(token_id)
         if not 0x80 <= (content or b"\x80")[0] < 0xC0:
-            # The token does not begin with a UTF-8 continuation byte. If the last character is
-            # incomplete, it counts as one replacement character.
+            # The token does not begin with a UTF-8 continuation byte. An incomplete last character
+            # is counted as one replacement character.
             self._offset += len(self._characters.decode(b"", final=True))
         offset = max(self._offset, 0)
         self._offset += len(self._characters.decode(content))
