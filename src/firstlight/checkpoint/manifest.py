@@ -416,7 +416,8 @@ def best_saved(run_folder: Path) -> list[Saved]:
 def _line(found: Sequence[Saved]) -> list[Saved]:
     """Return the newest checkpoint and its ancestors (following `parent`), newest first. They
     determine which checkpoints are on a dead branch, and include checkpoints that were replaced at
-    the same step."""
+    the same step.
+    """
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):
         if one.sequence and (not line or one.sequence <= line[-1].parent):
