@@ -1,6 +1,7 @@
 """Loss, perplexity and bits per byte on a split of prepared data or on a sample of its rows, and
 the loss by token position. By default, a model is evaluated with the data and options of its
-training."""
+training.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +50,11 @@ class RowOptions(TypedDict, total=False):
         seq_len: number of tokens per row.
         batch_size: number of rows per forward pass; affects only the speed.
         device: device of the model.
-        document_masking: True lets tokens attend only to their own document, as in training with
+        document_masking: True to let tokens attend only to their own document, as in training with
             `data.document_masking`.
         first_id: token id that is inserted before the split's very first token, so that this token
-            is also predicted and all bytes of the text count. None skips that token.
-        on_rows: function that is called after each batch with the numbers of completed and of all
-            rows.
+            is predicted, too, and all bytes of the text are counted. None skips that token.
+        on_rows: called after each batch with the number of completed rows and the total number.
     """
 
     seq_len: Required[int]
@@ -73,13 +73,13 @@ def load_for_evaluation(
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
-        best: True loads a run folder's checkpoint with the lowest validation loss instead of the
+        best: True to load a run folder's checkpoint with the lowest validation loss instead of the
             newest.
 
     Raises:
         ConfigError: the device does not exist, or `best` is True and `checkpoint` is not a run
             folder.
-        ModelError, CheckpointError: the model can't be used.
+        ModelError, CheckpointError: the model is unusable.
     """
     hardware = find_hardware(device)
 
@@ -97,7 +97,7 @@ def load_for_evaluation(
 
 
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
-    """Return `checkpoint` if it is a loaded model, else the result of `load_for_evaluation`.
+    """Return `checkpoint` if it is a loaded model, otherwise the result of `load_for_evaluation`.
 
     Raises:
         ModelError: the loaded model's files have changed; see `LoadedModel.require_unchanged`.
@@ -116,8 +116,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
         loaded, data, split: see `evaluated_folder`.
 
     Raises:
-        DataError: the data consists of preference pairs, or another reason listed in
-            `evaluated_folder`.
+        DataError: the data consists of preference pairs, or see `evaluated_folder`.
     """
     folder = evaluated_folder(loaded, data, split)
     dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
@@ -133,7 +132,7 @@ def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
     """Return the description of the data that the model was trained on; see `trained_on`.
 
     Raises:
-        CheckpointError: the model's checkpoint is deleted or damaged.
+        CheckpointError: the model's checkpoint was deleted or is damaged.
     """
     return trained_on(loaded.folder) if loaded.trained_on is None else loaded.trained_on
 
@@ -141,13 +140,13 @@ def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
 def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
-    """Return the options of an evaluation, with the values of training for arguments that are None.
+    """Return the options of an evaluation. Arguments that are None get the values used in training.
 
     Args:
         loaded: the model.
         dataset: the split to evaluate.
-        seq_len: number of tokens per row; None uses the value of training, or else the model's
-            context, but at most 1,024.
+        seq_len: number of tokens per row. None uses the value from training or, if it is unknown,
+            the model's context length, but at most 1,024.
         document_masking: see `RowOptions`.
 
     Raises:
@@ -171,13 +170,13 @@ def options_of_training(
 def evaluated_folder(
     loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
 ) -> Path:
-    """Return the local folder of the data, downloading it if it is at a URL.
+    """Return the local folder of the data, downloading data at a URL first.
 
     Args:
         loaded: the model.
         data: a prepared folder or its URL; None uses the data that the model was trained on.
         split: name of the split to download.
-        progress: show a progress bar of the download.
+        progress: True to show a progress bar during the download.
 
     Raises:
         DataError: `data` is None and the model's training data is unknown or a mix of several
@@ -200,11 +199,12 @@ def evaluated_folder(
 
 
 def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
-    """Refuse data that was prepared with another tokenizer than the model's.
+    """Raise an error for data that was prepared with a different tokenizer than the model's.
 
     Raises:
         ModelError: the model has no tokenizer.
-        DataError: the tokenizers differ, or the data has token ids beyond the model's vocabulary.
+        DataError: the tokenizers differ, or the data contains token ids beyond the model's
+            vocabulary.
     """
     if tokenizer_of(loaded).fingerprint != dataset.manifest["tokenizer_sha256"]:
         raise DataError(
@@ -261,8 +261,8 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
     """Return the indices of the rows to evaluate.
 
     Args:
-        total: number of rows of the split.
-        limit: maximum number of rows, spread evenly over the split; 0 means all.
+        total: number of rows in the split.
+        limit: maximum number of rows, spread evenly over the split; 0 means all rows.
     """
     if limit == 0 or limit >= total:
         return list(range(total))
@@ -308,7 +308,7 @@ def losses_of_rows(
             losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
         if on_rows is not None:
             on_rows(start + len(part), len(rows))
-    # Row 0 predicts all tokens but the split's first, which is predicted from `first_id`.
+    # Row 0 predicts all tokens except the split's first, which is predicted from `first_id`.
     if rows and rows[0] == 0 and dataset.predicts_first(first_id):
         input_ids = torch.tensor([[first_id]], device=device)
         labels = torch.from_numpy(dataset[0:1])[None].to(device)

@@ -208,22 +208,25 @@ def tie(weights: dict[str, Any]) -> None:
 
 
 def optimizer_states(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a checkpoint's optimizer states. A bare state_dict has none, since its
-    values are tensors."""
+    """Return the keys of a checkpoint's optimizer states. A bare state_dict does not contain any,
+    because its values are tensors.
+    """
     return [
         key for key, value in content.items() if "optim" in str(key) and isinstance(value, Mapping)
     ]
 
 
 def is_number(value: Any) -> bool:
-    """Return True for integers, floats and, as in Python, booleans, which are the values of some
-    keys."""
+    """Return True for integers, floats and, as in Python, booleans, because some keys have boolean
+    values.
+    """
     return isinstance(value, (int, float))
 
 
 def require_range(path: Path, values: Mapping[Any, Any]) -> None:
-    """Refuse NaN, infinity and numbers of 2^63 or more. They are never valid settings, and very
-    large integers can't be converted to floats or printed."""
+    """Reject NaN, infinity and numbers of 2^63 or more. They are never valid settings, and very
+    large integers can't be converted to floats or printed.
+    """
     for key, value in values.items():
         if isinstance(key, str) and is_number(value) and not abs(value) < 2**63:
             raise ModelError(f"{path}: {key} is not finite or is 2^63 or more: copy the file again")
