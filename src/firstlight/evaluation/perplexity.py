@@ -327,28 +327,28 @@ def evaluate_split(
     processes: int = 1,
     **options: Unpack[RowOptions],
 ) -> Evaluation:
-    """Evaluate non-overlapping rows. Every token is predicted once, from the tokens before it in
-    its row; with document masking, only from those in the same document.
+    """Evaluate non-overlapping rows. Each token is predicted once, from the preceding tokens in its
+    row; with document masking, only from those in the same document.
 
-    Bits per byte assume the mean loss for tokens that are not predicted. Losses of rows are added
-    without rounding. The last fp32 digits of a row's loss depend on its batch: results with
+    For tokens that are not predicted, bits per byte assume the mean loss. The losses of rows are
+    added without rounding. The last fp32 digits of a row's loss depend on its batch: results with
     different batch sizes agree to a relative 1e-6.
 
     Args:
-        loss_sum: function from input_ids and labels, int64 [B, T], and with document masking
+        loss_sum: function that maps input_ids and labels, int64 [B, T], and with document masking
             document_ids, to the summed loss in nats: a scalar [] for the batch, or [B] for its
             rows.
         dataset: the split.
-        rows: indices of the evaluated rows, ascending; None means all.
-        drawn: True if the rows were drawn at random, which adds standard errors to the result.
-            Requires a loss function that returns the loss of each row.
+        rows: indices of the rows to evaluate, ascending; None means all rows.
+        drawn: True if the rows were drawn at random, which adds standard errors to the result. This
+            requires a loss function that returns the loss of each row.
         rank, processes: rank of this process and number of processes that share the batches. All
-            processes get the same result, which equals that of a single process.
+            processes get the same result, which equals the result of a single process.
         options: see `RowOptions`.
 
     Raises:
-        DataError: there is no token to predict (with document masking, all documents have one
-            token).
+        DataError: there is no token to predict (with document masking, if all documents have only
+            one token).
     """
     seq_len, masking = options["seq_len"], options.get("document_masking", False)
     total = dataset.num_rows(seq_len)
@@ -374,8 +374,8 @@ def evaluate_split(
         split=dataset.split,
         seq_len=seq_len,
         document_masking=masking,
-        # Delta method: the standard error of a function of the loss is that of the loss times the
-        # derivative.
+        # Delta method: the standard error of a function of the loss is the standard error of the
+        # loss times the derivative.
         loss_stderr=error,
         perplexity_stderr=None if error is None else perplexity * error,
         bits_per_byte_stderr=None if error is None else error * bits_a_nat,
@@ -391,7 +391,7 @@ def _shared_losses(
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:
-    """Return the losses of all rows on all processes, where each row is computed by one process."""
+    """Return the losses of all rows in all processes. Each row is computed by one process."""
     own, extra = _own_batches(rows, options["batch_size"], rank, processes)
     losses = losses_of_rows(loss_sum, dataset, own, **options)
     if extra:
@@ -405,9 +405,10 @@ def _shared_losses(
 def _own_batches(
     rows: list[int], batch_size: int, rank: int, processes: int
 ) -> tuple[list[int], list[int]]:
-    """Return this rank's rows and the rows of an uncounted batch, which is [] unless other ranks
+    """Return this rank's rows, and the rows of an uncounted batch, which is [] unless other ranks
     have one more batch. With a sharded model, all ranks need the same number of forward passes,
-    because they gather each layer together."""
+    because they gather each layer together.
+    """
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     own = batches[rank::processes]
     most = -(-len(batches) // processes)
@@ -441,25 +442,25 @@ def evaluate(
     standard errors from a random sample of its rows.
 
     Args:
-        checkpoint: a folder or hub id as in `firstlight.load`, or the model that it returned.
+        checkpoint: a folder or hub id as in `firstlight.load`, or a model returned by that
+            function.
         data: a prepared folder or its URL; None uses the data that the model was trained on.
         split: "val" or "train".
-        sample: number of rows, drawn at random without replacement. None, or a number that is not
-            below the number of rows, evaluates the entire split.
-        seed: seed of the sample.
-        seq_len: tokens of a row; None is that of training, or else the model's context, 1,024 at
-            most.
+        sample: number of rows, drawn at random without replacement. None, or a number that is at
+            least the number of rows, evaluates the entire split.
+        seed: random seed of the sample.
+        seq_len: number of tokens per row. None uses the value from training or, if it is unknown,
+            the model's context length, but at most 1,024.
         batch_size: number of rows per forward pass.
-        document_masking: True lets tokens attend only to their own document; None uses the setting
-            of training. Different conversations never attend to each other.
+        document_masking: True to let tokens attend only to their own document; None uses the
+            setting from training. Different conversations never attend to each other.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
-        on_rows: function that is called after each batch with the numbers of completed and of all
-            rows.
+        on_rows: called after each batch with the number of completed rows and the total number.
 
     Raises:
         ConfigError: sample, seed, seq_len, batch_size or device is invalid.
-        DataError: the data is missing, damaged, or of another tokenizer.
-        ModelError, CheckpointError: the model can't be used.
+        DataError: the data is missing or damaged, or was prepared with a different tokenizer.
+        ModelError, CheckpointError: the model is unusable.
     """
     given = {"seq_len": seq_len, "batch_size": batch_size, "sample": sample, "seed": seed}
     for (name, value), minimum in zip(given.items(), (1, 1, 2, 0), strict=True):
@@ -493,12 +494,12 @@ _STRETCHES = 16
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """Loss of the tokens in one range of positions.
+    """Loss of the tokens in a range of positions.
 
     Attributes:
-        first, last: first and last position of the range. The position of a prediction is that of
-            the input token at which it is made, counted from 0 in the row, or in the document with
-            document masking.
+        first, last: first and last position of the range. The position of a prediction is the
+            zero-based position of its input token in the row or, with document masking, in the
+            document.
         tokens: number of predicted tokens.
         loss: mean cross-entropy in nats per token.
         perplexity: exp(loss).
@@ -541,8 +542,8 @@ def evaluate_by_position(
 ) -> ByPosition:
     """Evaluate the loss in each of 16 equal ranges of positions. Ranges without tokens are omitted.
 
-    The arguments are those of `evaluate`, except that for a model with rotary position embeddings
-    `seq_len` may be longer than its context.
+    The arguments are the same as for `evaluate`, except that for a model with rotary position
+    embeddings `seq_len` may exceed its context length.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: see `evaluate`.
@@ -582,8 +583,8 @@ def evaluate_by_position(
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss, fp64 [T], and the number of predicted tokens, int64 [T], at each
-    position, on the CPU.
+    """Return, for each position, the summed loss, fp64 [T], and the number of predicted tokens,
+    int64 [T], on the CPU.
 
     Args:
         model: the model.
