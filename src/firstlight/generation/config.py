@@ -15,14 +15,14 @@ _MOST_BEAMS = 64
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Settings of sampling, beam search and text length.
+    """Settings of sampling, beam search and the length of the new text.
 
     Attributes:
         max_new_tokens: maximum number of new tokens.
-        temperature: divisor of the logits. A higher temperature makes unlikely tokens more
-            probable; 0 always chooses the most likely token.
-        top_k: number of most likely tokens to choose from, plus any tied with the last of them; 0
-            is off.
+        temperature: divisor of the logits; a higher temperature gives unlikely tokens more
+            probability; 0 always chooses the most likely token.
+        top_k: number of most likely tokens to choose from, together with any that are as likely as
+            the last of them; 0 is off.
         top_p: probability mass to choose from: only the smallest set of most likely tokens whose
             probabilities sum to at least this value is kept; 1 is off (Holtzman et al. 2020).
             Applied after temperature and top_k.
@@ -31,14 +31,15 @@ class SamplingConfig:
             (Nguyen et al. 2024). Applied after temperature and before top_k and top_p.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
             tokens that the prompt or the new text contains; 1 is off (Keskar et al. 2019).
-        stop: texts that end the continuation; they are not included in it.
+        stop: texts that end the continuation; they are not part of it.
         logprobs: number of most likely tokens whose log-probabilities are returned for each new
             token, in addition to the token's own; None returns none.
-        frequency_penalty: number from -2 to 2, subtracted from a token's logit once for each time
-            the token was chosen; 0 is off. Defined as in OpenAI's API.
-        presence_penalty: number from -2 to 2, subtracted from the logit of each token that was
-            chosen before; 0 is off. Defined as in OpenAI's API.
-        logit_bias: number from -100 to 100 for each token id, added to the token's logit.
+        frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each
+            time that it was chosen; 0 is off. Defined as in OpenAI's API.
+        presence_penalty: number from -2 to 2 that is subtracted from the logit of each token that
+            was chosen before; 0 is off. Defined as in OpenAI's API.
+        logit_bias: mapping from token id to a number from -100 to 100 that is added to the token's
+            logit.
         prompt_logprobs: number of most likely tokens whose log-probabilities are returned for each
             token of the prompt, in addition to the token's own; None returns none. If set,
             `max_new_tokens` may be 0.
