@@ -268,19 +268,19 @@ def shared_newest(
     branch_from: Path | None,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """Return the checkpoint from which all processes continue: the run's own, or the one to branch
-    off from; None for a new run.
+    """Return the checkpoint from which all processes continue: the run's newest checkpoint, or the
+    checkpoint to branch off from, or None for a new run.
 
     Args:
         engine: the engine of the run.
         run_folder: the run folder.
         resume: True to continue from the run's newest checkpoint.
-        branch_from: checkpoint of another run, used if the run does not have a checkpoint yet.
+        branch_from: checkpoint of another run, used if this run does not have a checkpoint yet.
         tell: called with each message to the user.
 
     Raises:
-        CheckpointError: the run folder has checkpoints, but `resume` is False; a checkpoint belongs
-            to another run or is about to be deleted; or a process does not see it.
+        CheckpointError: the run folder contains checkpoints, but `resume` is False; a checkpoint
+            belongs to another run or is about to be deleted; or a process does not see it.
     """
 
     def find() -> str | None:
@@ -301,10 +301,10 @@ def shared_newest(
 
 
 def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
-    """Return the resolved recipe of the run that is resumed, whose values for "auto" are kept; {}
-    if there is none.
+    """Return the resolved recipe of the run being resumed, whose values for "auto" keys are kept,
+    or {} if there is none.
 
-    A run that was killed before its first checkpoint has left the recipe as a file.
+    A run that was killed before its first checkpoint has left its recipe as a file.
     """
     if newest is not None:
         found: dict[str, Any] = load_trainer_state(newest).get("recipe", {})
@@ -319,15 +319,16 @@ def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dic
         now.global_batch_tokens,
         now.ramp_start_tokens,
     )
-    # A different global batch needs a different division into micro-batches.
+    # A different global batch must be split into micro-batches differently.
     return before.model_dump(exclude=None if same else {"batch"})
 
 
 def _newest_checkpoint(
     run_folder: Path, resume: bool, branch_from: Path | None, tell: Callable[[str], None]
 ) -> Path | None:
-    """Return the checkpoint from which the run continues; None to start a new run. See
-    `shared_newest`."""
+    """Return the checkpoint from which the run continues, or None to start a new run. See
+    `shared_newest`.
+    """
     for problem in foreign_checkpoints(run_folder):
         raise CheckpointError(
             f"{problem}: move it out of the folder (--init-from starts a new run from its weights)"
@@ -344,7 +345,7 @@ def _newest_checkpoint(
         if not (folder / MANIFEST_NAME).is_file():
             tell(f"warning: {folder} has no {MANIFEST_NAME}: it is not a checkpoint and is ignored")
     for problem in problems:
-        # A damaged checkpoint costs the steps since the previous one, but not the run.
+        # A damaged checkpoint costs the steps since the previous checkpoint, but not the run.
         tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from
