@@ -26,11 +26,16 @@ from firstlight.finetuning.choices import (
     choose_tuning,
     row_of,
 )
+from firstlight.finetuning.run import FineTuning
 from firstlight.from_texts import machine as machine_module
 from firstlight.from_texts.plan import Choice, Choices
+from firstlight.from_texts.request import Request
 from firstlight.from_texts.result import TextRun, result_lines
 from firstlight.from_texts.run import train_texts
 from firstlight.from_texts.scan import conversations_in, require_texts
+from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_files
+from firstlight.lora.layers import LoraConfig, adapter_tensors, add_lora
+from firstlight.lora.loading import load_model
 from firstlight.models import empty_model
 from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
@@ -43,7 +48,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.training.forecast import Forecast
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
-from firstlight.weights.stored import save_weights
+from firstlight.weights.stored import save_tensors, save_weights
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -203,6 +208,21 @@ def test_adapters_are_trained_where_all_weights_do_not_fit(
     assert run.choices is not None
     assert run.choices["lora.rank"] == 2
     assert run.choices["optimizer.learning_rate"] == pytest.approx(0.013, rel=0.1)
+
+
+def test_conversations_for_an_adapter_without_tokenizer_use_that_of_its_base(
+    tmp_path: Path, model: Path
+) -> None:
+    config, adapted = LoraConfig(rank=2), load_model(model, mode="sequential").model
+    add_lora(adapted, config, torch.Generator().manual_seed(1))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name, text in adapter_files(adapted, config, str(model)).items():
+        (adapter / name).write_text(text, encoding="utf-8")
+    save_tensors(adapter_tensors(adapted), adapter / ADAPTER_WEIGHTS_NAME)
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(20))
+    request = Request([str(chats)], init_from=str(adapter))
+    assert FineTuning(request, lambda _: None, progress=False).content_key
 
 
 def test_texts_go_on_with_pretraining(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:

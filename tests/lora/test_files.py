@@ -37,6 +37,7 @@ from firstlight.lora.layers import (
 )
 from firstlight.lora.loading import base_identity, load_model
 from firstlight.models import GPT2Config, LlamaConfig, Model, ModelConfig, empty_model
+from firstlight.models.accounting import meta_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import read_config, training_notes
 from firstlight.weights.loading import weights_to_save
@@ -472,3 +473,29 @@ def test_patterns_that_take_long_together_are_refused(
     change_config(tmp_path / "adapter", rank_pattern={f".*.*.*!{i}": 2 for i in range(2_990)})
     with pytest.raises(ModelError, match=r"adapter_config\.json: .*take too long on names"):
         load_model(tmp_path / "adapter")
+
+
+def test_info_of_an_adapter_that_unties_the_head_counts_both_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = write_base(tmp_path / "base", "tied"), tmp_path / "adapter"
+    write_adapter(adapter, base, modules_to_save=["embed_tokens", "lm_head"])
+    told = []
+    for folder in (base, adapter):
+        assert main(["info", str(folder), "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert [one["config"]["tie_word_embeddings"] for one in told] == [True, False]
+    assert told[1]["parameters"] - told[0]["parameters"] == 320 * 16
+    assert load_model(adapter).model.config.model_dump() == told[1]["config"]
+
+
+def test_info_of_an_adapter_with_new_tokens_leaves_the_shared_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = write_base(tmp_path / "base", "tied"), tmp_path / "adapter"
+    write_adapter(adapter, base, trainable_token_indices=[318, 319])
+    change_config(adapter, trainable_token_indices={"embed_tokens": [320, 321]})
+    assert main(["info", str(adapter), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["vocab_size"] == 322
+    config = read_config(base)
+    assert meta_model(config).config == config

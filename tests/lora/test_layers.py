@@ -22,6 +22,7 @@ from firstlight.lora.layers import (
     fill_adapter,
     lora_parameters,
     merge_lora,
+    with_new_tokens,
 )
 from firstlight.models import (
     GPT2,
@@ -504,3 +505,51 @@ def test_adapters_go_and_come_back_whole() -> None:
     assert not torch.equal(logits(one), logits(two))
     fill_adapter(two, tensors, "the adapter")
     assert torch.equal(logits(one), logits(two))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"targets": ["q_proj", "lm_head"], "trainable_token_indices": [5, 3]},
+        {"targets": ["q_proj", "lm_head"], "trainable_token_indices": {"lm_head": [5]}},
+        {"modules_to_save": ["lm_head"], "trainable_token_indices": [5, 3]},
+    ],
+)
+def test_tied_head_changed_twice_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"both change .*lm_head|both change .* tied to it"):
+        adapted(some_model("tied"), **settings)
+
+
+def test_tied_head_beside_an_embedding_trained_in_full_is_shared() -> None:
+    settings = {"targets": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
+    shared = adapted(some_model("tied"), ensure_weight_tying=True, **settings)
+    assert not [name for name in lora_parameters(shared) if name.startswith("lm_head")]
+    assert shared.lm_head.weight is shared.embedding.weight
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("llama", {"targets": ["lm_head"]}, "targets changes lm_head, .* for lm_head$"),
+        ("llama", {"targets": ["embed_tokens"]}, "targets changes embed_tokens, .* embed_tokens$"),
+        ("tied", {"targets": ["q_proj", "lm_head"]}, "lm_head, .* for embed_tokens and lm_head$"),
+        ("tied", {"modules_to_save": ["lm_head"]}, "modules_to_save changes lm_head, .* 2 new"),
+    ],
+)
+def test_new_tokens_beside_another_adapter_of_their_table_are_refused(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    config = LoraConfig(**settings)
+    with pytest.raises(ConfigError, match=message) as caught:
+        with_new_tokens(some_model(name), config, 35, 37)
+    assert "token_indices" not in str(caught.value)
+    tables = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    model = some_model(name)
+    accepted = with_new_tokens(model, LoraConfig(**settings | tables), 35, 37)
+    assert accepted.trainable_token_indices == {}
+    add_lora(model, accepted, None)
+
+
+def test_module_to_save_that_is_missing_is_refused_with_the_names_of_all_modules() -> None:
+    with pytest.raises(ConfigError, match=r"are down_proj, embed_tokens, .*lm_head"):
+        adapted(some_model("tied"), modules_to_save=["nothing"])

@@ -151,7 +151,11 @@ def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(
 
 @pytest.mark.parametrize("lora", [{"targets": ["q_proj"], "use_rslora": True}, WIDE, ROWS])
 def test_adapter_trained_further_keeps_its_base_and_settings(
-    lora: dict[str, Any], recipe: dict[str, Any], base: Path, tmp_path: Path
+    lora: dict[str, Any],
+    recipe: dict[str, Any],
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = lora_recipe(recipe, rank=3, alpha=5.0, **lora)
     settings["optimizer"] = {"learning_rate": 0.01}
@@ -178,6 +182,12 @@ def test_adapter_trained_further_keeps_its_base_and_settings(
     train(parse_recipe(further), resume=True)
     again = safetensors.torch.load_file(two / ADAPTER_WEIGHTS_NAME)
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors[1].items())
+    shutil.rmtree(two)
+    further["lora"] = {"rank": 9, "dropout": 0.5}
+    capsys.readouterr()
+    train(parse_recipe(further), resume=True, progress=True)
+    assert "warning: not used: lora.rank\n" in "".join(capsys.readouterr())
+    assert json.loads((two / "adapter_config.json").read_text())["lora_dropout"] == 0.5
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's

@@ -106,7 +106,8 @@ def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     from firstlight.checkpoint.selection import trained_on
-    from firstlight.lora.files import adapter_chain, config_folder, fit_vocabulary
+    from firstlight.lora.files import adapter_chain, config_folder
+    from firstlight.lora.loading import model_without_weights
     from firstlight.models.accounting import (
         cache_bytes_per_token,
         count_parameters,
@@ -117,11 +118,9 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     from firstlight.weights.loading import fitting_tensors, nonfinite_tensor, stored_values
 
     config = read_config(config_folder(folder))
-    model = meta_model(config)
     *adapters, base = adapter_chain(folder)
-    stored = fitting_tensors(model, base)
-    for adapter in reversed(adapters):
-        fit_vocabulary(model, adapter, vocab_multiple=1)
+    stored = fitting_tensors(meta_model(config), base)
+    model, _ = model_without_weights(folder, config)
     config, count = model.config, count_parameters(model)
     dtype = stored[next(iter(stored))].dtype
     tokenizer = tokenizer_of(folder) or tokenizer_of(base)

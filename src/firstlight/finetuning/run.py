@@ -447,6 +447,7 @@ class Conversations:
     ) -> None:
         # Imported only here, because they import torch, and the first line of `train TEXTS` comes
         # before that.
+        from firstlight.checkpoint.selection import resolve_tokenizer
         from firstlight.data.packing import ExampleDataset, chat_notes
         from firstlight.recipe import parse_recipe
         from firstlight.training.datasets import open_splits
@@ -469,7 +470,9 @@ class Conversations:
             self.section["val_files"] = [source.name for source in splits.val]
         config = parse_recipe({"data": self.section}, "the chosen recipe", own).data
         self._sources = splits.val or splits.train
-        train, self.val = open_splits(config, tell, tokenizer=lambda: folder, progress=progress)
+        train, self.val = open_splits(
+            config, tell, tokenizer=lambda: resolve_tokenizer(folder), progress=progress
+        )
         assert isinstance(train, ExampleDataset)
         self.train, lengths = train, train.lengths
         usual = int(np.quantile(lengths, USUAL_SHARE, method="higher"))

@@ -353,6 +353,38 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
         ModelError: a file is missing or damaged, needs an unsupported setting, or doesn't fit the
             model (named).
     """
+    settings, stored, copies = _read_layout(model, folder, vocab_multiple)
+    path = folder / ADAPTER_WEIGHTS_NAME
+    is_changed = _take_base_tables(
+        model, {name: stored[name] for name in copies}, path, vocab_multiple
+    )
+    values = {name: _read(tensor) for name, tensor in stored.items() if name not in copies}
+    embedding, head = f"{PREFIX}{model.embedding_name}.lora_embedding_", f"{PREFIX}{HEAD}.lora_"
+    if _ensures_tie(model, settings) and f"{embedding}A" in values:
+        values[f"{head}A.weight"] = values[f"{embedding}B"].T
+        values[f"{head}B.weight"] = values[f"{embedding}A"].T
+    return Adapter(settings, values, is_changed)
+
+
+def adapter_lora(model: Model, folder: Path) -> LoraConfig:
+    """Return the settings with which `add_lora` makes the adapter in a folder, without reading its
+    values. If the adapter comes with tokens that the model lacks, the model gets them.
+
+    Args:
+        model: the base model without adapters, on any device.
+        folder: the adapter's folder.
+
+    Raises:
+        ModelError: see `read_adapter`.
+    """
+    return _read_layout(model, folder, 1)[0]
+
+
+def _read_layout(
+    model: Model, folder: Path, vocab_multiple: int
+) -> tuple[LoraConfig, dict[str, StoredTensor], set[str]]:
+    """Return an adapter's settings, the tensors of its file, and the names of those that are copies
+    of the base model's. Arguments and errors as in `read_adapter`."""
     config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
         raise ModelError(
@@ -391,14 +423,7 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
                 f"{nearest(layer, layers)}"
             )
         _require_rank(model, layer, settings, stored, path)
-    copies = {name: tensor for name, tensor in others.items() if name not in full}
-    is_changed = _take_base_tables(model, copies, path, vocab_multiple)
-    values = {name: _read(tensor) for name, tensor in stored.items() if name not in copies}
-    embedding, head = f"{PREFIX}{model.embedding_name}.lora_embedding_", f"{PREFIX}{HEAD}.lora_"
-    if _ensures_tie(model, config) and f"{embedding}A" in values:
-        values[f"{head}A.weight"] = values[f"{embedding}B"].T
-        values[f"{head}B.weight"] = values[f"{embedding}A"].T
-    return Adapter(settings, values, is_changed)
+    return settings, stored, others.keys() - set(full)
 
 
 def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:

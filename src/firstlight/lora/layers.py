@@ -374,10 +374,12 @@ def add_lora(
     saved, tokens = saved_modules(model, config), token_tables(model, config)
     names = [n for n in _target_names(model, config, layers) if not _is_inside(n, saved)]
     is_tied = _keeps_tie(model, config, saved, tokens)
-    if is_tied and model.embedding_name in (*names, *tokens, *saved):
+    if is_tied and model.embedding_name in (*names, *saved):
         # The embedding's adapter is the head's too.
         names = [name for name in names if name != HEAD]
         saved = [name for name in saved if name != HEAD]
+    if is_tied and model.embedding_name in tokens:
+        # The embedding's rows are the head's too. Any other adapter of the head is refused below.
         tokens.pop(HEAD, None)
     _require_used_once(model, names, saved, tokens, is_tied=is_tied)
     model.requires_grad_(False)
@@ -439,10 +441,11 @@ def saved_modules(model: Model, config: LoraConfig) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     for target in config.modules_to_save:
         if not any(_is_target(name, target) for name in names):
-            known = sorted({name.rpartition(".")[2] for name in names} - {"layers"})
+            trained = (name for name in names if [*model.get_submodule(name).parameters()])
+            known = sorted(n for n in {n.rpartition(".")[2] for n in trained} if not n.isdigit())
             raise ConfigError(
                 f"lora.modules_to_save '{target}' matches no module of this model"
-                f"{nearest(target, known)}: there are {', '.join(n for n in known if n.isalpha())}"
+                f"{nearest(target, known)}: there are {', '.join(known)}"
             )
     return [n for n in names if any(_is_target(n, t) for t in config.modules_to_save)]
 
@@ -475,11 +478,30 @@ def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
 
 def with_new_tokens(model: Model, config: LoraConfig, first: int, end: int) -> LoraConfig:
     """Return the config with the rows of the tokens from `first` up to `end` trained in the
-    embedding and in the head, unless the config trains these tables already."""
+    embedding and in the head, unless the config trains these tables already.
+
+    Raises:
+        ConfigError: another adapter changes a table whose rows are to be trained.
+    """
     saved, tokens = saved_modules(model, config), token_tables(model, config)
     tables = [model.embedding_name]
     if not model.config.tie_word_embeddings or model.embedding_name in saved:
         tables += [] if _keeps_tie(model, config, saved, tokens) else [HEAD]
+    # A tied head has the embedding's rows.
+    is_shared = model.config.tie_word_embeddings and model.embedding_name not in saved
+    rows_of = [model.embedding_name, HEAD] if is_shared else tables
+    targets = _target_names(model, config, linear_layers(model))
+    for key, used in (
+        ("targets", [name for name in rows_of if name in targets and name not in saved]),
+        ("modules_to_save", [HEAD] if is_shared and HEAD in saved else []),
+    ):
+        if used:
+            short = [n.rpartition(".")[2] for n in (rows_of if is_shared else used)]
+            raise ConfigError(
+                f"lora.{key} changes {used[0].rpartition('.')[2]}, whose rows of the "
+                f"{end - first} new tokens are to be trained: use lora.modules_to_save for "
+                f"{' and '.join(short)}"
+            )
     for name in tables:
         if name not in saved:
             tokens[name] = sorted({*tokens.get(name, []), *range(first, end)})

@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 
+from firstlight.errors import ConfigError, ModelError
 from firstlight.files.atomic import sha256_of
 from firstlight.lora.files import (
+    ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
     Adapter,
     adapter_chain,
+    adapter_lora,
     adapter_settings,
     load_adapter,
     read_adapter,
 )
-from firstlight.lora.layers import merge_lora
-from firstlight.models import Model, ModelConfig
+from firstlight.lora.layers import LoraConfig, add_lora, merge_lora
+from firstlight.models import Model, ModelConfig, build_model
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.chat_labels import turn_end_ids
 from firstlight.weights.hub import find_model_folder
@@ -142,6 +145,35 @@ def load_model(
     return LoadedModel(
         model.eval(), tokenizer, eos_token_ids, folder, mapped, generation=generation, adapter=kept
     )
+
+
+def model_without_weights(
+    folder: Path, config: ModelConfig, *, merge: bool = True
+) -> tuple[Model, LoraConfig | None]:
+    """Return the model that `load_model` loads from a folder, on the meta device, and the settings
+    of the folder's adapter; None for a folder without an adapter.
+
+    Args:
+        folder: a model folder, or an adapter's folder.
+        config: config of the base model.
+        merge: False leaves the folder's adapter out of the model, except for its new tokens.
+
+    Raises:
+        ModelError: see `load_model`.
+    """
+    with torch.device("meta"):
+        model = build_model(config)
+    *adapters, _ = adapter_chain(folder)
+    lora: LoraConfig | None = None
+    for adapter in reversed(adapters):
+        lora = adapter_lora(model, adapter)
+        if merge or adapter != adapters[0]:
+            try:
+                add_lora(model, lora, None)
+            except ConfigError as error:
+                raise ModelError(f"{adapter / ADAPTER_CONFIG_NAME}: {error}") from error
+            merge_lora(model)
+    return model, lora
 
 
 def base_identity(folder: Path) -> str:

@@ -6,6 +6,7 @@ A run with `lora` trains adapters of a frozen base model. Its checkpoints only n
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,7 +227,7 @@ def first_model(
             "distributed.engine fsdp"
         )
     if recipe.lora is not None and newest is not None:
-        return resumed_base(recipe, newest)
+        return resumed_base(recipe, newest, tell)
     if recipe.lora is not None and init_from is None:
         raise ConfigError(
             "lora trains adapters of an existing model: name it with --init-from, or leave the "
@@ -316,8 +317,9 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
         return read(folder)
 
 
-def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
-    """Load the base model of a resumed run, with its weights.
+def resumed_base(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> FirstModel:
+    """Load the base model of a resumed run, with its weights. If the start gave the run's `lora`
+    section, only dropout and quantisation are read from the recipe's.
 
     Raises:
         CheckpointError: the run had no `lora` section, or its base model is missing or has changed.
@@ -331,6 +333,9 @@ def resumed_base(recipe: Recipe, newest: Path) -> FirstModel:
     if not isinstance(saved, dict) or not all(isinstance(saved.get(k), str) for k in _BASE_KEYS):
         raise CheckpointError(f"{newest}: trainer_state.json is damaged: it names no base model")
     base = LoraBase(saved["name"], saved["sha256"], saved.get("lora"))
+    if base.lora is not None and recipe.lora is not None:
+        lora = _with_own_keys(recipe.lora, LoraConfig.model_validate(base.lora), tell)
+        base = dataclasses.replace(base, lora=lora.model_dump())
     try:
         folder = resolve_model_folder(base.name)
         found = base_identity(folder)
@@ -575,13 +580,30 @@ def _continued(
             f"{init_from} holds another embedding than its base and does not train it: merge it "
             f"with `firstlight convert {init_from} --to hf --out DIR`, and start from DIR"
         )
-    own = {key: getattr(lora, key) for key in {"dropout", "quantize"} & lora.model_fields_set}
-    found = adapter.config.model_copy(update=own)
+    found = adapter.config
     tell(f"the adapter {init_from} is trained further: rank {found.rank}, alpha {found.alpha:g}")
+    return _with_own_keys(lora, found, tell)
+
+
+def _with_own_keys(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], None]) -> LoraConfig:
+    """Return the settings of an existing adapter with the dropout and quantisation that the
+    recipe's `lora` section sets. The section's other keys that differ are named in a warning."""
+    own = {key: getattr(lora, key) for key in {"dropout", "quantize"} & lora.model_fields_set}
+    found = found.model_copy(update=own)
     others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
+    if _token_ids(lora) <= _token_ids(found):
+        # The start may have completed the rows, and files name their tables in full.
+        others = [key for key in others if key != "trainable_token_indices"]
     if others:
         tell(f"warning: not used: {', '.join(f'lora.{key}' for key in others)}")
     return found
+
+
+def _token_ids(lora: LoraConfig) -> set[int]:
+    given = lora.trainable_token_indices
+    return {
+        token for ids in (given.values() if isinstance(given, dict) else [given]) for token in ids
+    }
 
 
 def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
